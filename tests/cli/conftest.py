@@ -48,8 +48,8 @@ class Result:
         """The one JSON object, which must be all of stdout."""
         lines = self.out.splitlines()
         assert len(lines) == 1, self.out
-        found: dict[str, Any] = json.loads(lines[0])
-        return found
+        document: dict[str, Any] = json.loads(lines[0])
+        return document
 
 
 Run = Callable[..., Result]

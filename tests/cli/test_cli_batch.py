@@ -27,9 +27,9 @@ def write_lines(file: Path, lines: list[Any]) -> Path:
 
 
 def answers(file: Path) -> dict[str, dict[str, Any]]:
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len({one["id"] for one in found}) == len(found), "an id was answered twice"
-    return {one["id"]: one for one in found}
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows), "an id was answered twice"
+    return {row["id"]: row for row in rows}
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def test_every_line_is_answered_as_the_library_answers(run: Any, target: str, so
                  "--json")  # fmt: skip
     assert result.code == 0, result.err
     assert (result.json["jobs"], result.json["skipped"], result.json["answered"]) == (6, 0, 6)
-    found = answers(out)
+    by_id = answers(out)
     plain = ft.load(target, drafter=None)
     for i, prompt in enumerate(PROMPTS):
-        wanted = plain.generate(prompt, max_new_tokens=12)
-        assert found[f"job-{i}"]["text"] == wanted.text
-        assert found[f"job-{i}"]["finish_reason"] == wanted.finish_reason
+        expected = plain.generate(prompt, max_new_tokens=12)
+        assert by_id[f"job-{i}"]["text"] == expected.text
+        assert by_id[f"job-{i}"]["finish_reason"] == expected.finish_reason
 
 
 def test_lines_have_options_of_their_own_and_seeds_by_number(run: Any, target: str, tmp_path: Path) -> None:
@@ -62,11 +62,11 @@ def test_lines_have_options_of_their_own_and_seeds_by_number(run: Any, target: s
     source = write_lines(tmp_path / "in.jsonl", lines)
     command = ("--target", target, "--max-new-tokens", "12", "--temperature", "1", "--seed", "70")
     assert run("batch", str(source), str(out), *command).code == 0
-    found = answers(out)
-    assert set(found) == {"1", "2", "3", "4"}
-    assert found["1"]["text"] == found["4"]["text"] and found["1"]["seed"] == 70
-    assert (found["2"]["num_new_tokens"], found["2"]["seed"]) == (3, 71)
-    assert "seed" not in found["3"]
+    by_id = answers(out)
+    assert set(by_id) == {"1", "2", "3", "4"}
+    assert by_id["1"]["text"] == by_id["4"]["text"] and by_id["1"]["seed"] == 70
+    assert (by_id["2"]["num_new_tokens"], by_id["2"]["seed"]) == (3, 71)
+    assert "seed" not in by_id["3"]
 
 
 def test_a_line_that_fails_says_why_and_the_others_go_on(run: Any, target: str, tmp_path: Path) -> None:
@@ -77,11 +77,11 @@ def test_a_line_that_fails_says_why_and_the_others_go_on(run: Any, target: str, 
                  "--max-new-tokens", "4")  # fmt: skip
     assert result.code == 1
     assert "1 answered, 3 failed" in result.err
-    found = answers(out)
-    assert "prompt is empty" in found["1"]["error"]
-    assert found["2"]["text"]
-    assert "min_tokens" in found["3"]["error"]
-    assert "chat template" in found["4"]["error"]
+    by_id = answers(out)
+    assert "prompt is empty" in by_id["1"]["error"]
+    assert by_id["2"]["text"]
+    assert "min_tokens" in by_id["3"]["error"]
+    assert "chat template" in by_id["4"]["error"]
 
 
 def test_what_is_there_is_not_asked_again_and_half_a_line_is(
@@ -92,9 +92,9 @@ def test_what_is_there_is_not_asked_again_and_half_a_line_is(
     out.write_text(json.dumps(kept) + '\n{"id": "job-2", "te')
     result = run("batch", str(source), str(out), "--target", target, "--max-new-tokens", "4", "--json")
     assert (result.json["skipped"], result.json["answered"]) == (1, 5)
-    found = answers(out)
-    assert len(found) == 6 and found["job-1"] == kept
-    assert "num_new_tokens" in found["job-2"]
+    by_id = answers(out)
+    assert len(by_id) == 6 and by_id["job-1"] == kept
+    assert "num_new_tokens" in by_id["job-2"]
     monkeypatch.setattr(batch_module, "_run", lambda *_: pytest.fail("a model is loaded for nothing"))
     again = run("batch", str(source), str(out), "--target", target, "--json")
     assert again.json["skipped"] == 6
@@ -110,24 +110,24 @@ def test_a_killed_run_goes_on(target: str, source: Path, tmp_path: Path, kill: s
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     # A test run in the background ignores Ctrl-C, and so would what it starts.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    busy = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     until = time.monotonic() + 120
     while not (out.exists() and out.read_bytes().count(b"\n") >= 2):
-        assert busy.poll() is None and time.monotonic() < until, busy.stderr and busy.stderr.read()
+        assert process.poll() is None and time.monotonic() < until, process.stderr and process.stderr.read()
         time.sleep(0.002)
-    busy.send_signal(kill)
-    assert busy.wait(timeout=60) == (-signal.SIGKILL if kill == signal.SIGKILL else 130)
+    process.send_signal(kill)
+    assert process.wait(timeout=60) == (-signal.SIGKILL if kill == signal.SIGKILL else 130)
     before = out.read_bytes().rpartition(b"\n")[0]
     first = [json.loads(line) for line in before.splitlines()]
     assert 2 <= len(first) < len(prompts)
     assert subprocess.run(command, env=env, timeout=120, capture_output=True).returncode == 0
     assert out.read_bytes().startswith(before)
-    found = answers(out)
-    assert set(found) == {f"job-{i}" for i in range(len(prompts))}
+    by_id = answers(out)
+    assert set(by_id) == {f"job-{i}" for i in range(len(prompts))}
     llm = ft.load(target)
     for i, prompt in enumerate(prompts):  # the seed is the line's, so a restart changes nothing
-        wanted = llm.generate(prompt, max_new_tokens=48, temperature=1.0, seed=3 + i)
-        assert found[f"job-{i}"]["text"] == wanted.text
+        expected = llm.generate(prompt, max_new_tokens=48, temperature=1.0, seed=3 + i)
+        assert by_id[f"job-{i}"]["text"] == expected.text
 
 
 @pytest.mark.parametrize(

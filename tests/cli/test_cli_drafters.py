@@ -37,7 +37,7 @@ def save_head(folder: Path, target: str) -> Path:
     return folder
 
 
-def found(result: Any, place: Path | str = "") -> dict[str, dict[str, Any]]:
+def rows_by_spec(result: Any, place: Path | str = "") -> dict[str, dict[str, Any]]:
     """The rows of a result by spec; those of one place if there is one."""
     assert result.code == 0, result.err
     assert set(result.json) == {"drafters"}
@@ -48,7 +48,7 @@ def found(result: Any, place: Path | str = "") -> dict[str, dict[str, Any]]:
 
 
 def test_everything_works_for_the_builtin_target(run: Any) -> None:
-    by_spec = found(run("drafters", "--json"))
+    by_spec = rows_by_spec(run("drafters", "--json"))
     assert {row["name"] for row in by_spec.values()} == {row.name for row in rows("drafter")}
     for row in by_spec.values():
         assert set(row) == FIELDS
@@ -63,7 +63,7 @@ def test_everything_works_for_the_builtin_target(run: Any) -> None:
 
 
 def test_another_target_has_no_draft_model_and_no_trained_heads(run: Any, target: str, few: None) -> None:
-    by_name = {row["name"]: row for row in found(run("drafters", target, "--json")).values()}
+    by_name = {row["name"]: row for row in rows_by_spec(run("drafters", target, "--json")).values()}
     assert {name for name, row in by_name.items() if row["works"]} == {
         "ngram", "recycling", "prediction",
     }  # fmt: skip
@@ -77,7 +77,7 @@ def test_another_target_has_no_draft_model_and_no_trained_heads(run: Any, target
 def test_a_group_falls_back_on_members_that_the_target_has(run: Any, target: str, monkeypatch: Any) -> None:
     kept = tuple(r for r in rows() if r.name in ("ensemble", "ngram", "suffix", "constant", "auto"))
     monkeypatch.setattr(registry, "ROWS", kept)
-    by_spec = found(run("drafters", target, "--json"))
+    by_spec = rows_by_spec(run("drafters", target, "--json"))
     assert set(by_spec) == {"ensemble", "ngram", "suffix"} and by_spec["ensemble"]["works"]
 
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_rolled_back_is_refused_by_the_engine(run: Any, tmp_path:
     from transformers import BloomConfig, BloomForCausalLM
 
     BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
-    by_name = {row["name"]: row for row in found(run("drafters", str(tmp_path), "--json")).values()}
+    by_name = {row["name"]: row for row in rows_by_spec(run("drafters", str(tmp_path), "--json")).values()}
     assert by_name["ngram"]["works"]
     assert not by_name["recycling"]["works"] and "ALiBi" in by_name["recycling"]["why"]
 
@@ -108,7 +108,7 @@ def test_folders(run: Any, target: str, tokenizer: Any, tmp_path: Path, few: Non
     damaged.mkdir()
     (damaged / "drafter.json").write_text("{", encoding="utf-8")
 
-    by_spec = found(run("drafters", target, str(tmp_path), "--json"), tmp_path)
+    by_spec = rows_by_spec(run("drafters", target, str(tmp_path), "--json"), tmp_path)
     works = {spec: row["works"] for spec, row in by_spec.items()}
     assert works == {
         f"model:{tmp_path / 'draft'}": True,
@@ -134,9 +134,9 @@ def test_a_datastore_fits_by_its_tokenizer(
     text, store = tmp_path / "text.txt", tmp_path / "store.bin"
     text.write_text(TEXT, encoding="utf-8")
     assert run("datastore", "build", str(text), "--target", target, "--out", str(store)).code == 0
-    by_spec = found(run("drafters", target, str(tmp_path), "--json"), tmp_path)
+    by_spec = rows_by_spec(run("drafters", target, str(tmp_path), "--json"), tmp_path)
     assert [(spec, row["works"]) for spec, row in by_spec.items()] == [(f"retrieval:{store}", True)]
-    by_spec = found(run("drafters", "builtin", str(store), "--json"), store)
+    by_spec = rows_by_spec(run("drafters", "builtin", str(store), "--json"), store)
     assert [(spec, row["works"]) for spec, row in by_spec.items()] == [(str(store), False)]
     assert "another tokenizer" in by_spec[str(store)]["why"]
 
@@ -145,13 +145,13 @@ def test_other_projects_layouts_are_named(run: Any, target: str, tmp_path: Path,
     head = save_head(tmp_path / "head", target)
     out = tmp_path / "exported"
     assert run("export", f"medusa:{head}", "--target", target, "--format", "vllm", "--out", str(out)).code == 0
-    by_spec = found(run("drafters", target, str(out), "--json"), out)
+    by_spec = rows_by_spec(run("drafters", target, str(out), "--json"), out)
     assert by_spec[str(out)]["name"] == "medusa" and not by_spec[str(out)]["works"]
     assert f"foretoken import {out}" in by_spec[str(out)]["why"]
 
 
 def test_the_target_is_no_draft_model_of_its_own(run: Any, target: str, few: None) -> None:
-    by_spec = found(run("drafters", target, str(Path(target).parent), "--json"))
+    by_spec = rows_by_spec(run("drafters", target, str(Path(target).parent), "--json"))
     assert not [spec for spec in by_spec if target in spec]
 
 
@@ -161,7 +161,7 @@ def test_places_of_which_nothing_can_be_made(
 ) -> None:
     place = tmp_path / name
     place.mkdir() if name == "empty" else save_model(place, tokenizer)
-    row = found(run("drafters", target, str(place), "--json"), place)[str(place)]
+    row = rows_by_spec(run("drafters", target, str(place), "--json"), place)[str(place)]
     assert not row["works"] and ("holds no" in row["why"] or "comma" in row["why"])
 
 

@@ -245,7 +245,7 @@ def test_sampling_and_empty_prompts_are_checked_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (OSError(28, "No space left on device"), "error: No space left on device\n"),
         (OSError(28, "No space left on device", "a/b"), "error: No space left on device: a/b\n"),
@@ -253,13 +253,13 @@ def test_sampling_and_empty_prompts_are_checked_before_the_model_is_loaded(
     ],
 )
 def test_errors_of_the_system_have_no_number(
-    run: Any, monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+    run: Any, monkeypatch: pytest.MonkeyPatch, error: OSError, message: str
 ) -> None:
     def fails(self: Common) -> None:
         raise error
 
     monkeypatch.setattr(Common, "check", fails)
-    assert run("generate", "x").err == said
+    assert run("generate", "x").err == message
 
 
 def test_debug_shows_the_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(run: Any, target: str, monkeypatch
 def test_ctrl_c_before_the_command_line_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Typer is being imported: half a second in which there is no ``main`` yet."""
+    """Importing Typer takes half a second in which ``main`` does not exist yet."""
 
     class Interrupted(ModuleType):
         def __getattr__(self, name: str) -> Any:
@@ -309,8 +309,8 @@ def test_no_arguments_show_the_help(run: Any) -> None:
 def test_the_version_is_the_packages(run: Any) -> None:
     import foretoken
 
-    asked = run("--version")
-    assert (asked.code, asked.out, asked.err) == (0, f"foretoken {foretoken.__version__}\n", "")
+    result = run("--version")
+    assert (result.code, result.out, result.err) == (0, f"foretoken {foretoken.__version__}\n", "")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes them")

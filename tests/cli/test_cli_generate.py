@@ -170,9 +170,9 @@ def test_compare_reports_where_a_lossy_rule_parts_from_plain_decoding(run: Any, 
         "--compare", "--repeat", "1", "--json",
     ).json  # fmt: skip
     position = result["first_difference"]["position"]
-    one, other = result["plain"]["token_ids"], result["speculative"]["token_ids"]
+    plain_ids, speculative_ids = result["plain"]["token_ids"], result["speculative"]["token_ids"]
     assert result["identical"] is False
-    assert one[:position] == other[:position] and one[position] != other[position]
+    assert plain_ids[:position] == speculative_ids[:position] and plain_ids[position] != speculative_ids[position]
     assert result["first_difference"]["logit_gap"] > 0
 
 
@@ -254,7 +254,7 @@ def test_colours_are_streamed_and_spell_the_text(target: str, draft: str, stop: 
     console = Console(file=written, force_terminal=True, color_system="standard", markup=False, highlight=False)
     output = stream_explained(console, llm, PROMPT, options)
     assert (output.text, output.token_ids, output.origins) == (want.text, want.token_ids, want.origins)
-    assert [one.next_token for one in output.rounds] == [one.next_token for one in want.rounds]
+    assert [round_.next_token for round_ in output.rounds] == [round_.next_token for round_ in want.rounds]
     plain = re.sub(r"\x1b\[[\d;]*m", "", written.getvalue())
     assert want.text in plain.replace(legend(colour=True).plain, "") and "round 1:" in plain
     assert written.count >= len(want.rounds)  # not all at once
@@ -290,7 +290,7 @@ def test_options_that_do_nothing_are_told(run: Any, target: str, tmp_path: Path)
     file, empty = tmp_path / "expected.txt", tmp_path / "empty.txt"
     file.write_text("text")
     empty.write_text("")
-    for more, told in (
+    for more, message in (
         (("--drafter", "ngram", "--prediction", str(file)), "--prediction is ignored: drafter ngram does not use it"),
         (("--drafter", "none", "--prediction", str(file)), "--prediction is ignored: drafter none does not use it"),
         (("--drafter", "prediction"), "drafts nothing without --prediction FILE"),
@@ -303,29 +303,29 @@ def test_options_that_do_nothing_are_told(run: Any, target: str, tmp_path: Path)
         (("--drafter", "known,inner=ngram", "--controller", "constant"), None),
     ):
         err = run("generate", PROMPT, "--target", target, "--max-new-tokens", "2", "--json", *more).err
-        assert err.count("\n") == 1 and told in err if told else err == "", (more, err)
+        assert err.count("\n") == 1 and message in err if message else err == "", (more, err)
 
 
 def test_a_busy_machine_is_told_once_and_changes_no_text(
     run: Any, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("generate", "for item", "--target", target, "--max-new-tokens", "4", "--json")
-    quiet = run(*command)
+    quiet_result = run(*command)
     monkeypatch.setattr("foretoken.loading.measured.busy.settle_threads", lambda target: "two threads are slower here")
-    busy = run(*command)
-    assert busy.err.splitlines().count("warning: two threads are slower here") == 1
-    assert busy.json["token_ids"] == quiet.json["token_ids"] and "threads" not in quiet.err
+    busy_result = run(*command)
+    assert busy_result.err.splitlines().count("warning: two threads are slower here") == 1
+    assert busy_result.json["token_ids"] == quiet_result.json["token_ids"] and "threads" not in quiet_result.err
 
 
 def test_explain_tells_json_origins_and_rounds(run: Any, target: str, draft: str) -> None:
     drafts = ("--drafter", f"model:{draft},k=3", "--controller", "constant", "--max-new-tokens", "12")
-    asked = ("generate", PROMPT, "--target", target, *drafts, "--json", "--explain")
-    found = run(*asked).json
-    assert len(found["origins"]) == len(found["token_ids"]) == 12
-    assert len(found["rounds"]) == found["stats"]["num_drafts"]
-    first = found["rounds"][0]
+    command = ("generate", PROMPT, "--target", target, *drafts, "--json", "--explain")
+    report = run(*command).json
+    assert len(report["origins"]) == len(report["token_ids"]) == 12
+    assert len(report["rounds"]) == report["stats"]["num_drafts"]
+    first = report["rounds"][0]
     assert len(first["texts"]) == len(first["tokens"]) == 4 and first["drafter"] == "model" and first["next_text"]
-    compared = run(*asked, "--compare", "--repeat", "1").json
+    compared = run(*command, "--compare", "--repeat", "1").json
     assert len(compared["speculative"]["origins"]) == 12
 
 

@@ -1,4 +1,4 @@
-"""Keeping freed memory: fewer pages are asked for, and nothing else changes."""
+"""Keeping freed memory asks the system for fewer pages and changes nothing else."""
 
 from __future__ import annotations
 

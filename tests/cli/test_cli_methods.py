@@ -13,16 +13,16 @@ FIELDS = {"name", "role", "paper", "lossless", "needs_training", "needs", "kind"
 
 
 def test_json_is_the_registry(run: Any) -> None:
-    found = run("methods", "--json").json
-    assert set(found) == {"methods"}
-    assert found["methods"] == ft.methods()
-    assert all(set(row) == FIELDS for row in found["methods"])
+    report = run("methods", "--json").json
+    assert set(report) == {"methods"}
+    assert report["methods"] == ft.methods()
+    assert all(set(row) == FIELDS for row in report["methods"])
 
 
 @pytest.mark.parametrize("role", ["drafter", "verifier", "controller", "tree"])
 def test_one_role(run: Any, role: str) -> None:
-    found = run("methods", "--role", role, "--json").json["methods"]
-    assert [row["name"] for row in found] == [row.name for row in rows(role)]  # type: ignore[arg-type]
+    methods = run("methods", "--role", role, "--json").json["methods"]
+    assert [row["name"] for row in methods] == [row.name for row in rows(role)]  # type: ignore[arg-type]
 
 
 def test_every_method_is_one_line_of_80_columns(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,9 @@ def test_every_method_is_one_line_of_80_columns(run: Any, monkeypatch: pytest.Mo
     lines = result.out.splitlines()
     assert max(map(len, lines)) <= 80
     for row in rows():
-        assert sum(line.startswith(f"  {row.name} ") for line in lines) == sum(row.name == one.name for one in rows())
+        assert sum(line.startswith(f"  {row.name} ") for line in lines) == sum(
+            row.name == other.name for other in rows()
+        )
     assert "--allow-lossy" in result.out
 
 

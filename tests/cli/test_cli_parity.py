@@ -44,19 +44,19 @@ def test_all_that_fit_pass_and_the_json_is_the_contract(run: Any, target: str, t
         run, target, "--json", "--samples", "16", "--max-new-tokens", "6", "--prompts", str(tmp_path / "prompts.txt")
     )
     assert result.code == 0
-    found = result.json
-    assert set(found) == {"passed", "tried", "untried", "checks", "exactness", "prompts", "identical", "ties"}
-    assert found["passed"] is found["tried"] is True
-    texts = [check for check in found["checks"] if check["mode"] != "sampled" and check["tried"]]
+    report = result.json
+    assert set(report) == {"passed", "tried", "untried", "checks", "exactness", "prompts", "identical", "ties"}
+    assert report["passed"] is report["tried"] is True
+    texts = [check for check in report["checks"] if check["mode"] != "sampled" and check["tried"]]
     for key in ("prompts", "identical", "ties"):
-        assert found[key] == sum(check[key] for check in texts)
-    assert found["exactness"] in ("bitwise", "rounding")
-    assert all(set(check) == FIELDS for check in found["checks"])
-    modes = Counter(check["mode"] for check in found["checks"])
+        assert report[key] == sum(check[key] for check in texts)
+    assert report["exactness"] in ("bitwise", "rounding")
+    assert all(set(check) == FIELDS for check in report["checks"])
+    modes = Counter(check["mode"] for check in report["checks"])
     assert modes["greedy"] == modes["sampled"] >= 2
     assert modes["transformers"] == modes["greedy"] + 1  # plain decoding is compared with it too
-    assert "model" not in {check["drafter"] for check in found["checks"]}  # it needs a path on this target
-    for check in found["checks"]:
+    assert "model" not in {check["drafter"] for check in report["checks"]}  # it needs a path on this target
+    for check in report["checks"]:
         assert check["differences"] == 0
         assert (check["p_value"] is None) == (check["mode"] != "sampled")
         if check["mode"] != "sampled":
@@ -91,14 +91,14 @@ def test_a_rule_that_changes_the_output_fails(run: Any, target: str, draft: str,
 
 
 def test_a_planted_error_fails(run: Any, target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain that is said to be drawn from distributions that are not the ones it was drawn from."""
+    """The chain claims other distributions than those that it was drawn from."""
     arguments = ("--drafter", f"model:{draft},k=3", "--mode", "sampled", "--samples", "512", "--controller", "constant")
     assert parity(run, target, *arguments).code == 0
     finished = ModelDrafter._finished
 
     def wrong(self: ModelDrafter, tree: Any) -> TokenTree:
-        made = finished(self, tree)
-        return made if made.q is None else replace(made, q=made.q.square() / made.q.square().sum(-1, keepdim=True))
+        out = finished(self, tree)
+        return out if out.q is None else replace(out, q=out.q.square() / out.q.square().sum(-1, keepdim=True))
 
     monkeypatch.setattr(ModelDrafter, "_finished", wrong)
     failed = parity(run, target, *arguments)
@@ -108,7 +108,7 @@ def test_a_planted_error_fails(run: Any, target: str, draft: str, monkeypatch: p
 def test_a_planted_error_of_seeded_text_fails(
     run: Any, target: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A draft that turns the noise round which the target is about to use."""
+    """The draft reverses the noise that the target is about to use."""
     arguments = ("--drafter", f"model:{draft},k=3", "--mode", "seed", "--mode", "greedy", "--temperature", "0.8")
     assert parity(run, target, *arguments).code == 0
     finished = ModelDrafter._finished
@@ -155,8 +155,8 @@ def test_what_was_checked_before_a_signal_is_printed(
     assert result.code == code and signal.getsignal(signal.SIGTERM) == before
     assert "stopped before the end" in result.out and "greedy" in result.out
     assert result.err.splitlines()[-1] == line
-    found = parity(run, target, "--drafter", "ngram", "--json")
-    assert found.code == code and found.json["passed"] is False and found.json["checks"]
+    again = parity(run, target, "--drafter", "ngram", "--json")
+    assert again.code == code and again.json["passed"] is False and again.json["checks"]
 
 
 def test_sampling_options_reach_the_checks(run: Any, target: str) -> None:
@@ -210,10 +210,10 @@ def test_equal_outputs_have_no_difference() -> None:
 
 
 def test_the_gap_is_measured_where_the_outputs_part() -> None:
-    found = first_difference(tied(0.25), [0], [1, 1, 1, 1], [1, 1, 2, 0])
-    assert found is not None
-    assert (found.position, found.is_tie) == (2, False)
-    assert found.logit_gap == pytest.approx(0.25)
+    difference = first_difference(tied(0.25), [0], [1, 1, 1, 1], [1, 1, 2, 0])
+    assert difference is not None
+    assert (difference.position, difference.is_tie) == (2, False)
+    assert difference.logit_gap == pytest.approx(0.25)
 
 
 def test_a_gap_within_rounding_is_a_tie_and_a_wrong_token_is_not() -> None:
@@ -224,9 +224,9 @@ def test_a_gap_within_rounding_is_a_tie_and_a_wrong_token_is_not() -> None:
 
 
 def test_an_output_that_ends_early_is_a_real_difference() -> None:
-    found = first_difference(tied(0.0), [0], [1, 1, 1], [1, 1])
-    assert found == Difference(2, None, found.tolerance if found else 0.0)
-    assert found is not None and not found.is_tie
+    difference = first_difference(tied(0.0), [0], [1, 1, 1], [1, 1])
+    assert difference == Difference(2, None, difference.tolerance if difference else 0.0)
+    assert difference is not None and not difference.is_tie
 
 
 def test_the_tolerance_follows_the_dtype() -> None:
@@ -239,8 +239,8 @@ def test_next_logits_release_their_sequence(target: str) -> None:
     from foretoken.loading import load_model
 
     model = load_model(target)
-    one, other = next_logits(model, [1, 2, 3], []), next_logits(model, [1, 2], [3])
-    assert torch.equal(one, other) and one.shape == (320,)
+    first, second = next_logits(model, [1, 2, 3], []), next_logits(model, [1, 2], [3])
+    assert torch.equal(first, second) and first.shape == (320,)
     assert model._sequences == []  # type: ignore[attr-defined]
 
 

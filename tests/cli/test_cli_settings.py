@@ -75,7 +75,7 @@ def test_what_the_object_refuses_reaches_the_caller() -> None:
 
 
 def test_settings_are_the_described_fields_in_order() -> None:
-    assert {one.name: about for one, about in settings_of(Inner).items()} == {
+    assert {field.name: about for field, about in settings_of(Inner).items()} == {
         "size": About("Rows of it.", 1, 9), "kind": About(), "loud": About("Say more."),
     }  # fmt: skip
     secret = dataclass(type("Secret", (), {"__annotations__": {"key": str}, "key": setting("abc", shown=False)}))
@@ -86,9 +86,9 @@ def test_settings_are_the_described_fields_in_order() -> None:
 def test_defaults_lie_within_their_ranges(kind: type) -> None:
     described = settings_of(kind)
     assert described
-    for one, about in described.items():
-        assert about.low is None or one.default >= about.low, one.name
-        assert about.high is None or one.default <= about.high, one.name
+    for field, about in described.items():
+        assert about.low is None or field.default >= about.low, field.name
+        assert about.high is None or field.default <= about.high, field.name
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_every_setting_of_a_training_is_an_option(
 
     assert main(["train", command, "--help"]) == 0
     page = capsys.readouterr().out
-    for one in fields(kind):
-        option = f"--{prefix}{one.name.replace('_', '-')} "
-        assert (option in page) == (one.name not in without), option
+    for field in fields(kind):
+        option = f"--{prefix}{field.name.replace('_', '-')} "
+        assert (option in page) == (field.name not in without), option
 
 
 def test_every_option_of_every_command_is_explained() -> None:
-    """``--help`` says of each what it is, whoever declares it."""
+    """``--help`` explains every option, whoever declares it."""
     from foretoken.cli.main import app
 
     bare = []
@@ -122,6 +122,6 @@ def test_every_option_of_every_command_is_explained() -> None:
     while waiting:
         name, command = waiting.pop()
         waiting += [(f"{name} {part}", inner) for part, inner in getattr(command, "commands", {}).items()]
-        options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
-        bare += [f"{name} {one.opts[0]}" for one in options if not one.help]
+        options = [option for option in command.params if option.param_type_name == "option" and not option.hidden]
+        bare += [f"{name} {option.opts[0]}" for option in options if not option.help]
     assert bare == []

@@ -34,8 +34,8 @@ def test_a_picture(run: Any, target: str, draft: str, tmp_path: Path, rule: str)
     file = tmp_path / "run.svg"
     result = run(*command(target, draft, "--out", str(file), "--temperature", "1", "--verifier", rule))
     assert result.code == 0, result.err
-    told = re.search(r"(\d+) rounds, (\d+) tokens -> (.+)", result.err)  # unseeded, so a text may end early
-    assert told and 1 <= int(told[1]) <= int(told[2]) <= 12 and told[3] == str(file), result.err
+    match = re.search(r"(\d+) rounds, (\d+) tokens -> (.+)", result.err)  # unseeded, so a text may end early
+    assert match and 1 <= int(match[1]) <= int(match[2]) <= 12 and match[3] == str(file), result.err
     ElementTree.fromstring(file.read_text())
 
 
@@ -68,18 +68,18 @@ def test_a_row_of_a_prompt_file_is_drawn(run: Any, target: str, tokenizer: Any, 
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
     tokenizer.save_pretrained(talking)
     rows, out = tmp_path / "rows.jsonl", tmp_path / "run.html"
-    asked = ("show", "--prompt-file", str(rows), "--target", str(talking), "--max-new-tokens", "4", "--out", str(out))
+    words = ("show", "--prompt-file", str(rows), "--target", str(talking), "--max-new-tokens", "4", "--out", str(out))
     rows.write_text(json.dumps({"conversations": [{"from": "human", "value": "for item"}]}))
-    result = run(*asked)
+    result = run(*words)
     assert result.code == 0, result.err
     assert "[user] for item" in out.read_text()
     rows.write_text('{"prompt": "for item"}\n')
-    assert run(*asked).code == 0
+    assert run(*words).code == 0
     assert 'class="prompt">for item</span>' in out.read_text()
     rows.write_text('{"messages": [{"role": "user"}]}')
-    assert "rows.jsonl, line 1: message 1 needs a 'content'" in run(*asked).err
+    assert "rows.jsonl, line 1: message 1 needs a 'content'" in run(*words).err
     rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    result = run(*asked)
+    result = run(*words)
     assert result.code == 2 and "holds 2 prompts, and one is drawn" in result.err
 
 
@@ -93,19 +93,19 @@ def test_explain_prints_trees(run: Any, target: str, draft: str) -> None:
 
 def test_a_trace_is_written_and_shown_again(run: Any, target: str, draft: str, tmp_path: Path) -> None:
     trace, page, picture = (tmp_path / f"run.{kind}" for kind in ("jsonl", "html", "svg"))
-    made = run(*command(target, draft, "--out", str(trace), "--json"))
-    assert made.code == 0, made.err
+    result = run(*command(target, draft, "--out", str(trace), "--json"))
+    assert result.code == 0, result.err
     seen = run("show", str(trace))
     assert seen.code == 0, seen.err
     assert seen.out.startswith("engine: foretoken ") and "round 1: model: 3 drafted" in seen.out
-    assert "--round N, or --out page.html" in seen.out or made.json["rounds"] <= 3
-    rounds = f"{made.json['rounds']} round{'s' * (made.json['rounds'] != 1)}"
+    assert "--round N, or --out page.html" in seen.out or result.json["rounds"] <= 3
+    rounds = f"{result.json['rounds']} round{'s' * (result.json['rounds'] != 1)}"
     assert run("show", str(trace), "--out", str(page)).err == f"1 request, {rounds} drawn -> {page}\n"
-    assert page.read_text().count("<section") == made.json["rounds"]
+    assert page.read_text().count("<section") == result.json["rounds"]
     assert run("show", str(trace), "--out", str(picture), "--round", "1").code == 0
     (total,) = run("show", str(trace), "--json").json["totals"]
-    stats = made.json["stats"]
-    assert total["rounds"] == made.json["rounds"] and total["accepted"] == stats["num_accepted_tokens"]
+    stats = result.json["stats"]
+    assert total["rounds"] == result.json["rounds"] and total["accepted"] == stats["num_accepted_tokens"]
     assert total["acceptance_rate"] == pytest.approx(stats["acceptance_rate"])
     assert total["tokens_per_round"] == pytest.approx(1 + total["accepted"] / total["rounds"])
 

@@ -44,13 +44,13 @@ def test_the_result_loads_as_a_drafter(run: Any, target: str, prompts: str, tmp_
     out = tmp_path / "new" / "skips.json"
     result = run("tune", "layer-skip", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT, "--json")
     assert result.code == 0, result.err
-    found = result.json
-    assert set(found) == {"trials", "chosen", "plain", "default", "best", "out"}
-    assert (found["trials"], found["out"]) == (3, str(out)) and found["chosen"] in ("default", "best")
+    report = result.json
+    assert set(report) == {"trials", "chosen", "plain", "default", "best", "out"}
+    assert (report["trials"], report["out"]) == (3, str(out)) and report["chosen"] in ("default", "best")
     for name in ("default", "best"):
-        assert found[name]["speedup"] == pytest.approx(found[name]["tokens_per_s"] / found["plain"]["tokens_per_s"])
+        assert report[name]["speedup"] == pytest.approx(report[name]["tokens_per_s"] / report["plain"]["tokens_per_s"])
     saved = json.loads(out.read_text())
-    chosen = found[found["chosen"]]
+    chosen = report[report["chosen"]]
     assert {key: saved[key] for key in ("attention", "mlp", "tokens_per_s", "speedup")} == {
         key: chosen[key] for key in ("attention", "mlp", "tokens_per_s", "speedup")
     }
@@ -131,11 +131,11 @@ def test_built_in_prompts(run: Any, target: str, tmp_path: Path) -> None:
 def test_the_search_finds_a_planted_optimum(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a made-up clock that likes one of 4096 sets, 80 trials find it or a neighbour (80 random ones: 22 %)."""
     work = Workload(Subject(HuggingFaceModel(new_model("llama", num_hidden_layers=6))), [[1, 2, 3]])
-    wanted = {("attention", 2), ("attention", 4), ("attention", 5), ("mlp", 0), ("mlp", 4)}
+    optimum = {("attention", 2), ("attention", 4), ("attention", 5), ("mlp", 0), ("mlp", 4)}
     measured: list[SkipSet | None] = []
 
     def distance(skips: SkipSet) -> int:
-        return len({(kind, layer) for kind in ("attention", "mlp") for layer in getattr(skips, kind)} ^ wanted)
+        return len({(kind, layer) for kind in ("attention", "mlp") for layer in getattr(skips, kind)} ^ optimum)
 
     def speed(work: Workload, k: int, skips: SkipSet | None) -> Speed:
         measured.append(skips)

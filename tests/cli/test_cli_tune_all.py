@@ -52,17 +52,17 @@ def test_the_profile_is_read_by_other_commands(
     out = tmp_path / "new" / "profile.json"
     result = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT, "--json")
     assert result.code == 0, result.err
-    found = result.json
-    assert set(found) == {
+    report = result.json
+    assert set(report) == {
         "drafter", "verifier", "controller", "temperature", "speedup", "plain_tokens_per_s", "table", "skipped", "out",
         "prompts", "new_tokens", "complete", "spent_s", "loading_s",
     }  # fmt: skip
     stored = json.loads(out.read_text())
-    assert stored["target"]["source"] == target and stored["drafter"] == found["drafter"]
-    assert all(row["texts"] > 0 and row["differing"] == 0 for row in found["table"])
-    drafters = {row["drafter"].split(",")[0] for row in found["table"]}
+    assert stored["target"]["source"] == target and stored["drafter"] == report["drafter"]
+    assert all(row["texts"] > 0 and row["differing"] == 0 for row in report["table"])
+    drafters = {row["drafter"].split(",")[0] for row in report["table"]}
     assert {"ngram", "jacobi"} <= drafters <= {"ngram", "jacobi", "router"}
-    assert set(found["table"][0]) == {
+    assert set(report["table"][0]) == {
         "drafter", "controller", "speedup", "tokens_per_round", "tokens", "compared", "why", "texts", "differing",
     }  # fmt: skip
     assert set(stored["costs"]["target_s"]) == {"1", "4", "16"}
@@ -77,17 +77,17 @@ def test_elsewhere_a_profile_warns_and_works(
     run: Any, target: str, prompts: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "profile.json"
-    made = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
-    assert made.code == 0 and "plain decoding" in made.out and "tokens/round" in made.out, made.err
+    result = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
+    assert result.code == 0 and "plain decoding" in result.out and "tokens/round" in result.out, result.err
     stored = json.loads(out.read_text())
     out.write_text(json.dumps({**stored, "drafter": "ngram", "controller": "auto"}))
     other = str(save_model(tmp_path / "other", tokenizer, seed=3))
     command = ("generate", "for item", "--max-new-tokens", "16", "--json")
-    found = run(*command, "--target", other, "--profile", str(out))
-    assert found.code == 0
-    (line,) = [line for line in found.err.splitlines() if line.startswith("warning: ")]
+    generated = run(*command, "--target", other, "--profile", str(out))
+    assert generated.code == 0
+    (line,) = [line for line in generated.err.splitlines() if line.startswith("warning: ")]
     assert "another target" in line and "foretoken tune" in line
-    assert found.json["token_ids"] == run(*command, "--target", other, "--drafter", "none").json["token_ids"]
+    assert generated.json["token_ids"] == run(*command, "--target", other, "--drafter", "none").json["token_ids"]
     stored["machine"]["torch_threads"] = 77
     out.write_text(json.dumps({**stored, "drafter": "ngram", "controller": "auto"}))
     moved = run(*command, "--target", target, "--profile", str(out))

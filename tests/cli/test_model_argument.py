@@ -100,8 +100,8 @@ for line in {lines!r}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
-    said = done.stderr.splitlines()
-    assert len(said) == len(lines) and all(NOWHERE in line and line.startswith("error: ") for line in said), said
+    errors = done.stderr.splitlines()
+    assert len(errors) == len(lines) and all(NOWHERE in line and line.startswith("error: ") for line in errors), errors
 
 
 def test_a_damaged_model_is_told_as_early(tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_a_damaged_model_is_told_as_early(tmp_path: Path) -> None:
     (half / "config.json").write_text("{}")
     (half / "model.safetensors").write_bytes((100).to_bytes(8, "little") + b"{")
     file.write_bytes(b"PK\x03\x04")
-    for source, said in ((half, "half-written"), (file, "is not a GGUF file"), ("builtin:nosuch", "builtin:hybrid")):
-        with pytest.raises(LoadError, match=said) as error:
+    for source, words in ((half, "half-written"), (file, "is not a GGUF file"), ("builtin:nosuch", "builtin:hybrid")):
+        with pytest.raises(LoadError, match=words) as error:
             existing_model(str(source), None)
         assert "\n" not in str(error.value)
     for source in ("builtin", "builtin:early_exit", str(ZOO / "target")):
@@ -136,9 +136,9 @@ def test_no_help_page_lists_all_methods(run: Any) -> None:
 
 def test_the_model_first_and_as_an_option_give_the_same(run: Any, target: str) -> None:
     common = ("--max-new-tokens", "8", "--json")
-    one = run("generate", target, PROMPT, *common).json
-    assert one["token_ids"] == run("generate", PROMPT, "--target", target, *common).json["token_ids"]
-    assert one["token_ids"] == run("generate", target, PROMPT, "--target", target, *common).json["token_ids"]
+    report = run("generate", target, PROMPT, *common).json
+    assert report["token_ids"] == run("generate", PROMPT, "--target", target, *common).json["token_ids"]
+    assert report["token_ids"] == run("generate", target, PROMPT, "--target", target, *common).json["token_ids"]
 
 
 def test_a_model_alone_reads_its_prompt_from_stdin(run: Any, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +154,10 @@ def test_with_target_a_model_folder_is_a_prompt(run: Any, target: str) -> None:
 
 
 def test_drafters_are_written_and_read_for_the_model_that_comes_first(run: Any, tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    assert run("export", "builtin", "medusa", "--out", str(one), "--json").json["method"] == "medusa"
-    assert run("import", "builtin", str(one), "--out", str(other), "--json").json["method"] == "medusa"
-    for command, what in (("export", "medusa"), ("import", str(one))):
+    exported, imported = tmp_path / "one", tmp_path / "other"
+    assert run("export", "builtin", "medusa", "--out", str(exported), "--json").json["method"] == "medusa"
+    assert run("import", "builtin", str(exported), "--out", str(imported), "--json").json["method"] == "medusa"
+    for command, what in (("export", "medusa"), ("import", str(exported))):
         result = run(command, NOWHERE, what, "--target", "builtin", "--out", str(tmp_path / "third"))
         assert result.code == 2 and "give one of them" in result.err
 
@@ -166,7 +166,7 @@ def test_drafters_are_written_and_read_for_the_model_that_comes_first(run: Any, 
 def test_a_file_alone_is_no_prompt(
     run: Any, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """Its name would be completed; as the second of two words it may be."""
+    """A lone word that is a file name would be completed as a prompt; as the second of two words it is a prompt."""
     (tmp_path / "notes.txt").write_text("some text")
     monkeypatch.chdir(tmp_path)
     for word in ("notes.txt", str(tmp_path / "notes.txt")):
@@ -220,8 +220,8 @@ def test_names_of_models(tmp_path: Path, target: str, monkeypatch: pytest.Monkey
         "nul\0",
         "/ is root",
     )
-    assert [one for one in models if not names_model(one)] == []
-    assert [one for one in texts if names_model(one)] == []
+    assert [model for model in models if not names_model(model)] == []
+    assert [text for text in texts if names_model(text)] == []
 
 
 def test_one_or_two_words() -> None:

@@ -53,20 +53,20 @@ def refused(run: Any, *arguments: str) -> str:
 
 
 def test_the_certificate_says_what_ran_where_and_what_came_out(written: Path, target: str, draft: str) -> None:
-    found = json.loads(written.read_text())
-    assert {"foretoken", "python", "torch", "transformers"} <= set(found["versions"])
-    assert {"cpu", "cpu_flags", "torch_threads", "kernels"} <= set(found["machine"])
-    model = found["model"]
+    record = json.loads(written.read_text())
+    assert {"foretoken", "python", "torch", "transformers"} <= set(record["versions"])
+    assert {"cpu", "cpu_flags", "torch_threads", "kernels"} <= set(record["machine"])
+    model = record["model"]
     assert model["checksums"] == model_checksums(target) and set(model["checksums"]) == {
         "config.json",
         "model.safetensors",
     }
     assert {"forward", "weights", "layout", "exactness", "exactness_why", "refused"} <= set(model)
     assert model["options"]["dtype"] == "float32"
-    assert [drafter["spec"] for drafter in found["drafters"]] == ["ngram", f"model:{draft},k=3"]
-    assert found["drafters"][0]["checksums"] == {} and "model/model.safetensors" in found["drafters"][1]["checksums"]
-    assert len(found["texts"]["greedy"]) == len(found["prompts"]) == 4 and len(found["texts"]["seeded"]) == 8
-    assert found["result"]["passed"] is True and found["result"]["identical"] == found["result"]["prompts"]
+    assert [drafter["spec"] for drafter in record["drafters"]] == ["ngram", f"model:{draft},k=3"]
+    assert record["drafters"][0]["checksums"] == {} and "model/model.safetensors" in record["drafters"][1]["checksums"]
+    assert len(record["texts"]["greedy"]) == len(record["prompts"]) == 4 and len(record["texts"]["seeded"]) == 8
+    assert record["result"]["passed"] is True and record["result"]["identical"] == record["result"]["prompts"]
 
 
 def test_the_same_machine_verifies_it_line_by_line(run: Any, written: Path) -> None:
@@ -84,9 +84,9 @@ def test_a_copy_of_the_model_elsewhere_is_the_same_model(
     run: Any, written: Path, tmp_path: Path, tokenizer: Any, draft: str
 ) -> None:
     copy = save_model(tmp_path / "copy", tokenizer)
-    found = run("parity", str(copy), "--verify", str(written), "--json").json
-    assert found["verified"] is True and found["parity"]["passed"] is True
-    assert {line["name"]: line["equal"] for line in found["lines"]}["greedy texts"] is True
+    report = run("parity", str(copy), "--verify", str(written), "--json").json
+    assert report["verified"] is True and report["parity"]["passed"] is True
+    assert {line["name"]: line["equal"] for line in report["lines"]}["greedy texts"] is True
 
 
 def test_another_machine_is_named_and_verifies(
@@ -113,7 +113,7 @@ def test_another_promise_is_named(run: Any, written: Path, tmp_path: Path) -> No
 
 
 def test_a_machine_that_promises_the_same_bits_must_give_the_same_texts() -> None:
-    """A tie between the texts there and here is no excuse where everything else is the same."""
+    """A near-tie between the texts is no excuse where everything else is the same."""
     there = Certificate(
         written="",
         versions=versions(),
@@ -129,8 +129,8 @@ def test_a_machine_that_promises_the_same_bits_must_give_the_same_texts() -> Non
     def outcome(target: TableModel, certificate: Certificate = there) -> tuple[bool, str]:
         check = Check("ngram", "greedy", "greedy", 1, 1, drafted=1)
         report = Report([check], complete=True, exactness=target.exactness, prompts=[[0, 1]], plain=[[1, 1]])
-        found = compare(certificate, report, Settings(), target)
-        return found.verified, found.outcome
+        comparison = compare(certificate, report, Settings(), target)
+        return comparison.verified, comparison.outcome
 
     weights = [0.1, 0.45, 0.45 - 1e-13, 0.0]
     target = TableModel(lambda _: torch.tensor(weights, dtype=torch.float64), 4)

@@ -36,13 +36,13 @@ def profile(tmp_path: Path) -> Path:
 def test_json_is_one_object_with_the_formulas(run: Any) -> None:
     result = run("plan", "--alpha", "0.7", "--c", "0.1", "--k", "2-9", "--overhead", "0.05", "--json")
     assert result.code == 0 and result.err == ""
-    found = result.json
-    assert [row["k"] for row in found["rows"]] == [0, *range(2, 10)]
-    for row in found["rows"][1:]:
+    report = result.json
+    assert [row["k"] for row in report["rows"]] == [0, *range(2, 10)]
+    for row in report["rows"][1:]:
         assert row["tokens"] == pytest.approx(expected_tokens(0.7, row["k"]))
         assert row["speedups"]["1"] == pytest.approx(row["tokens"] / (1.05 + 0.1 * row["k"]) if row["k"] else 1.0)
-    assert found["best"]["k"] == 4 and found["summary"].startswith("Draft k=4 tokens")
-    assert (found["alpha"], found["c"], found["overhead"], found["drafter"], found["plot"]) == (
+    assert report["best"]["k"] == 4 and report["summary"].startswith("Draft k=4 tokens")
+    assert (report["alpha"], report["c"], report["overhead"], report["drafter"], report["plot"]) == (
         0.7, 0.1, 0.05, None, None,
     )  # fmt: skip
 
@@ -105,17 +105,17 @@ def test_a_single_length_and_plain_alone(run: Any) -> None:
 
 
 def test_survival_and_positions(run: Any) -> None:
-    found = run("plan", "--survival", "0.8,0.5,0.2", "--c", "0.05", "--k", "1-3", "--tree", "2x1", "--positions",
-                "0.6,0.2", "--operations", "0.01", "--json").json  # fmt: skip
-    assert [row["tokens"] for row in found["rows"]] == pytest.approx([1, 1.8, 2.3, 2.5])
-    assert found["trees"][0]["tokens"] == pytest.approx(1 + 0.8 + 0.8 * 0.6)
-    assert found["rows"][2]["operations"] == pytest.approx((3 + 2 * 0.01) / 2.3)
+    report = run("plan", "--survival", "0.8,0.5,0.2", "--c", "0.05", "--k", "1-3", "--tree", "2x1", "--positions",
+                 "0.6,0.2", "--operations", "0.01", "--json").json  # fmt: skip
+    assert [row["tokens"] for row in report["rows"]] == pytest.approx([1, 1.8, 2.3, 2.5])
+    assert report["trees"][0]["tokens"] == pytest.approx(1 + 0.8 + 0.8 * 0.6)
+    assert report["rows"][2]["operations"] == pytest.approx((3 + 2 * 0.01) / 2.3)
 
 
 def test_the_drafter_that_a_profile_names(run: Any, profile: Path) -> None:
-    found = run("plan", "--profile", str(profile), "--k", "1-4", "--json").json
-    assert found["drafter"] == "ngram" and not any("promises most" in note for note in found["notes"])
-    assert found["rows"][2]["speedups"]["1"] == pytest.approx(COSTS.speedup("ngram", 2))
+    report = run("plan", "--profile", str(profile), "--k", "1-4", "--json").json
+    assert report["drafter"] == "ngram" and not any("promises most" in note for note in report["notes"])
+    assert report["rows"][2]["speedups"]["1"] == pytest.approx(COSTS.speedup("ngram", 2))
     assert "measured drafter: ngram" in run("plan", "--profile", str(profile), "--k", "1-4").out
 
 
@@ -128,18 +128,18 @@ def test_the_drafter_that_a_profile_names(run: Any, profile: Path) -> None:
 )
 def test_another_drafter_than_the_profile_s_is_told(run: Any, profile: Path, named: str | None, reason: str) -> None:
     profile.write_text(json.dumps({"format": 1, "drafter": named, "costs": COSTS.as_dict()}))
-    found = run("plan", "--profile", str(profile), "--k", "1-4", "--json").json
-    assert found["drafter"] == "model,k=4"
+    report = run("plan", "--profile", str(profile), "--k", "1-4", "--json").json
+    assert report["drafter"] == "model,k=4"
     note = f"{reason}: this plan is for model,k=4, which promises most"
-    assert found["notes"][0] == note
+    assert report["notes"][0] == note
     assert f"note: {note}" in run("plan", "--profile", str(profile), "--k", "1-4").out
 
 
 def test_the_best_drafter_of_a_profile_that_names_none(run: Any, profile: Path) -> None:
     profile.write_text(json.dumps({"format": 1, "costs": COSTS.as_dict()}))
-    found = run("plan", "--profile", str(profile), "--batch", "1,2", "--k", "1-4", "--json").json
-    assert found["drafter"] == "model,k=4" and found["survival"] == [0.8, 0.6, 0.4, 0.3]
-    for row in found["rows"]:
+    report = run("plan", "--profile", str(profile), "--batch", "1,2", "--k", "1-4", "--json").json
+    assert report["drafter"] == "model,k=4" and report["survival"] == [0.8, 0.6, 0.4, 0.3]
+    for row in report["rows"]:
         for batch in (1, 2):
             assert row["speedups"][str(batch)] == pytest.approx(COSTS.speedup("model,k=4", row["k"], batch))
     chosen = run("plan", "--profile", str(profile), "--drafter", "ngram", "--k", "2", "--json").json
@@ -148,16 +148,16 @@ def test_the_best_drafter_of_a_profile_that_names_none(run: Any, profile: Path) 
 
 
 def test_options_replace_what_a_profile_says(run: Any, profile: Path) -> None:
-    found = run("plan", "--profile", str(profile), "--alpha", "0.9", "--c", "0.02", "--overhead", "0", "--v", "flat",
-                "--k", "3", "--json").json  # fmt: skip
-    assert found["rows"][1]["speedups"]["1"] == pytest.approx(expected_tokens(0.9, 3) / (1 + 3 * 0.02))
+    report = run("plan", "--profile", str(profile), "--alpha", "0.9", "--c", "0.02", "--overhead", "0", "--v", "flat",
+                 "--k", "3", "--json").json  # fmt: skip
+    assert report["rows"][1]["speedups"]["1"] == pytest.approx(expected_tokens(0.9, 3) / (1 + 3 * 0.02))
 
 
 def test_roofline_costs(run: Any) -> None:
     v = Roofline(8e9, 3.35e12, 989e12, experts=8, active=2, expert_parameters=0.5)
     text = "roofline,parameters=8e9,bandwidth=3.35e12,flops=989e12,experts=8,active=2,expert_parameters=0.5"
-    found = run("plan", "--alpha", "0.8", "--c", "0.05", "--v", text, "--k", "3", "--json").json
-    assert found["rows"][1]["speedups"]["1"] == pytest.approx(expected_tokens(0.8, 3) / (v(4) + 3 * 0.05))
+    report = run("plan", "--alpha", "0.8", "--c", "0.05", "--v", text, "--k", "3", "--json").json
+    assert report["rows"][1]["speedups"]["1"] == pytest.approx(expected_tokens(0.8, 3) / (v(4) + 3 * 0.05))
 
 
 def test_a_picture(run: Any, tmp_path: Path) -> None:

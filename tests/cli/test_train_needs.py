@@ -1,4 +1,4 @@
-"""What training says that it needs before it begins."""
+"""Training says what it needs before it begins."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from toys import llama
 
 @pytest.mark.parametrize("quantised", [False, True])
 def test_the_weights_of_the_target_count_whatever_they_are_stored_in(quantised: bool) -> None:
-    """Packed and quantised ones are no parameters of PyTorch's: a GGUF file of 134M was said to have 35 thousand."""
+    """Packed and quantised weights are no PyTorch parameters: a GGUF file of 134M was reported as 35 thousand."""
     network = llama(64)
-    wanted = sum(p.numel() for p in network.parameters())
+    num_parameters = sum(p.numel() for p in network.parameters())
     if quantised:
         assert quantise_linears(network, "int8")
     target = HuggingFaceModel(network)
     line = needs(find_recipe("medusa")(target, TargetParts(target), {}), TrainConfig())
-    assert f"the target has {wanted:,} (frozen)" in line
+    assert f"the target has {num_parameters:,} (frozen)" in line

@@ -53,7 +53,7 @@ def test_a_tree_for_a_draft_model(
     llm = ft.load(target, drafter=f"model:{draft},tree={file}", controller="constant", dtype="float32")
     assert llm.drafter is not None
     assert (llm.drafter.max_nodes, llm.drafter.max_depth) == (len(choices), max(map(len, choices)))
-    out, plain = (one.generate("for item in", max_new_tokens=12) for one in (llm, llm.plain))
+    out, plain = (model.generate("for item in", max_new_tokens=12) for model in (llm, llm.plain))
     assert out.token_ids == plain.token_ids and out.stats.num_accepted_tokens > 0
 
 
@@ -68,7 +68,7 @@ def test_the_spec_that_is_printed_names_what_was_measured(
 def test_what_was_only_right_behind_its_siblings_fills_no_small_tree(
     target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The best tree of one node is then the root alone, and of it no levels can be counted."""
+    """The best tree of one node is then the root alone, and its levels cannot be counted."""
     file = tmp_path / "tree.json"
     command = [*SMALL, "--target", target, "--drafter", f"model:{draft}", "--out", str(file)]
     monkeypatch.setattr("foretoken.lab.tune.positional.measured_acceptance", lambda *_: (0.0, 0.4, 0.1))
@@ -83,8 +83,8 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SMALL, "--prompts", "none.txt", "--out", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert told == f"error: --out {tmp_path} is a folder: give the name of a file\n"
+    stderr = capsys.readouterr().err
+    assert stderr == f"error: --out {tmp_path} is a folder: give the name of a file\n"
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_a_tree_that_does_not_pay_is_told(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = {name: Speed(speed) for name, speed in speeds.items()}
-    found = TunedTree("medusa", [(0,)], [[0.5]], {1: SizeCost(1.0, 1.5)}, told)
-    monkeypatch.setattr("foretoken.cli.tune._tuned_tree", lambda *_: found)
+    measured = {name: Speed(speed) for name, speed in speeds.items()}
+    tuned = TunedTree("medusa", [(0,)], [[0.5]], {1: SizeCost(1.0, 1.5)}, measured)
+    monkeypatch.setattr("foretoken.cli.tune._tuned_tree", lambda *_: tuned)
     assert main(["tune", "tree", "--out", str(tmp_path / "tree.json")]) == 0
     out = capsys.readouterr().out
     assert line in out if line else "is faster" not in out

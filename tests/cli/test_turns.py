@@ -64,16 +64,16 @@ def test_a_chat_model_gets_its_template_and_raw_turns_it_off(run: Any, chat_mode
 def test_control_tokens_inside_a_template_are_told(run: Any, chat_model: str, tmp_path: Path) -> None:
     """A prompt to fill a gap, or one that is in a template already, is put into one more."""
     token = ft.load(chat_model, drafter=None).tokenizer.eos_token
-    said = f"the prompt holds {token}, and the model's chat template is put around it: --raw completes it as it stands"
+    line = f"the prompt holds {token}, and the model's chat template is put around it: --raw completes it as it stands"
     out = ("--out", str(tmp_path / "x.html"))
     for command in (("generate",), ("show", *out)):
-        assert said in run(command[0], chat_model, PROMPT + token, *LENGTH, *command[1:]).err.splitlines()
+        assert line in run(command[0], chat_model, PROMPT + token, *LENGTH, *command[1:]).err.splitlines()
         assert "chat template" not in run(command[0], chat_model, PROMPT + token, "--raw", *LENGTH, *command[1:]).err
         assert "chat template" not in run(command[0], chat_model, PROMPT, *LENGTH, *command[1:]).err
 
 
 def test_an_answer_is_drawn_in_a_line_of_its_own(run: Any, chat_model: str, tmp_path: Path) -> None:
-    """As `generate --explain` prints it; a completion goes on in the prompt's line."""
+    """The answer is drawn as `generate --explain` prints it; a completion continues the prompt's line."""
     out = tmp_path / "x.html"
     for more, shown in (((), f"{PROMPT}\n</span>"), (("--raw",), f"{PROMPT}</span>")):
         assert run("show", chat_model, PROMPT, *more, *LENGTH, "--out", str(out)).code == 0
@@ -83,8 +83,8 @@ def test_an_answer_is_drawn_in_a_line_of_its_own(run: Any, chat_model: str, tmp_
 @pytest.mark.parametrize("more", [("--compare", "--repeat", "1", "--drafter", "ngram"), ("--explain",)])
 def test_compare_and_explain_use_the_template_too(run: Any, chat_model: str, more: tuple[str, ...]) -> None:
     result = run("generate", chat_model, PROMPT, *LENGTH, *more, "--json").json
-    found = result.get("plain", result)
-    assert found["token_ids"] == expected(chat_model, f"<user>{PROMPT}<assistant>").token_ids
+    output = result.get("plain", result)
+    assert output["token_ids"] == expected(chat_model, f"<user>{PROMPT}<assistant>").token_ids
 
 
 def test_the_system_message_comes_first(run: Any, chat_model: str) -> None:
@@ -97,7 +97,7 @@ def test_a_system_message_that_cannot_be_given_is_refused(
     run: Any, chat_model: str, target: str, tmp_path: Path, command: str
 ) -> None:
     out = () if command == "generate" else ("--out", str(tmp_path / "x.html"))
-    for words, said in (
+    for words, message in (
         ((chat_model, PROMPT, "--system", "x", "--raw"), "--raw"),
         ((target, PROMPT, "--system", "x"), "no chat template"),
         ((chat_model, PROMPT, "--system", "bad"), "no bad systems"),
@@ -105,7 +105,7 @@ def test_a_system_message_that_cannot_be_given_is_refused(
     ):
         result = run(command, *words, *out)
         assert (result.code, result.out) == (2, "")
-        assert result.err.startswith("error: ") and result.err.count("\n") == 1 and said in result.err
+        assert result.err.startswith("error: ") and result.err.count("\n") == 1 and message in result.err
 
 
 def test_show_draws_a_chat_models_answer(run: Any, chat_model: str, tmp_path: Path) -> None:
@@ -155,16 +155,16 @@ def test_the_models_own_sampling_is_used_and_named_first(run: Any, sampling_mode
     result = run("generate", sampling_model, PROMPT, *LENGTH, "--seed", "3")
     assert result.err.splitlines()[0].startswith("sampling: temperature 0.7")
     assert "generation_config.json" in result.err.splitlines()[0]
-    found = run("generate", sampling_model, PROMPT, *LENGTH, "--seed", "3", "--json").json
-    assert found["sampling"]["temperature"] == 0.7 and found["sampling"]["top_k"] == 5
+    report = run("generate", sampling_model, PROMPT, *LENGTH, "--seed", "3", "--json").json
+    assert report["sampling"]["temperature"] == 0.7 and report["sampling"]["top_k"] == 5
     want = expected(sampling_model, f"<user>{PROMPT}<assistant>", temperature=0.7, top_k=5, seed=3)
-    assert found["token_ids"] == want.token_ids and found["seed"] == 3
+    assert report["token_ids"] == want.token_ids and report["seed"] == 3
 
 
 def test_an_option_replaces_the_models_own(run: Any, sampling_model: str) -> None:
-    found = run("generate", sampling_model, PROMPT, *LENGTH, "--temperature", "0", "--json").json
-    assert found["sampling"]["temperature"] == 0 and "seed" not in found
-    assert found["token_ids"] == expected(sampling_model, f"<user>{PROMPT}<assistant>").token_ids
+    report = run("generate", sampling_model, PROMPT, *LENGTH, "--temperature", "0", "--json").json
+    assert report["sampling"]["temperature"] == 0 and "seed" not in report
+    assert report["token_ids"] == expected(sampling_model, f"<user>{PROMPT}<assistant>").token_ids
 
 
 def test_compare_fixes_a_seed_when_the_model_samples(run: Any, sampling_model: str) -> None:
@@ -183,7 +183,7 @@ def test_batch_uses_the_models_own_sampling(run: Any, sampling_model: str, tmp_p
 
 
 def test_other_commands_leave_the_models_own_sampling_out(sampling_model: str) -> None:
-    """They pass every option themselves: what they measure must not change with a file beside the model."""
+    """These commands pass every option themselves: a file beside the model must not change what they measure."""
     assert Common(target=sampling_model).load().defaults == GenerationDefaults()
     assert Common(target=sampling_model).load(own_sampling=True).defaults.sampling["temperature"] == 0.7
 
@@ -201,10 +201,10 @@ def test_the_second_turn_reads_only_what_is_new(session: Session, capsys: pytest
     session.options["allowed_token_ids"] = session.llm.tokenizer.convert_tokens_to_ids(["!", "$", "%", "&"])
     session.handle("add a and b and go on with it")
     capsys.readouterr()
-    said = session.messages[1]["content"]
+    answer = session.messages[1]["content"]
     session.handle("and c")
     line = capsys.readouterr().err
-    whole = len(session.llm.encode(f"<user>add a and b and go on with it<assistant>{said}<user>and c<assistant>"))
+    whole = len(session.llm.encode(f"<user>add a and b and go on with it<assistant>{answer}<user>and c<assistant>"))
     new = int(line.split(" prompt tokens read")[0].rsplit(", ", 1)[1].split(" of ")[0])
     assert f"{new} of {whole} prompt tokens read" in line
     assert new <= len(session.llm.encode("<user>and c<assistant>")) + 2
@@ -233,8 +233,8 @@ def test_help_and_history(session: Session, capsys: pytest.CaptureFixture[str]) 
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["system: be brief", "user: one"] and lines[2].startswith("assistant: ")
     session.handle("/help")
-    said = capsys.readouterr().out
-    assert all(word in said for word in ("/reset", "/history", "/stats", "/quit", "Ctrl-C"))
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("/reset", "/history", "/stats", "/quit", "Ctrl-C"))
 
 
 def test_the_system_message_is_never_forgotten(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
