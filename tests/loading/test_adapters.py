@@ -105,12 +105,12 @@ def test_an_update_is_merged(adapter: Path, base: Path, more: dict[str, Any], sc
     with torch.no_grad():
         for name, (a, b) in factors_for(base).items():
             network.get_submodule(name).weight += scale * (b @ a)
-        wanted = network(input_ids=torch.tensor([PROMPT])).logits
+        expected = network(input_ids=torch.tensor([PROMPT])).logits
     model: Any = load_model(adapter, lean=False)
     with torch.no_grad():
-        found = model.model(input_ids=torch.tensor([PROMPT])).logits
-    assert torch.allclose(found, wanted, atol=1e-4)
-    assert not torch.allclose(found, load_model(base, lean=False).model(input_ids=torch.tensor([PROMPT])).logits)  # type: ignore[attr-defined]
+        logits = model.model(input_ids=torch.tensor([PROMPT])).logits
+    assert torch.allclose(logits, expected, atol=1e-4)
+    assert not torch.allclose(logits, load_model(base, lean=False).model(input_ids=torch.tensor([PROMPT])).logits)  # type: ignore[attr-defined]
 
 
 def test_an_updated_target_is_a_target(adapter: Path, base: Path) -> None:

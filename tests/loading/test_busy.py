@@ -57,10 +57,10 @@ def settled(target: Any, is_it: bool = True) -> str | None:
 
 
 def test_one_thread_is_used_where_it_is_faster() -> None:
-    told = settled(timed(0.712, 0.093))
+    line = settled(timed(0.712, 0.093))
     assert torch.get_num_threads() == 1
-    assert told is not None and "2 threads take 712 ms" in told and "one takes 93" in told and "\n" not in told
-    assert "OMP_NUM_THREADS=2" in told and Timed.now < 3.0  # steps as slow as that are few
+    assert line is not None and "2 threads take 712 ms" in line and "one takes 93" in line and "\n" not in line
+    assert "OMP_NUM_THREADS=2" in line and Timed.now < 3.0  # steps as slow as that are few
 
 
 @pytest.mark.parametrize(("all_s", "one_s"), [(0.010, 0.018), (0.010, 0.009)])
@@ -83,13 +83,13 @@ def test_nothing_is_measured_on_a_quiet_machine_or_without_a_network() -> None:
 
 def test_texts_stay_the_same_and_nothing_is_left_behind() -> None:
     target = timed(0.7, 0.1)
-    wanted = load(HuggingFaceModel(llama()), drafter=None).generate([1, 2, 3], max_new_tokens=8).token_ids
+    expected = load(HuggingFaceModel(llama()), drafter=None).generate([1, 2, 3], max_new_tokens=8).token_ids
     assert settled(target) is not None and target.kv_bytes == 0
-    assert load(target, drafter=None).generate([1, 2, 3], max_new_tokens=8).token_ids == wanted
+    assert load(target, drafter=None).generate([1, 2, 3], max_new_tokens=8).token_ids == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "load_of_a_minute", "wanted"),
+    ("text", "load_of_a_minute", "expected"),
     [
         ("some avg10=61.20 avg60=1.00 avg300=0.10 total=1\nfull avg10=0.00 total=0\n", 0.0, True),
         ("some avg10=3.00 avg60=90.00 avg300=0.10 total=1\n", 99.0, False),
@@ -99,7 +99,7 @@ def test_texts_stay_the_same_and_nothing_is_left_behind() -> None:
     ],
 )
 def test_what_counts_as_busy(
-    text: str | None, load_of_a_minute: float, wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str | None, load_of_a_minute: float, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "cpu"
     if text is not None:
@@ -107,18 +107,18 @@ def test_what_counts_as_busy(
     monkeypatch.setattr(machine, "PRESSURE", file)
     monkeypatch.setattr("os.getloadavg", lambda: (load_of_a_minute, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert is_busy() is wanted
+    assert is_busy() is expected
 
 
 def test_a_thread_that_is_started_later_takes_over_the_choice() -> None:
     """A server settles it in one thread, and the engine runs in another."""
-    found: list[int] = []
+    counts: list[int] = []
 
     def settle() -> None:
         settled(timed(0.7, 0.1))
 
-    for work in (settle, lambda: found.append(torch.get_num_threads())):
+    for work in (settle, lambda: counts.append(torch.get_num_threads())):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert found == [1]
+    assert counts == [1]

@@ -38,10 +38,10 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_target_and_every_network_are_measured() -> None:
     target, draft = llamas()
     router = RouterDrafter([ModelDrafter(draft, k=3), NgramDrafter()])
-    found = measured(target, router)
-    assert sorted(found.target.seconds) == [1, 2, 5, 9] and min(found.target.seconds.values()) > 0
-    assert set(found.drafters) == {"model"} and found.rest_s >= 0
-    cost = found.drafters["model"]
+    costs = measured(target, router)
+    assert sorted(costs.target.seconds) == [1, 2, 5, 9] and min(costs.target.seconds.values()) > 0
+    assert set(costs.drafters) == {"model"} and costs.rest_s >= 0
+    cost = costs.drafters["model"]
     assert cost.seconds(3) > 0 and not cost.survival  # acceptance is for requests to show
     assert target.kv_bytes == 0 and draft.kv_bytes == 0
 
@@ -117,11 +117,11 @@ def test_a_busy_machine_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 class Noting(AutoController):
     """Keeps the costs that it is given."""
 
-    given: RoundCosts | None = None
+    start_costs: RoundCosts | None = None
 
     def start_from(self, costs: RoundCosts) -> None:
         """Keep them."""
-        self.given = costs
+        self.start_costs = costs
         super().start_from(costs)
 
 
@@ -138,7 +138,7 @@ V = measured(HuggingFaceModel(llama()), NgramDrafter()).target
 def test_what_is_loaded_starts_from_it_and_what_is_handed_in_is_not_run(counted: list[Any]) -> None:
     noting = Noting()
     load("builtin", controller=noting)
-    assert noting.given == RoundCosts(V) and len(counted) == 1
+    assert noting.start_costs == RoundCosts(V) and len(counted) == 1
     load(llama())
     load("builtin", drafter=None)
     load("builtin", drafter="ngram", controller=ConstantController())
@@ -148,11 +148,11 @@ def test_what_is_loaded_starts_from_it_and_what_is_handed_in_is_not_run(counted:
 
 def test_texts_do_not_depend_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load("builtin")
-    wanted = load("builtin", drafter=None).generate("for item in", max_new_tokens=24).token_ids
-    assert llm.generate("for item in", max_new_tokens=24).token_ids == wanted
+    expected = load("builtin", drafter=None).generate("for item in", max_new_tokens=24).token_ids
+    assert llm.generate("for item in", max_new_tokens=24).token_ids == expected
 
     def broken(*args: Any) -> RoundCosts:
         raise ValueError("the drafter fails")
 
     monkeypatch.setattr("foretoken.llm.calibrated", broken)
-    assert load("builtin").generate("for item in", max_new_tokens=24).token_ids == wanted
+    assert load("builtin").generate("for item in", max_new_tokens=24).token_ids == expected

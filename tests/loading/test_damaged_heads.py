@@ -43,9 +43,9 @@ def cut(folder: Path) -> None:
 
 def described(**changes: Any) -> Damage:
     def damage(folder: Path) -> None:
-        found = json.loads((folder / "drafter.json").read_text())
-        found["config"].update(changes)
-        (folder / "drafter.json").write_text(json.dumps(found))
+        description = json.loads((folder / "drafter.json").read_text())
+        description["config"].update(changes)
+        (folder / "drafter.json").write_text(json.dumps(description))
 
     return damage
 

@@ -1,4 +1,4 @@
-"""What ``drafter="auto"`` chooses from: what a target has for nothing, as the drafters themselves say."""
+"""``drafter="auto"`` chooses among the drafters that a target has for free, as the drafters themselves say."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from toys import llama
 
 
 def has_head(context: BuildContext) -> bool:
-    OwnHead.asked.append((context.target, context.source))
+    OwnHead.calls.append((context.target, context.source))
     return str(context.source).endswith("with_head")
 
 
@@ -43,7 +43,7 @@ class OwnHead(Drafter):
 
     name = "own_head"
     traits = Traits(free_for=has_head)
-    asked: ClassVar[list[Any]] = []
+    calls: ClassVar[list[Any]] = []
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         return TokenTree.chain(context.root, context.tokens[-2:][: budget.max_depth])
@@ -51,14 +51,14 @@ class OwnHead(Drafter):
 
 @pytest.fixture(autouse=True)
 def own_head(monkeypatch: pytest.MonkeyPatch) -> type[OwnHead]:
-    """A row of its own in the registry, behind all others, that nothing else knows of."""
+    """A registry row, behind all others, that nothing else knows."""
     module = ModuleType("foretoken.methods.drafters.own_head")
     module.OwnHead = OwnHead  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     row = Row("own_head", "drafter", "methods.drafters.own_head:OwnHead", "", "A head.", kind="point", needs="a head")
     monkeypatch.setattr(registry, "ROWS", (*registry.ROWS, row))
     registry.find.cache_clear()
-    monkeypatch.setattr(OwnHead, "asked", [])
+    monkeypatch.setattr(OwnHead, "calls", [])
     return OwnHead
 
 
@@ -69,23 +69,23 @@ def target() -> LanguageModel:
 
 def test_nothing_is_free_unless_its_class_says_so(target: LanguageModel) -> None:
     assert free_drafters(target, "somewhere") == ["ngram"]
-    context, asked = (
+    context, by_name = (
         LoadingContext(target, "somewhere"),
         {row.name: row.load().traits.free_for for row in rows("drafter")},
     )
-    assert [name for name, free_for in asked.items() if free_for is not None and free_for(context)] == ["ngram"]
+    assert [name for name, free_for in by_name.items() if free_for is not None and free_for(context)] == ["ngram"]
 
 
 def test_the_default_is_a_group_of_what_is_free_networks_first(target: LanguageModel) -> None:
     assert default_drafter(target, "somewhere") == "ngram"
     assert default_drafter(target, "model_with_head") == "router,drafters=(own_head|ngram)"
-    assert OwnHead.asked == [(target, "somewhere"), (target, "model_with_head")]
+    assert OwnHead.calls == [(target, "somewhere"), (target, "model_with_head")]
 
 
 def test_the_builtin_target_keeps_its_group() -> None:
     plain = TableModel.random(4, seed=0)
     assert default_drafter(plain, "builtin") == DEFAULT_GROUP == default_drafter(plain, "builtin:early_exit")
-    assert OwnHead.asked == []
+    assert OwnHead.calls == []
 
 
 def test_what_cannot_be_rolled_back_is_decoded_plainly(target: LanguageModel, monkeypatch: Any) -> None:
@@ -102,12 +102,12 @@ def test_nothing_free_is_plain_decoding(target: LanguageModel, monkeypatch: Any)
 
 def test_the_default_group_can_be_built_and_is_served_by_auto(target: LanguageModel) -> None:
     built = build_drafter(default_drafter(target, "model_with_head"), target, target_source="model_with_head")
-    assert isinstance(built, RouterDrafter) and [one.name for one in built.drafters] == ["own_head", "ngram"]
+    assert isinstance(built, RouterDrafter) and [drafter.name for drafter in built.drafters] == ["own_head", "ngram"]
     llm = ft.load(target, built)
     assert type(llm.engine.controller).__name__ == "AutoController"
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1]
-    asked = {"max_new_tokens": 24, "ignore_eos": True}
-    assert llm.generate(prompt, **asked).token_ids == llm.plain.generate(prompt, **asked).token_ids
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    assert llm.generate(prompt, **options).token_ids == llm.plain.generate(prompt, **options).token_ids
 
 
 def test_what_copies_text_costs_a_controller_nothing_alone_as_in_a_group(target: LanguageModel) -> None:
@@ -129,8 +129,8 @@ def test_a_head_in_the_checkpoint_is_free_if_it_can_be_run(tmp_path: Path) -> No
     assert default_drafter(target, str(tmp_path)) == "router,drafters=(mtp|ngram)"
     assert default_drafter(target, target.model) == "ngram"  # type: ignore[attr-defined]  # handed in
     llm = ft.load(tmp_path, dtype="float32")
-    asked = {"max_new_tokens": 12, "ignore_eos": True}
-    assert llm.generate([3, 1, 4, 1, 5], **asked).token_ids == llm.plain.generate([3, 1, 4, 1, 5], **asked).token_ids
+    more = {"max_new_tokens": 12, "ignore_eos": True}
+    assert llm.generate([3, 1, 4, 1, 5], **more).token_ids == llm.plain.generate([3, 1, 4, 1, 5], **more).token_ids
 
 
 def test_a_head_that_lost_tensors_does_not_keep_a_target_from_loading(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_load_asks_for_the_target_and_its_source_and_a_profile_wins(tmp_path: An
     model = llama(dtype=torch.float32)
     llm = ft.load(model)
     assert llm.drafter is not None and llm.drafter.spec == "ngram"
-    assert [(type(target).__name__, source) for target, source in OwnHead.asked] == [("HuggingFaceModel", model)]
+    assert [(type(target).__name__, source) for target, source in OwnHead.calls] == [("HuggingFaceModel", model)]
     profile = tmp_path / "profile.json"
     profile.write_text('{"drafter": "ngram,k=3"}', encoding="utf-8")
     llm = ft.load(model, profile=profile)

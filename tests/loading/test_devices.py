@@ -35,31 +35,31 @@ def test_auto_takes_the_first_there_is(machine, cuda: int, mps: bool, chosen: st
 
 
 @pytest.mark.parametrize(
-    ("cuda", "asked", "told"),
+    ("cuda", "device", "message"),
     [
         (0, "cuda", "device 'cuda' is not on this machine: choose one of auto, cpu"),
         (2, "cuda:2", "device 'cuda:2' is not on this machine: choose one of auto, cuda:0, cuda:1, cpu"),
     ],
 )
-def test_a_device_that_is_not_there(machine, cuda: int, asked: str, told: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_device_that_is_not_there(machine, cuda: int, device: str, message: str) -> None:  # type: ignore[no-untyped-def]
     machine(cuda)
-    for ask in (lambda: parse_device(asked), lambda: load_model("builtin", device=asked)):
+    for ask in (lambda: parse_device(device), lambda: load_model("builtin", device=device)):
         with pytest.raises(ValueError) as error:
             ask()
-        assert str(error.value) == told
+        assert str(error.value) == message
     with pytest.raises(ValueError) as error:
-        ft.load(device=asked, drafter=None)
-    assert str(error.value) == told
+        ft.load(device=device, drafter=None)
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram|model", "cascade", "shared_vocab", "medusa", "eagle3"])
 def test_drafts_run_where_the_target_runs(drafter: str) -> None:
     spec: str | list[str] = drafter.split("|") if "|" in drafter else drafter
-    wanted = ft.load(drafter=spec, dtype="float32").generate("def f(x):", max_new_tokens=6).token_ids
+    expected = ft.load(drafter=spec, dtype="float32").generate("def f(x):", max_new_tokens=6).token_ids
     with fake_cuda():
         llm = ft.load(drafter=spec, dtype="float32", device="auto")
         assert llm.target.device == torch.device("cuda", 0)  # type: ignore[attr-defined]
-        assert llm.generate("def f(x):", max_new_tokens=6).token_ids == wanted
+        assert llm.generate("def f(x):", max_new_tokens=6).token_ids == expected
 
 
 def test_a_draft_model_stays_where_it_was_asked_for(tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_a_draft_model_stays_where_it_was_asked_for(tmp_path: Path) -> None:
         assert [m.device.type for m in (near, own)] == ["cuda", "cpu"]  # type: ignore[attr-defined]
         from foretoken.loading import build_draft_model
 
-        found = [build_draft_model(None, near, "builtin", None, device) for device in (None, "cpu")]
-        assert [m.device.type for m in found] == ["cuda", "cpu"]  # type: ignore[attr-defined]
+        drafts = [build_draft_model(None, near, "builtin", None, device) for device in (None, "cpu")]
+        assert [m.device.type for m in drafts] == ["cuda", "cpu"]  # type: ignore[attr-defined]
         assert build_draft_model(None, own, "builtin", None, None).device.type == "cpu"  # type: ignore[attr-defined]
 
 
@@ -92,8 +92,8 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.nn.Module, "to", full)
         with pytest.raises(LoadError) as error:
             ft.load(device="cuda", drafter=None)
-        told = r".*zoo/target needs \d\d MiB on cuda, and 5 MiB are free there: choose dtype=bfloat16, .*"
-        assert re.fullmatch(told, str(error.value))
+        message = r".*zoo/target needs \d\d MiB on cuda, and 5 MiB are free there: choose dtype=bfloat16, .*"
+        assert re.fullmatch(message, str(error.value))
         assert {weight.device.type for weight in networks[0].parameters()} == {"meta"}
         monkeypatch.setattr(torch.nn.Module, "to", real)
 

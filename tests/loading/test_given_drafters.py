@@ -24,19 +24,19 @@ def texts(llm: ft.Llm) -> list[list[int]]:
     return [list(output.token_ids) for output in (llm.generate(PROMPT, **OPTIONS), *batch, sampled)]
 
 
-@pytest.mark.parametrize("kept", [llama(), llama(dtype=torch.float32)], ids=["float64", "float32"])
-def test_a_draft_model_alone_and_in_lists(kept: Any) -> None:
-    wanted = texts(ft.load(kept, None))
-    near = llama(seed=1, noise=0.3, dtype=kept.dtype)
-    for given in (near, load_model(near), [near], ("ngram", near), ["ngram", ModelDrafter(load_model(near), k=2)]):
-        assert texts(ft.load(kept, given)) == wanted
+@pytest.mark.parametrize("target", [llama(), llama(dtype=torch.float32)], ids=["float64", "float32"])
+def test_a_draft_model_alone_and_in_lists(target: Any) -> None:
+    expected = texts(ft.load(target, None))
+    near = llama(seed=1, noise=0.3, dtype=target.dtype)
+    for drafter in (near, load_model(near), [near], ("ngram", near), ["ngram", ModelDrafter(load_model(near), k=2)]):
+        assert texts(ft.load(target, drafter)) == expected
 
 
 def test_a_model_drafts_for_itself() -> None:
     network = llama()
-    wanted = texts(ft.load(network, None))
-    for given in (network, ["ngram", network]):
-        assert texts(ft.load(network, given, controller="constant")) == wanted
+    expected = texts(ft.load(network, None))
+    for drafter in (network, ["ngram", network]):
+        assert texts(ft.load(network, drafter, controller="constant")) == expected
     alone = ft.load(network, network, controller="constant").generate(PROMPT, **OPTIONS).stats
     assert alone.num_accepted_tokens == alone.num_draft_tokens > 0  # it is always right about itself
 
@@ -44,16 +44,16 @@ def test_a_model_drafts_for_itself() -> None:
 def test_through_the_hook() -> None:
     network: Any = llama()
     ids = torch.tensor([PROMPT])
-    wanted = network.generate(ids, max_new_tokens=12, do_sample=False)
-    for given in (network, ["ngram", network], llama(seed=1, noise=0.3)):
-        found = network.generate(
-            ids, max_new_tokens=12, do_sample=False, custom_generate=ft.custom_generate, drafter=given
+    expected = network.generate(ids, max_new_tokens=12, do_sample=False)
+    for drafter in (network, ["ngram", network], llama(seed=1, noise=0.3)):
+        output = network.generate(
+            ids, max_new_tokens=12, do_sample=False, custom_generate=ft.custom_generate, drafter=drafter
         )
-        assert torch.equal(found, wanted)
+        assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("drafter", "words"),
     [
         (3, "an int is no drafter: give a spec string .*, a drafter, a draft model, a list of these, or None"),
         (True, "a bool is no drafter"),
@@ -71,9 +71,9 @@ def test_through_the_hook() -> None:
         (llama().model, "LlamaModel"),
     ],
 )
-def test_what_is_no_drafter(given: Any, words: str) -> None:
+def test_what_is_no_drafter(drafter: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        ft.load(llama(), given)
+        ft.load(llama(), drafter)
     assert "\n" not in str(caught.value)
 
 
@@ -84,7 +84,7 @@ def test_a_language_model_is_not_its_own_draft_model() -> None:
     assert texts(ft.load(target, target.model)) == texts(ft.load(llama(), None))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("given", "words"), [(3, "an int is no model"), ([1], "a list is no model")])
-def test_the_article_fits(given: Any, words: str) -> None:
+@pytest.mark.parametrize(("model", "words"), [(3, "an int is no model"), ([1], "a list is no model")])
+def test_the_article_fits(model: Any, words: str) -> None:
     with pytest.raises(LoadError, match=words):
-        ft.load(given)
+        ft.load(model)

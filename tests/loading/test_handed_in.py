@@ -40,7 +40,7 @@ def written(model: Any, **options: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[int]:
+def expected() -> list[int]:
     return written(new_model("llama"))
 
 
@@ -48,9 +48,9 @@ def compiled() -> Any:
     return torch.compile(new_model("llama"), backend="eager")
 
 
-def test_compiled_and_parallel_models_run_as_what_is_inside(wanted: list[int]) -> None:
+def test_compiled_and_parallel_models_run_as_what_is_inside(expected: list[int]) -> None:
     for wrapped in (compiled(), nn.DataParallel(new_model("llama")), nn.DataParallel(compiled())):
-        assert written(wrapped) == wanted
+        assert written(wrapped) == expected
     network = new_model("llama")
     assert load_model(torch.compile(network, backend="eager")).model is network  # type: ignore[attr-defined]
 
@@ -58,9 +58,9 @@ def test_compiled_and_parallel_models_run_as_what_is_inside(wanted: list[int]) -
 @pytest.mark.parametrize("family", ["llama", "bloom", "mamba", "gptj"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_compiled_forward_is_not_called(family: str, whole: bool) -> None:
-    """It would be compiled anew for most calls, and a graph of the whole refuses the first."""
+    """It would be compiled anew for most calls, and a full graph refuses the first one."""
     drafter = "ngram,n=1,k=3" if family != "mamba" else None
-    wanted = ft.load(new_model(family), drafter).generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
+    expected = ft.load(new_model(family), drafter).generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
     network, calls = new_model(family), []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -73,12 +73,12 @@ def test_a_compiled_forward_is_not_called(family: str, whole: bool) -> None:
         network.forward = torch.compile(network.forward, backend=backend, fullgraph=True)
     kept = dict(vars(network))
     llm = ft.load(network, drafter)
-    assert llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == wanted and not calls
+    assert llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == expected and not calls
     assert llm.target.weights_version == 0 and vars(network) == kept
     if family == "llama":
         options: dict[str, Any] = {"custom_generate": ft.custom_generate, "drafter": drafter, "do_sample": False}
-        found = network.generate(torch.tensor([PROMPT]), max_new_tokens=12, eos_token_id=None, **options)
-        assert found[0, len(PROMPT) :].tolist() == wanted and not calls
+        output = network.generate(torch.tensor([PROMPT]), max_new_tokens=12, eos_token_id=None, **options)
+        assert output[0, len(PROMPT) :].tolist() == expected and not calls
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "mamba"])
@@ -93,7 +93,7 @@ def test_weights_that_accelerate_keeps_elsewhere(family: str, tmp_path: Path) ->
     assert llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == plain
 
 
-def test_some_weights_on_the_disk(wanted: list[int], tmp_path: Path) -> None:
+def test_some_weights_on_the_disk(expected: list[int], tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     new_model("llama").save_pretrained(tmp_path / "model")
     places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers"), "cpu")
@@ -101,7 +101,7 @@ def test_some_weights_on_the_disk(wanted: list[int], tmp_path: Path) -> None:
         tmp_path / "model", device_map={**places, "lm_head": "disk"}, offload_folder=tmp_path / "off"
     )
     assert split.lm_head.weight.device.type == "meta"
-    assert written(split) == wanted
+    assert written(split) == expected
     with pytest.raises(CapabilityError, match="needs all of the target's weights in memory"):
         TargetParts(load_model(split))
 
@@ -117,14 +117,14 @@ def test_some_weights_on_the_disk(wanted: list[int], tmp_path: Path) -> None:
 )
 def test_a_dtype_or_device_that_a_model_does_not_have(options: dict[str, Any], message: str) -> None:
     network = new_model("llama")
-    for given in (network, wrap(network)):
+    for model in (network, wrap(network)):
         with pytest.raises(ValueError, match=message):
-            ft.load(given, drafter=None, **options)
+            ft.load(model, drafter=None, **options)
 
 
-def test_the_dtype_and_device_that_a_model_has(wanted: list[int]) -> None:
-    assert written(new_model("llama"), dtype="float32", device="cpu") == wanted
-    assert written(new_model("llama"), dtype=torch.float32, device="auto") == wanted
+def test_the_dtype_and_device_that_a_model_has(expected: list[int]) -> None:
+    assert written(new_model("llama"), dtype="float32", device="cpu") == expected
+    assert written(new_model("llama"), dtype=torch.float32, device="auto") == expected
 
 
 def test_layers_that_were_cut_off() -> None:
@@ -141,16 +141,16 @@ def test_layers_that_were_cut_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("tokenizer", "words"),
     [
         ("some/folder", r"not 'some/folder': give AutoTokenizer.from_pretrained\('some/folder'\)"),
         (5, "not an int: give AutoTokenizer's"),
         (LlamaConfig, "not a type: give AutoTokenizer's"),
     ],
 )
-def test_a_tokenizer_that_is_none(given: Any, words: str) -> None:
+def test_a_tokenizer_that_is_none(tokenizer: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"tokenizer must be a Transformers tokenizer, {words}"):
-        ft.load(new_model("llama"), "ngram", tokenizer=given)
+        ft.load(new_model("llama"), "ngram", tokenizer=tokenizer)
 
 
 def test_a_backend_for_a_model_names_its_class() -> None:
@@ -175,15 +175,15 @@ def test_weights_on_the_device_meta_are_none() -> None:
 def test_dropout_is_off_while_decoding(family: str) -> None:
     rates = {"gpt2": {"resid_pdrop": 0.9, "embd_pdrop": 0.9}, "bloom": {"hidden_dropout": 0.9}, "mamba": {}}[family]
     network = new_model(family, **rates)
-    wanted = ft.load(network, None).generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
+    expected = ft.load(network, None).generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
     network.train()
     llm = ft.load(network, None)
     assert not network.training
     network.train()  # as somebody who trains it between two requests does
-    assert llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == wanted
+    assert llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == expected
     public = ft.load(load_model(network, lean=False), None)
     network.train()
-    assert public.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == wanted
+    assert public.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == expected
 
 
 @pytest.fixture
@@ -202,14 +202,14 @@ def test_weights_that_are_spread_over_processes(mesh: Any) -> None:
     split = new_model("llama")
     weight = nn.Parameter(distribute_tensor(split.lm_head.weight.detach(), mesh, [Shard(0)]))
     split.lm_head.weight = weight  # as in tensor parallel models: some weights only
-    for given in (network, split):
+    for model in (network, split):
         with pytest.raises(
             LoadError, match=r"keeps a part of every weight .*\(DTensor\): save it, and load its path"
         ) as e:
-            ft.load(given, None)
+            ft.load(model, None)
         assert "\n" not in str(e.value)
         with pytest.raises(LoadError, match=r"\(DTensor\)"):
-            ft.load(new_model("llama"), given)
+            ft.load(new_model("llama"), model)
 
 
 class Adapted(nn.Module):
@@ -231,12 +231,12 @@ class Adapted(nn.Module):
         return self.base_model(*args, **kwargs)
 
 
-def test_prompt_tuning_is_refused_and_other_adapters_run(wanted: list[int]) -> None:
+def test_prompt_tuning_is_refused_and_other_adapters_run(expected: list[int]) -> None:
     for kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
         network = Adapted(new_model("llama"), is_prompt_learning=True, peft_type=kind)
         with pytest.raises(LoadError, match=rf"Adapted puts learnt rows before every text \({kind}\)"):
             ft.load(network, None)
-    assert written(Adapted(new_model("llama"), is_prompt_learning=False, peft_type="LORA")) == wanted
+    assert written(Adapted(new_model("llama"), is_prompt_learning=False, peft_type="LORA")) == expected
 
 
 def test_learnt_rows_within_the_attention_run_with_the_model_that_has_them() -> None:
@@ -251,13 +251,13 @@ def test_learnt_rows_within_the_attention_run_with_the_model_that_has_them() -> 
         ft.load(network, None)
 
 
-def test_a_model_within_which_adapters_are(wanted: list[int]) -> None:
-    """What ``get_base_model()`` of a PEFT model gives: Transformers' ``active_adapters()`` is not to be asked there."""
+def test_a_model_within_which_adapters_are(expected: list[int]) -> None:
+    """``get_base_model()`` of a PEFT model gives such a model: Transformers' ``active_adapters()`` fails on it."""
     network = new_model("llama")
     network.peft_config = {"default": SimpleNamespace(is_prompt_learning=False, peft_type="LORA")}
     with pytest.raises((ValueError, ImportError)):  # no adapter that it has loaded, or no PEFT that it knows
         network.active_adapters()
-    assert written(network) == wanted
+    assert written(network) == expected
 
 
 class Pipeline:
@@ -271,7 +271,7 @@ class Words:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("model", "words"),
     [
         (None, "no model was given"),
         ("", "the name of the model is empty"),
@@ -284,9 +284,9 @@ class Words:
         (nn.Linear(2, 2), "a Linear is no Transformers model"),
     ],
 )
-def test_what_is_no_model(given: Any, words: str) -> None:
+def test_what_is_no_model(model: Any, words: str) -> None:
     with pytest.raises(LoadError, match=words) as caught:
-        ft.load(given, None)
+        ft.load(model, None)
     assert "\n" not in str(caught.value)
 
 

@@ -53,10 +53,10 @@ def test_a_cache_of_the_caller_is_refused(model: Any) -> None:
 
 def test_positions_that_count_the_tokens_may_be_given(model: Any) -> None:
     positions = (MASK.cumsum(-1) - 1).clamp(min=0)
-    plain, found = both(model, THREE, attention_mask=MASK, position_ids=positions)
-    assert torch.equal(plain, found)
-    plain, found = both(model, ONE, position_ids=torch.arange(5)[None], num_return_sequences=1)
-    assert torch.equal(plain, found)
+    plain, output = both(model, THREE, attention_mask=MASK, position_ids=positions)
+    assert torch.equal(plain, output)
+    plain, output = both(model, ONE, position_ids=torch.arange(5)[None], num_return_sequences=1)
+    assert torch.equal(plain, output)
 
 
 @pytest.mark.parametrize("positions", [[[0, 3, 6, 9, 12]], [[1, 2, 3, 4, 5]]])
@@ -81,8 +81,8 @@ def test_whatever_else_the_forward_takes_is_refused_by_name() -> None:
     for name, value in (("token_type_ids", torch.ones_like(ONE)), ("encoder_hidden_states", torch.zeros(1, 5, 16))):
         with pytest.raises(ValueError, match=f"{name}=: leave it out of this call"):
             ours(gpt2, **{name: value})
-    plain, found = both(gpt2, ONE, token_type_ids=None, **GREEDY)
-    assert torch.equal(plain, found)
+    plain, output = both(gpt2, ONE, token_type_ids=None, **GREEDY)
+    assert torch.equal(plain, output)
 
 
 def test_quantized_caches_and_assistants_are_refused(model: Any) -> None:
@@ -116,9 +116,9 @@ def test_other_decoding_methods_are_refused_by_name(model: Any, options: dict[st
 def test_how_a_model_would_speculate_by_itself_is_no_obstacle() -> None:
     """The folders that we export for early exits say so in their generation_config.json."""
     model = llama(eos=None)
-    wanted = model.generate(ONE, **GREEDY)
+    expected = model.generate(ONE, **GREEDY)
     model.generation_config.assistant_early_exit = 1
-    assert torch.equal(ours(model), wanted)
+    assert torch.equal(ours(model), expected)
     assert torch.equal(
         ours(model, penalty_alpha=0.6, top_k=4, do_sample=True, seed=1), ours(model, top_k=4, do_sample=True, seed=1)
     )
@@ -126,8 +126,8 @@ def test_how_a_model_would_speculate_by_itself_is_no_obstacle() -> None:
 
 def test_a_cache_that_is_not_offloaded_is_said(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "foretoken"):
-        found = ours(model, cache_implementation="offloaded_static")
-    assert torch.equal(found, model.generate(ONE, **GREEDY))
+        output = ours(model, cache_implementation="offloaded_static")
+    assert torch.equal(output, model.generate(ONE, **GREEDY))
     (line,) = [record.getMessage() for record in caplog.records if record.name == "foretoken"]
     assert "cache_implementation='offloaded_static' has no effect" in line
 
@@ -140,13 +140,13 @@ class PeftModelForCausalLM:
         self.active_peft_config = SimpleNamespace(is_prompt_learning=is_prompt_learning, peft_type="PREFIX_TUNING")
         self.original = base.prepare_inputs_for_generation
 
-    def prepare_inputs_for_generation(self, *args: Any, **given: Any) -> Any:
-        return self.original(*args, **given)
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs)
 
-    def generate(self, *args: Any, **given: Any) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         self.base_model.prepare_inputs_for_generation = self.prepare_inputs_for_generation
         try:
-            return self.base_model.generate(*args, **given)
+            return self.base_model.generate(*args, **kwargs)
         finally:
             self.base_model.prepare_inputs_for_generation = self.original
 
@@ -156,14 +156,14 @@ def test_trained_prompts_of_peft_are_refused_and_its_base_model_goes_on() -> Non
     tuned = PeftModelForCausalLM(base, is_prompt_learning=True)
     with pytest.raises(ValueError, match="PEFT's prefix tuning, whose trained prompt it would leave out"):
         tuned.generate(ONE, custom_generate=ft.custom_generate, **GREEDY)
-    plain, found = both(base, ONE)
-    assert torch.equal(plain, found)
+    plain, output = both(base, ONE)
+    assert torch.equal(plain, output)
 
 
 def test_adapters_of_their_own_for_every_row_are_refused() -> None:
     """PEFT's ``adapter_names=`` arrives as hooks, which it leaves on the model when an error passes."""
     model = llama(eos=None)
-    wanted = model.generate(ONE, max_new_tokens=4, do_sample=False)
+    expected = model.generate(ONE, max_new_tokens=4, do_sample=False)
 
     def _adapter_names_pre_forward_hook(target: Any, args: Any, kwargs: Any, adapter_names: list[str]) -> Any:
         raise AssertionError(f"rows of a call that is over: {adapter_names}")
@@ -175,14 +175,14 @@ def test_adapters_of_their_own_for_every_row_are_refused() -> None:
         model.generate(ONE, max_new_tokens=4, do_sample=False, custom_generate=ft.custom_generate)
     assert "\n" not in str(caught.value)
     for more in ({}, {"custom_generate": ft.custom_generate, "drafter": "ngram"}):
-        assert torch.equal(model.generate(ONE, max_new_tokens=4, do_sample=False, **more), wanted)
+        assert torch.equal(model.generate(ONE, max_new_tokens=4, do_sample=False, **more), expected)
 
 
 def test_a_prepare_inputs_of_the_callers_is_refused() -> None:
     model = llama()
     honest = type(model).prepare_inputs_for_generation
     model.prepare_inputs_for_generation = MethodType(  # type: ignore[method-assign]
-        lambda self, ids, **given: honest(self, ids.flip(1), **given), model
+        lambda self, ids, **kwargs: honest(self, ids.flip(1), **kwargs), model
     )
     with pytest.raises(ValueError, match="a prepare_inputs_for_generation that was written on the model"):
         ours(model)
@@ -191,9 +191,9 @@ def test_a_prepare_inputs_of_the_callers_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "LoraConfig"])
 def test_peft_itself(kind: str) -> None:
     peft: Any = pytest.importorskip("peft", reason="PEFT is not a dependency; the test above has its structure")
-    given = {"r": 4, "target_modules": ["q_proj"]} if kind == "LoraConfig" else {"num_virtual_tokens": 3}
+    options = {"r": 4, "target_modules": ["q_proj"]} if kind == "LoraConfig" else {"num_virtual_tokens": 3}
     torch.manual_seed(0)
-    tuned = peft.get_peft_model(llama(eos=None), getattr(peft, kind)(task_type="CAUSAL_LM", **given)).eval()
+    tuned = peft.get_peft_model(llama(eos=None), getattr(peft, kind)(task_type="CAUSAL_LM", **options)).eval()
     if kind == "LoraConfig":
         with torch.no_grad():
             for name, weight in tuned.named_parameters():
@@ -220,8 +220,8 @@ def test_text_iterators_show_the_text_and_end(model: Any, words: Any, name: str,
     thread.start()
     shown = "".join(streamer)
     thread.join()
-    wanted = model.generate(ONE, **GREEDY)[0, 5 if skip_prompt else 0 :]
-    assert shown.split() == [f"w{i}" for i in wanted.tolist()]
+    expected = model.generate(ONE, **GREEDY)[0, 5 if skip_prompt else 0 :]
+    assert shown.split() == [f"w{i}" for i in expected.tolist()]
 
 
 def test_a_streamer_ends_when_something_fails(model: Any, words: Any) -> None:
@@ -259,11 +259,11 @@ def test_a_streamer_ends_when_its_call_is_refused(model: Any, words: Any, wrong:
 
 
 def test_two_streamers_and_many_rows_are_refused(model: Any, words: Any) -> None:
-    one, two = (TextIteratorStreamer(words) for _ in range(2))
+    first, second = (TextIteratorStreamer(words) for _ in range(2))
     with pytest.raises(ValueError, match="pass one of them"):
-        ours(model, streamer=one, token_streamer=two)
+        ours(model, streamer=first, token_streamer=second)
     with pytest.raises(ValueError, match="a streamer shows one row"):
-        ours(model, THREE, attention_mask=MASK, token_streamer=one)
+        ours(model, THREE, attention_mask=MASK, token_streamer=first)
 
 
 def test_stop_strings() -> None:
@@ -284,12 +284,12 @@ def test_stop_strings() -> None:
 @pytest.mark.parametrize(("target_width", "draft_width"), [(64, 40), (40, 64)])
 def test_draft_models_of_another_padded_width(target_width: int, draft_width: int) -> None:
     target, draft = llama(vocab=target_width, eos=None), llama(vocab=draft_width, eos=None, seed=1)
-    how: dict[str, Any] = {"custom_generate": ft.custom_generate, "drafter": draft, "controller": "constant,k=3"}
+    options: dict[str, Any] = {"custom_generate": ft.custom_generate, "drafter": draft, "controller": "constant,k=3"}
     ids = torch.tensor([[5, target_width - 1, 9, 5, 3]])
     plain = target.generate(ids, max_new_tokens=24)
-    found = target.generate(ids, max_new_tokens=24, return_dict_in_generate=True, **how)
-    assert torch.equal(found.sequences, plain) and found.stats[0].num_draft_tokens > 0
-    drawn = target.generate(ids, max_new_tokens=24, do_sample=True, num_return_sequences=4, seed=3, **how)
+    output = target.generate(ids, max_new_tokens=24, return_dict_in_generate=True, **options)
+    assert torch.equal(output.sequences, plain) and output.stats[0].num_draft_tokens > 0
+    drawn = target.generate(ids, max_new_tokens=24, do_sample=True, num_return_sequences=4, seed=3, **options)
     alone = target.generate(
         ids, max_new_tokens=24, do_sample=True, num_return_sequences=4, seed=3, custom_generate=ft.custom_generate,
         drafter=None,

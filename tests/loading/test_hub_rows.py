@@ -102,15 +102,15 @@ def test_a_callers_processor_of_a_batch_is_told_that_rows_come_one_by_one(
 
 
 def test_prefix_constraints_get_the_prompts_index_for_every_sample(model: Any) -> None:
-    asked = set()
+    prompts = set()
 
     def allowed(prompt: int, sent: torch.Tensor) -> list[int]:
-        asked.add(prompt)
+        prompts.add(prompt)
         return [5 + prompt]
 
     options: dict[str, Any] = {"num_return_sequences": 2, "do_sample": True, "prefix_allowed_tokens_fn": allowed}
-    plain, found = both(model, THREE, attention_mask=MASK, max_new_tokens=4, **options)
-    assert torch.equal(plain, found) and asked == {0, 1, 2}
+    plain, output = both(model, THREE, attention_mask=MASK, max_new_tokens=4, **options)
+    assert torch.equal(plain, output) and prompts == {0, 1, 2}
 
 
 @pytest.mark.parametrize("name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"])
@@ -120,11 +120,11 @@ def test_processors_of_the_prompts_see_their_own(model: Any, name: str, samples:
     options: dict[str, Any] = {name: value, "num_return_sequences": samples}
     if samples > 1:  # the likeliest token of each step, drawn
         options |= {"do_sample": True, "top_k": 1}
-    plain, found = both(model, THREE, attention_mask=MASK, **options)
-    assert torch.equal(plain, found) and not torch.equal(plain[0], plain[-1])
+    plain, output = both(model, THREE, attention_mask=MASK, **options)
+    assert torch.equal(plain, output) and not torch.equal(plain[0], plain[-1])
 
 
 def test_a_processor_of_one_prompt_serves_every_row(model: Any) -> None:
     penalty = EncoderRepetitionPenaltyLogitsProcessor(1.8, torch.arange(3, 9)[None])
-    plain, found = both(model, THREE, attention_mask=MASK, logits_processor=[penalty])
-    assert torch.equal(plain, found)
+    plain, output = both(model, THREE, attention_mask=MASK, logits_processor=[penalty])
+    assert torch.equal(plain, output)

@@ -69,18 +69,18 @@ def test_greedy_is_llama_cpps(target: Path) -> None:
     from llama_cpp import Llama
 
     llm = ft.load(target, drafter="ngram")
-    theirs = Llama(str(target), n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False)
+    reference = Llama(str(target), n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False)
     for prompt in PROMPTS:
         ids = llm.encode(prompt)
-        theirs.reset()
-        wanted: list[int] = []
-        for token in theirs.generate(ids, temp=0.0, repeat_penalty=1.0):
-            wanted.append(int(token))
-            if len(wanted) == NEW or token in llm.target.eos_token_ids:
+        reference.reset()
+        expected: list[int] = []
+        for token in reference.generate(ids, temp=0.0, repeat_penalty=1.0):
+            expected.append(int(token))
+            if len(expected) == NEW or token in llm.target.eos_token_ids:
                 break
-        assert llm.plain.generate(ids, max_new_tokens=NEW).token_ids == wanted
-        assert llm.generate(ids, max_new_tokens=NEW).token_ids == wanted
-    theirs.close()
+        assert llm.plain.generate(ids, max_new_tokens=NEW).token_ids == expected
+        assert llm.generate(ids, max_new_tokens=NEW).token_ids == expected
+    reference.close()
 
 
 SPECS = [
@@ -174,17 +174,17 @@ def test_recurrent_files_have_no_drafter(folder: Path) -> None:
 
 
 def test_tokenizer_is_the_folders(target: Path) -> None:
-    mine, theirs = load_tokenizer(target), load_tokenizer("builtin")
-    assert mine is not None and theirs is not None
+    tokenizer, reference = load_tokenizer(target), load_tokenizer("builtin")
+    assert tokenizer is not None and reference is not None
     for text in TEXTS:
-        assert mine(text)["input_ids"] == theirs(text)["input_ids"]
-        ids = theirs(text)["input_ids"]
+        assert tokenizer(text)["input_ids"] == reference(text)["input_ids"]
+        ids = reference(text)["input_ids"]
         for skip in (False, True):
-            assert mine.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
-        assert mine.decode(ids[:3]) == theirs.decode(ids[:3])
-    assert mine(TEXTS)["input_ids"] == theirs(TEXTS)["input_ids"]
-    assert mine.get_vocab() == theirs.get_vocab()
-    assert (mine.eos_token_id, mine.all_special_ids) == (theirs.eos_token_id, theirs.all_special_ids)
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
+        assert tokenizer.decode(ids[:3]) == reference.decode(ids[:3])
+    assert tokenizer(TEXTS)["input_ids"] == reference(TEXTS)["input_ids"]
+    assert tokenizer.get_vocab() == reference.get_vocab()
+    assert (tokenizer.eos_token_id, tokenizer.all_special_ids) == (reference.eos_token_id, reference.all_special_ids)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
@@ -301,8 +301,8 @@ def test_drafters_that_need_the_network(model: LlamaCppModel, plain: Llm) -> Non
 def test_command_line(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "def f(", "--target", str(target), "--compare", "--json", "--max-new-tokens", "12"]
     assert main(arguments) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["identical"] and found["plain"]["text"]
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["identical"] and report["plain"]["text"]
     assert main(["generate", "def f(", "--target", "no.gguf"]) == 2
     assert "there is no file no.gguf" in capsys.readouterr().err
 

@@ -75,9 +75,9 @@ def test_an_encoder_with_a_decoder_is_loaded_with_both(tmp_path: Path) -> None:
     shape = {"vocab_size": 64, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16,
              "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}  # fmt: skip
     BartForConditionalGeneration(BartConfig(**shape)).save_pretrained(tmp_path / "bart")
-    with pytest.raises(CapabilityError, match="bart is an encoder and a decoder whose positions are no bias") as told:
+    with pytest.raises(CapabilityError, match="bart is an encoder and a decoder whose positions are no bias") as error:
         ft.load(tmp_path / "bart")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     with pytest.raises(LoadError, match="is an encoder and a decoder, which cannot be split: leave tensor_parallel"):
         from_pretrained(str(tmp_path / "bart"), None, None, split=object())
 
@@ -191,10 +191,10 @@ def test_bad_checkpoints(good: Path, damage: Callable[[Path], object], message: 
 
 
 def test_a_sharded_checkpoint_loads(good: Path) -> None:
-    wanted = load_model(good).model.state_dict()  # type: ignore[attr-defined]
+    expected = load_model(good).model.state_dict()  # type: ignore[attr-defined]
     assert len(split(good)) > 1
     got = load_model(good).model.state_dict()  # type: ignore[attr-defined]
-    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def test_missing_folders(tmp_path: Path) -> None:
@@ -222,10 +222,10 @@ def test_dtypes(good: Path) -> None:
 
 
 def test_a_model_object_is_taken_as_it_is() -> None:
-    given = model()
-    loaded = load_model(given)
+    network = model()
+    loaded = load_model(network)
     assert isinstance(loaded, HuggingFaceModel)
-    assert loaded.model is given
+    assert loaded.model is network
     table = TableModel.random(5)
     assert load_model(table) is table
 
@@ -295,18 +295,18 @@ def test_options_of_the_wrong_kind(wrong: dict[str, Any], message: str) -> None:
 
 def test_a_list_of_drafters_is_an_ensemble(good: Path, tmp_path: Path) -> None:
     draft = save_checkpoint(tmp_path / "draft", seed=1)
-    mine = NgramDrafter(n=2)
+    ngram = NgramDrafter(n=2)
     plain = ft.load(str(good), drafter=None).generate([1, 2, 3, 1, 2], max_new_tokens=8).token_ids
-    for given in ([f"model:{draft},k=2", mine], (f"model:{draft},k=2", "ngram,k=3", "suffix,share=false")):
-        llm = ft.load(str(good), drafter=given)
-        assert isinstance(llm.drafter, EnsembleDrafter) and len(llm.drafter.drafters) == len(given)
+    for drafters in ([f"model:{draft},k=2", ngram], (f"model:{draft},k=2", "ngram,k=3", "suffix,share=false")):
+        llm = ft.load(str(good), drafter=drafters)
+        assert isinstance(llm.drafter, EnsembleDrafter) and len(llm.drafter.drafters) == len(drafters)
         assert llm.generate([1, 2, 3, 1, 2], max_new_tokens=8).token_ids == plain
-    assert ft.load(str(good), drafter=["ngram", mine]).drafter.drafters[1] is mine  # type: ignore[union-attr]
+    assert ft.load(str(good), drafter=["ngram", ngram]).drafter.drafters[1] is ngram  # type: ignore[union-attr]
 
 
 def test_bad_lists_of_drafters(good: Path, tmp_path: Path) -> None:
     other = save_checkpoint(tmp_path / "other", vocab_size=1000)
-    for given, message in (
+    for drafters, message in (
         ([], "needs at least one member"),
         (["ngram", "nothing"], "unknown drafter 'nothing': choose one of"),
         (["ngram", "none"], "cannot hold 'none'"),
@@ -315,7 +315,7 @@ def test_bad_lists_of_drafters(good: Path, tmp_path: Path) -> None:
         (f"router,drafters=(model:{other}|ngram)", "vocabulary of 1000, the target one of 64"),
     ):
         with pytest.raises(ValueError, match=message) as caught:
-            ft.load(str(good), drafter=given)
+            ft.load(str(good), drafter=drafters)
         assert "\n" not in str(caught.value)
 
 
@@ -428,7 +428,7 @@ def test_networks_are_built_one_after_the_other(tmp_path: Path, monkeypatch: pyt
             inside.release()
 
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", build)
-    wanted = [torch.float64, torch.bfloat16, torch.float32] * 2
-    with ThreadPoolExecutor(len(wanted)) as threads:
-        found = list(threads.map(lambda dtype: load_model(tmp_path, dtype=dtype), wanted))
-    assert [one.dtype for one in found] == wanted and torch.get_default_dtype() == torch.float32
+    dtypes = [torch.float64, torch.bfloat16, torch.float32] * 2
+    with ThreadPoolExecutor(len(dtypes)) as threads:
+        models = list(threads.map(lambda dtype: load_model(tmp_path, dtype=dtype), dtypes))
+    assert [loaded.dtype for loaded in models] == dtypes and torch.get_default_dtype() == torch.float32

@@ -65,7 +65,7 @@ def served(drafter: Any, requests: Sequence[Request]) -> list[Running]:
     done: dict[int, Running] = {}
     while running.busy:
         done |= {run.id: run for run, emission in running.step() if emission.finish_reason is not None}
-    return [done[one] for one in ids]
+    return [done[i] for i in ids]
 
 
 def written(folder: Path, body: str, name: str = "mine.py") -> str:
@@ -99,9 +99,9 @@ def test_it_drafts_alone_and_in_groups(tmp_path: Path) -> None:
     for chosen in (spec, f"router,drafters=({spec}|ngram,n=2)", f"ensemble,drafters=({spec}|ngram,n=2)"):
         llm = assemble(target, build_drafter(chosen, target), "auto", "constant,k=3", None)
         for temperature in (0.0, 1.0):
-            found = llm.generate([1, 2, 3], max_new_tokens=30, temperature=temperature, seed=1)
+            output = llm.generate([1, 2, 3], max_new_tokens=30, temperature=temperature, seed=1)
             plain = llm.plain.generate([1, 2, 3], max_new_tokens=30, temperature=temperature, seed=1)
-            assert found.token_ids == plain.token_ids and found.stats.num_draft_tokens > 0
+            assert output.token_ids == plain.token_ids and output.stats.num_draft_tokens > 0
 
 
 def test_a_build_method_gets_path_and_context(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_dataclasses_and_imports_of_the_file_work(tmp_path: Path) -> None:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Installs a package with entry points; what was found before is forgotten."""
+    """Installs a package with entry points; cached lookups are cleared."""
     known = (outside.installed, outside.installed_class, registry.find)
 
     def install(entries: str) -> None:
@@ -314,28 +314,28 @@ def test_a_broken_rule_ends_its_request_and_no_other(
 ) -> None:
     target, _ = tables()
     drafter = build_drafter(group.format(f"{written(tmp_path, bad(proposal, traits))}:Bad"), target)
-    asked = [Request([first, 1, 2], SamplingParams(temperature=1.0), 20, seed=first) for first in range(4)]
-    runs = served(drafter, asked)
-    alone = [served(None, [request])[0].output for request in asked]
+    requests = [Request([first, 1, 2], SamplingParams(temperature=1.0), 20, seed=first) for first in range(4)]
+    runs = served(drafter, requests)
+    alone = [served(None, [request])[0].output for request in requests]
     for first, (run, right) in enumerate(zip(runs, alone, strict=True)):
         if first != BAD:
             assert (run.output, run.finish_reason) == (right, "length")
             continue
         assert run.finish_reason == "error" and isinstance(run.error, DrafterError)
-        (said,) = str(run.error).splitlines()
-        assert re.search(words, said), said
+        (message,) = str(run.error).splitlines()
+        assert re.search(words, message), message
 
 
 def test_a_drafter_that_calls_exit_in_the_thread_of_an_engine_ends_its_request_only(tmp_path: Path) -> None:
     target, _ = tables()
     drafter = build_drafter(f"{written(tmp_path, bad('import sys; sys.exit(3)'))}:Bad", target)
-    asked = [Request([first, 1, 2], max_new_tokens=20) for first in range(4)]
+    requests = [Request([first, 1, 2], max_new_tokens=20) for first in range(4)]
     with ThreadPoolExecutor(1) as thread:
-        runs = thread.submit(served, drafter, asked).result()
+        runs = thread.submit(served, drafter, requests).result()
     assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
     assert re.search(rf"Bad\.propose {LINE} raised RuntimeError: it called exit\(3\)", str(runs[BAD].error))
     with pytest.raises(SystemExit):  # here a handler of a signal may have raised it
-        served(drafter, asked)
+        served(drafter, requests)
 
 
 NAN = {"all": "q[:] = torch.nan", "one entry": "q[0, 3] = torch.nan", "last row": "q[-1] = torch.nan"}
@@ -350,7 +350,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("batched", [False, True], ids=["alone", "batched"])
 def test_no_q_with_nan_is_believed(tmp_path: Path, planted: str, shape: str, batched: bool) -> None:
-    """Every comparison with NaN is false: a check that asks for what is wrong finds nothing wrong."""
+    """Every comparison with NaN is false: a check that looks for wrong values finds none."""
     kind, parents, rows = SHAPES[shape]
     body = (
         HEAD
@@ -372,28 +372,28 @@ def test_no_q_with_nan_is_believed(tmp_path: Path, planted: str, shape: str, bat
 """
     target, _ = tables()
     drafter = build_drafter(f"{written(tmp_path, body)}:Bad", target)
-    asked = [Request([first, 1, 2], SamplingParams(temperature=1.0), 12) for first in range(4)]
-    runs = served(drafter, asked)
+    requests = [Request([first, 1, 2], SamplingParams(temperature=1.0), 12) for first in range(4)]
+    runs = served(drafter, requests)
     assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
     assert isinstance(runs[BAD].error, DrafterError) and "rows that are no distributions" in str(runs[BAD].error)
 
 
 def test_what_guesses_for_a_draft_model_is_checked_as_well(tmp_path: Path) -> None:
-    """A wrong q inside a cascade would make the cascade's own q wrong, which nobody can see from its proposals."""
+    """A wrong q inside a cascade would make the cascade's own q wrong, which its proposals do not show."""
     body = bad("return TokenTree.chain(context.root, [1], torch.full((1, 4), torch.nan))", IID).replace(
         "Traits(kind=Kind.IID)", "Traits(kind=Kind.IID, rewinds=True)"
     )
     target, draft = tables()
     inner = build_drafter(f"{written(tmp_path, body)}:Bad", target)
     assert inner is not None
-    asked = [Request([first, 1, 2], SamplingParams(temperature=1.0), 20) for first in range(4)]
-    runs = served(CascadeDrafter(draft, inner, inner_rule, k=4), asked)
+    requests = [Request([first, 1, 2], SamplingParams(temperature=1.0), 20) for first in range(4)]
+    runs = served(CascadeDrafter(draft, inner, inner_rule, k=4), requests)
     assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
     assert re.search(rf"Bad\.propose {LINE} gave q with rows that are no", str(runs[BAD].error))
 
 
 def test_no_drafter_is_to_blame_for_the_committed_root(tmp_path: Path) -> None:
-    """Whoever committed a token that there is not, it was no drafter."""
+    """A committed token outside the vocabulary is no drafter's fault."""
     target, _ = tables()
     drafter = build_drafter(f"{written(tmp_path, PERIOD)}:Period", target)
     assert drafter is not None
@@ -438,9 +438,9 @@ def test_an_object_must_say_what_it_is_as_well() -> None:
         max_depth: Any = "5"
 
     target, _ = tables()
-    for given in (Nameless(), [Nameless(), "ngram"]):
+    for drafter in (Nameless(), [Nameless(), "ngram"]):
         with pytest.raises(DrafterError, match=r'Nameless \(.*, line \d+\) has no name: write name = "\.\.\."'):
-            ft.load(target, drafter=given)
+            ft.load(target, drafter=drafter)
     with pytest.raises(DrafterError, match=r"Deep \(.*\) has max_depth = '5': it must be a whole number"):
         ft.load(target, drafter=Deep())
 
@@ -516,8 +516,8 @@ def test_whatever_a_hook_raises_is_said_by_class_and_line(tmp_path: Path, hook: 
     )
     target, _ = tables()
     drafter = build_drafter(f"{written(tmp_path, body)}:Period", target)
-    asked = [Request([first, 1, 2], SamplingParams(temperature=1.0), 12, seed=first) for first in range(4)]
-    runs = served(drafter, asked)
+    requests = [Request([first, 1, 2], SamplingParams(temperature=1.0), 12, seed=first) for first in range(4)]
+    runs = served(drafter, requests)
     assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
     assert isinstance(runs[BAD].error, DrafterError)
     assert re.search(rf"Period\.{hook} {LINE} raised KeyError: 'lost'", str(runs[BAD].error))
@@ -546,7 +546,7 @@ def test_a_method_that_nobody_asks_any_more_is_refused(tmp_path: Path, old: str,
 
 
 def test_who_draws_in_a_way_of_its_own_must_say_so(tmp_path: Path) -> None:
-    """Drawn together with other requests its own way would be passed by in silence."""
+    """Drawn together with other requests, its own way of drawing would be skipped without a word."""
     body = """
 from foretoken.methods.drafters.model import ModelDrafter
 
@@ -571,7 +571,7 @@ class Says(Own):
 
 
 def test_errors_of_ours_keep_their_class(tmp_path: Path) -> None:
-    """A drafter from outside whose memory is full is no drafter that broke a rule."""
+    """A drafter from outside that runs out of memory has broken no rule."""
     body = bad("raise MemoryError('full')")
     target, _ = tables()
     drafter = build_drafter(f"{written(tmp_path, body)}:Bad", target)
@@ -601,16 +601,16 @@ def test_a_file_that_is_not_there_is_said_before_anything_is_loaded(
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     more = {"batch": [str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")], "generate": [PROMPT], "show": [PROMPT]}
     assert main([command, *more.get(command, []), "--drafter", "nowhere.py:Period"]) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said == "error: there is no file nowhere.py with a drafter: a drafter from outside is file.py:Class"
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line == "error: there is no file nowhere.py with a drafter: a drafter from outside is file.py:Class"
 
 
 def test_a_bad_drafter_is_one_line_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = f"{written(tmp_path, bad('raise KeyError(1)').replace('== 3 and', '!= -1 and'))}:Bad"
     assert main(["generate", PROMPT, "--drafter", spec, "--controller", "constant,k=2"]) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert said[-1].startswith("error: Bad.propose (mine.py, line ") and said[-1].endswith("raised KeyError: 1")
-    assert "Traceback" not in "".join(said)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("error: Bad.propose (mine.py, line ") and lines[-1].endswith("raised KeyError: 1")
+    assert "Traceback" not in "".join(lines)
 
 
 # -- data that names code --------------------------------------------------------------------------------------------

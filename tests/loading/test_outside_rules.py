@@ -36,21 +36,21 @@ def served(requests: Sequence[Request], drafter: Drafter | None = None, **parts:
     done: dict[int, Running] = {}
     while running.busy:
         done |= {run.id: run for run, emission in running.step() if emission.finish_reason is not None}
-    return [done[one] for one in ids]
+    return [done[i] for i in ids]
 
 
-def asked(new_tokens: int = 16) -> list[Request]:
+def sampled_requests(new_tokens: int = 16) -> list[Request]:
     """Four sampled requests, of which the last is the one with bad luck."""
     return [Request([first, 1, 2], SamplingParams(temperature=1.0), new_tokens, seed=first) for first in range(4)]
 
 
 def check_alone(runs: Sequence[Running], kind: type[Exception], words: str, **parts: Any) -> None:
-    """The last of :func:`asked` ended with these words, the others wrote what they write alone."""
-    for request, run in zip(asked(), runs, strict=True):
+    """The last of :func:`sampled_requests` ended with these words, the others wrote what they write alone."""
+    for request, run in zip(sampled_requests(), runs, strict=True):
         if request.prompt[0] == BAD:
             assert run.finish_reason == "error" and isinstance(run.error, kind)
-            (said,) = str(run.error).splitlines()
-            assert re.search(words, said), said
+            (message,) = str(run.error).splitlines()
+            assert re.search(words, message), message
         else:
             assert run.finish_reason == "length"
             assert run.output == served([request], **parts)[0].output
@@ -71,8 +71,8 @@ class Rule(Verifier):
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         if scores.prefix[0] == BAD and len(scores.prefix) > self.after and len(tree) > 2:
-            found: Verdict = self.verdict() if callable(self.verdict) else self.verdict
-            return found
+            verdict: Verdict = self.verdict() if callable(self.verdict) else self.verdict
+            return verdict
         for node in range(1, len(tree)):
             p, q, token = scores.p(node - 1), tree.distribution(node), tree.tokens[node]
             if not coins.accept(float(p[token]), 1.0 if q is None else float(q[token])):
@@ -108,13 +108,13 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_verdict_ends_its_request_and_no_other(name: str) -> None:
     verdict, words = WRONG[name]
-    runs = served(asked(), verifier=Rule(verdict))
+    runs = served(sampled_requests(), verifier=Rule(verdict))
     check_alone(runs, VerifierError, rf"Rule\.decide {LINE} {words}", verifier=Rule())
 
 
 def test_whatever_a_verifier_raises_is_said_by_class_and_line() -> None:
-    """The coins of the others are tossed once: their texts are those that they have alone."""
-    runs = served(asked(), verifier=Rule(raises))
+    """The others' coins are tossed once: their texts are those that they have alone."""
+    runs = served(sampled_requests(), verifier=Rule(raises))
     check_alone(runs, VerifierError, rf"Rule\.decide {LINE} raised KeyError: 'lost'", verifier=Rule())
 
 
@@ -146,7 +146,7 @@ def test_probes_are_no_part_of_a_path() -> None:
 
 
 def test_a_token_that_was_drawn_is_known_at_once() -> None:
-    """Where nothing is drafted our own rules put a token into the verdict that is drawn later, with those of others."""
+    """Where nothing is drafted, our own rules leave the token open: it is drawn later, together with others."""
     seen = []
 
     class Looks(Rule):
@@ -154,7 +154,7 @@ def test_a_token_that_was_drawn_is_known_at_once() -> None:
             seen.append(coins.draw(scores.p(0)))
             return Verdict((), seen[-1], False)
 
-    served(asked(4), verifier=Looks())
+    served(sampled_requests(4), verifier=Looks())
     assert seen and all(0 <= token < 4 for token in seen)
 
 
@@ -162,11 +162,11 @@ def test_rules_of_ours_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> Non
     from foretoken.engine import acceptance
 
     monkeypatch.setattr(acceptance, "check_verdict", None)
-    assert all(run.finish_reason == "length" for run in served(asked()))
+    assert all(run.finish_reason == "length" for run in served(sampled_requests()))
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("verifier", "words"),
     [
         (Rule, rf"Rule {LINE} is a class: give an object, Rule\(\.\.\.\)"),
         (3, "an int is no verifier: give a name, or an object of a verifier's class"),
@@ -175,10 +175,10 @@ def test_rules_of_ours_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> Non
         (type("Kindless", (Rule,), {"kinds": frozenset()})(), "Kindless .* has kinds = .*: write a set"),
     ],
 )
-def test_what_is_no_verifier_is_said_at_load(given: Any, words: str) -> None:
+def test_what_is_no_verifier_is_said_at_load(verifier: Any, words: str) -> None:
     target, draft = tables()
     with pytest.raises(ValueError, match=words) as caught:
-        ft.load(target, drafter=ModelDrafter(draft), verifier=given)
+        ft.load(target, drafter=ModelDrafter(draft), verifier=verifier)
     assert "\n" not in str(caught.value)
 
 
@@ -199,8 +199,8 @@ class Two(Controller):
 
     def budget(self, context: Context, batch_size: int) -> Budget:
         if self.hit(context, "budget"):
-            found: Budget = self.wrong() if callable(self.wrong) else self.wrong
-            return found
+            budget: Budget = self.wrong() if callable(self.wrong) else self.wrong
+            return budget
         return Budget(2, 2)
 
     def observe(self, context: Context, record: StepRecord) -> None:
@@ -242,7 +242,7 @@ BUDGETS = {
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_wrong_budget_ends_its_request_and_no_other(name: str) -> None:
     budget, words = BUDGETS[name]
-    runs = served(asked(), controller=Two(budget))
+    runs = served(sampled_requests(), controller=Two(budget))
     check_alone(runs, ControllerError, rf"Two\.budget {LINE} .*{words}", controller=Two())
 
 
@@ -256,35 +256,35 @@ def test_a_wrong_budget_ends_its_request_and_no_other(name: str) -> None:
     ],
 )
 def test_wrong_budgets_of_a_batch(budgets: Any, words: str) -> None:
-    runs = served(asked(), controller=Batched(budgets))
+    runs = served(sampled_requests(), controller=Batched(budgets))
     check_alone(runs, ControllerError, rf"Batched\.budgets {LINE} {words}", controller=Batched())
 
 
 @pytest.mark.parametrize("hook", ["budget", "observe", "explain", "finish"])
 def test_whatever_a_controller_raises_is_said_by_class_and_line(hook: str) -> None:
-    runs = served(asked(), controller=Two(raises, hook))
+    runs = served(sampled_requests(), controller=Two(raises, hook))
     check_alone(runs, ControllerError, rf"Two\.{hook} {LINE} raised KeyError: 'lost'", controller=Two())
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("controller", "words"),
     [
         (Two, rf"Two {LINE} is a class: give an object, Two\(\.\.\.\)"),
         (3, "an int is no controller: give a name, or an object of a controller's class"),
         (type("Nameless", (Two,), {"name": None})(), "Nameless .* has no name: write name = "),
     ],
 )
-def test_what_is_no_controller_is_said_at_load(given: Any, words: str) -> None:
+def test_what_is_no_controller_is_said_at_load(controller: Any, words: str) -> None:
     target, draft = tables()
     with pytest.raises(ControllerError, match=words) as caught:
-        ft.load(target, drafter=ModelDrafter(draft), controller=given)
+        ft.load(target, drafter=ModelDrafter(draft), controller=controller)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("role", ["verifier", "controller"])
 def test_a_class_in_a_file_is_for_drafters(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "a", f"--{role}", "mine.py:Rule"]) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith(
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith(
         f"error: mine.py:Rule is a class in a file: a {role} from outside is given in Python, ft.load("
     )

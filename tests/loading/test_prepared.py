@@ -1,4 +1,4 @@
-"""What the hook for ``model.generate`` makes of a model is kept with it, and is nobody else's."""
+"""The hook for ``model.generate`` prepares a model once, and keeps the result with that model alone."""
 
 from __future__ import annotations
 
@@ -24,53 +24,53 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 def ours(model: Any, drafter: Any = "ngram", **options: Any) -> list[int]:
     how = {"custom_generate": ft.custom_generate, "drafter": drafter}
-    found: list[int] = model.generate(ONE, **{**how, **GREEDY, **options})[0].tolist()
-    return found
+    ids: list[int] = model.generate(ONE, **{**how, **GREEDY, **options})[0].tolist()
+    return ids
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def wrapped_models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The models that were wrapped."""
     from foretoken.loading import prepared
 
-    found: list[Any] = []
+    models: list[Any] = []
     honest = prepared.load_model
 
     def load_model(source: Any, **how: Any) -> Any:
-        found.append(source)
+        models.append(source)
         return honest(source, **how)
 
     monkeypatch.setattr(prepared, "load_model", load_model)
-    return found
+    return models
 
 
-def test_a_model_is_prepared_once_and_again_when_it_has_changed(made: list[Any]) -> None:
+def test_a_model_is_prepared_once_and_again_when_it_has_changed(wrapped_models: list[Any]) -> None:
     model = llama(eos=None)
-    wanted = model.generate(ONE, **GREEDY)[0].tolist()
+    expected = model.generate(ONE, **GREEDY)[0].tolist()
     for drafter in ("ngram", "early_exit,layer=1", None, "auto", llama(seed=1)):
-        assert ours(model, drafter) == wanted
-    assert ours(model, ft.CustomGenerate(drafter="ngram")) == wanted
+        assert ours(model, drafter) == expected
+    assert ours(model, ft.CustomGenerate(drafter="ngram")) == expected
     with pytest.raises(ValueError, match="unknown drafter"):
         ours(model, "nosuch")
-    assert ours(model) == wanted and made == [model]
+    assert ours(model) == expected and wrapped_models == [model]
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight.roll(1, 0))
-    wanted = model.generate(ONE, **GREEDY)[0].tolist()
-    assert ours(model) == ours(model) == wanted and made == [model, model]
+    expected = model.generate(ONE, **GREEDY)[0].tolist()
+    assert ours(model) == ours(model) == expected and wrapped_models == [model, model]
 
 
 def test_copies_and_files_of_the_model_are_without_it(tmp_path: Path) -> None:
     model = llama(eos=None)
     names, size = list(model.state_dict()), len(pickle.dumps(model))
-    wanted = ours(model)
+    expected = ours(model)
     assert list(model.state_dict()) == names and len(pickle.dumps(model)) < size + 100
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert getattr(other, ATTRIBUTE) is None
         with torch.no_grad():
             other.lm_head.weight.copy_(other.lm_head.weight.roll(1, 0))
-        assert ours(other) == other.generate(ONE, **GREEDY)[0].tolist() != wanted
+        assert ours(other) == other.generate(ONE, **GREEDY)[0].tolist() != expected
     shallow = copy.copy(model)
-    assert ours(shallow) == wanted == ours(model)
+    assert ours(shallow) == expected == ours(model)
     model.save_pretrained(tmp_path)
     assert list(LlamaForCausalLM.from_pretrained(tmp_path).state_dict()) == names
 
@@ -81,26 +81,26 @@ def test_the_model_and_what_was_made_of_it_go_together() -> None:
     alive = [weakref.ref(model), weakref.ref(vars(model)[ATTRIBUTE]["distribution"])]
     del model
     gc.collect()
-    assert [one() for one in alive] == [None, None]
+    assert [reference() for reference in alive] == [None, None]
 
 
 def test_what_an_engine_adds_to_its_target_stays_there() -> None:
     model = llama(eos=None)
     prepared = prepared_of(model, "distribution")
-    one, other = prepared.target(), prepared.target()
-    assert one.extra_embeddings(torch.zeros(2, 32)) == 24  # type: ignore[attr-defined]
-    assert (one.num_ids, other.num_ids, prepared.target().num_ids) == (26, 24, 24)  # type: ignore[attr-defined]
+    first, second = prepared.target(), prepared.target()
+    assert first.extra_embeddings(torch.zeros(2, 32)) == 24  # type: ignore[attr-defined]
+    assert (first.num_ids, second.num_ids, prepared.target().num_ids) == (26, 24, 24)  # type: ignore[attr-defined]
 
 
 def test_a_call_inside_a_call() -> None:
     model = llama(eos=None)
-    wanted = ours(model)
+    expected = ours(model)
 
     def stop(ids: torch.Tensor, scores: Any, **_: Any) -> bool:
-        assert ours(model) == wanted
+        assert ours(model) == expected
         return False
 
-    assert ours(model, stopping_criteria=[stop]) == wanted
+    assert ours(model, stopping_criteria=[stop]) == expected
 
 
 def test_a_tokenizer_is_read_when_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

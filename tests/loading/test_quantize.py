@@ -48,9 +48,9 @@ def requests(params: SamplingParams) -> list[Request]:
 
 def logits(model: Any, tokens: list[int]) -> torch.Tensor:
     sequence = model.open()
-    found: torch.Tensor = model.forward([Feed(sequence, tokens)])[0].logits
+    output: torch.Tensor = model.forward([Feed(sequence, tokens)])[0].logits
     model.release(sequence)
-    return found
+    return output
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", *SHORT])
@@ -58,11 +58,11 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
 def test_every_linear_layer_is_replaced(kind: str, lean: bool, tmp_path: Path) -> None:
     target = load_model(saved(tmp_path, "qwen2"), quantize=kind, lean=lean)
     assert isinstance(target, HuggingFaceModel) and target.is_lean is lean
-    made = [m for m in target.model.modules() if isinstance(m, QuantisedLinear)]
-    assert len(made) == 3 * 7 + 1 and not any(type(m) is nn.Linear for m in target.model.modules())
+    layers = [m for m in target.model.modules() if isinstance(m, QuantisedLinear)]
+    assert len(layers) == 3 * 7 + 1 and not any(type(m) is nn.Linear for m in target.model.modules())
     head = target.model.get_output_embeddings()
-    assert [m.product.bits for m in made if m is not head] == [int(kind[3])] * 21 and head.product.bits == 8
-    assert {m.product.activations for m in made} == {8 if kind in SHORT else 15}
+    assert [m.product.bits for m in layers if m is not head] == [int(kind[3])] * 21 and head.product.bits == 8
+    assert {m.product.activations for m in layers} == {8 if kind in SHORT else 15}
     assert target.describe()["weights"].startswith(f"{kind}, with activations in ")
     full = load_model(saved(tmp_path / "full", "qwen2"))
     assert target.weight_bytes < full.weight_bytes / 2
@@ -80,10 +80,10 @@ def test_the_lean_forward_equals_the_public_one(tmp_path: Path) -> None:
 def test_weights_are_those_of_the_full_model_rounded(tmp_path: Path) -> None:
     path = saved(tmp_path)
     full, target = load_model(path, lean=False), load_model(path, quantize="int8", lean=False)
-    mine, theirs = (m.model.model.layers[1].mlp.down_proj for m in (target, full))  # type: ignore[attr-defined]
-    wanted = Int8Weight.of(theirs.weight).dequantised()
-    torch.testing.assert_close(mine.weight.float(), wanted, rtol=8e-3, atol=1e-6)
-    assert mine.bias is None
+    quantised, original = (m.model.model.layers[1].mlp.down_proj for m in (target, full))  # type: ignore[attr-defined]
+    expected = Int8Weight.of(original.weight).dequantised()
+    torch.testing.assert_close(quantised.weight.float(), expected, rtol=8e-3, atol=1e-6)
+    assert quantised.bias is None
 
 
 @pytest.mark.parametrize("lean", [True, False])
@@ -118,7 +118,7 @@ def test_layers_that_int4_does_not_fit_stay(tmp_path: Path) -> None:
 
 
 def test_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a layer is quantised, those before it are no longer there in full."""
+    """While a layer is quantised, the full weights of those before it are gone already."""
     network = new_model("llama", hidden_size=64)
     seen = []
     real = make_product

@@ -111,16 +111,16 @@ def test_layers_that_share_a_weight(pack: bool, monkeypatch: pytest.MonkeyPatch)
         return network
 
     plain, network = sharing(), sharing()
-    wanted = ft.load(plain, None).generate(PROMPT, max_new_tokens=16, ignore_eos=True).token_ids
+    expected = ft.load(plain, None).generate(PROMPT, max_new_tokens=16, ignore_eos=True).token_ids
     if pack:
         llm = ft.load(network, "ngram,n=1,k=3", pack=True)
-        assert llm.generate(PROMPT, max_new_tokens=16, ignore_eos=True).token_ids == wanted
+        assert llm.generate(PROMPT, max_new_tokens=16, ignore_eos=True).token_ids == expected
         unpack_linears(network)
-        assert ft.load(network, None).generate(PROMPT, max_new_tokens=16, ignore_eos=True).token_ids == wanted
+        assert ft.load(network, None).generate(PROMPT, max_new_tokens=16, ignore_eos=True).token_ids == expected
     else:
         ids = torch.tensor([PROMPT])
         quantise_linears(network, "int8")
         with torch.inference_mode():
-            found, full = network(ids).logits, plain(ids).logits
-        assert float((found - full).norm() / full.norm()) < 0.03
+            quantised, full = network(ids).logits, plain(ids).logits
+        assert float((quantised - full).norm() / full.norm()) < 0.03
     assert network.get_output_embeddings().weight is network.get_input_embeddings().weight

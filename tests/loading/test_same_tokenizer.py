@@ -1,4 +1,4 @@
-"""When a draft model reads a target's tokens: the names of places that only fill up a matrix do not count."""
+"""A draft model that shares the target's tokenizer: names of padding ids at the end of the matrix do not count."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_each_target_has_its_own(zoo: Path) -> None:
 
 
 def test_a_models_name_stands_for_its_drafter(zoo: Path) -> None:
-    """Its file has any name; a folder that is there comes first."""
+    """The model's file may have any name; a folder that exists comes first."""
     assert drafter_folder("eagle3", NAME, "some/where.gguf") == zoo / NAME / "eagle3"
     with pytest.raises(ValueError, match=f"^{NAME} is not a folder with a trained drafter"):
         drafter_folder("medusa", NAME, "some/where.gguf")
@@ -48,10 +48,10 @@ def test_a_models_name_stands_for_its_drafter(zoo: Path) -> None:
 @pytest.mark.parametrize("drafter", ["shared_vocab", "retokenize"])
 def test_a_draft_model_with_a_vocabulary_of_its_own(drafter: str, zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is found without a path for the named model; a path, or another target, comes before it or has none."""
-    asked: list[str | None] = []
+    paths: list[str | None] = []
 
     def built(name: str, path: str | None, *rest: object) -> None:
-        asked.append(path)
+        paths.append(path)
         raise CapabilityError("looked up")
 
     monkeypatch.setattr(drafters, "build_foreign_draft_model", built)
@@ -59,4 +59,4 @@ def test_a_draft_model_with_a_vocabulary_of_its_own(drafter: str, zoo: Path, mon
     for source, path in ((NAME, None), (NAME, "other"), ("builtin", None), ("other/model", None)):
         with pytest.raises(CapabilityError, match="looked up"):
             drafters.LoadingContext(llamas()[0], source).foreign_draft_model(drafter, path)
-    assert asked == [str(zoo / NAME / "draft"), "other", None, None]
+    assert paths == [str(zoo / NAME / "draft"), "other", None, None]

@@ -67,12 +67,12 @@ def packed(weights: Weights) -> None:
 def test_a_method_that_transformers_passes_over(
     good: Path, change: Callable[[Weights], None] | None, inner: bool
 ) -> None:
-    told = {"quantization_config": {"quant_method": "novel"}}
-    settings(good, **({"text_config": told} if inner else told))
+    config = {"quantization_config": {"quant_method": "novel"}}
+    settings(good, **({"text_config": config} if inner else config))
     if change is not None:
         rewrite(good, change)
-    said = refusal_of(str(good))
-    assert "good is quantised with novel, which Transformers" in said and "take the full checkpoint" in said
+    message = refusal_of(str(good))
+    assert "good is quantised with novel, which Transformers" in message and "take the full checkpoint" in message
 
 
 @pytest.mark.parametrize(("change", "kind"), [(in_float8, "F8_E4M3"), (in_int8, "I8")])
@@ -82,8 +82,8 @@ def test_eight_bits_without_their_meaning(
 ) -> None:
     settings(good, dtype=dtype)
     rewrite(good, change)
-    said = refusal_of(str(good))
-    assert said.startswith(f"{LAYER}.weight in ") and f"is stored as {kind}, and config.json has no" in said
+    message = refusal_of(str(good))
+    assert message.startswith(f"{LAYER}.weight in ") and f"is stored as {kind}, and config.json has no" in message
     with pytest.raises(LoadError, match=f"is stored as {kind}"):
         load_model(str(good), role="draft")
 
@@ -110,21 +110,21 @@ def test_packed_weights_without_a_configuration(good: Path) -> None:
     ],
 )
 def test_what_changes_no_weight_is_left_out(good: Path, harmless: Weights) -> None:
-    wanted = ft.load(str(good), None).generate([3, 4, 5], max_new_tokens=6).token_ids
+    expected = ft.load(str(good), None).generate([3, 4, 5], max_new_tokens=6).token_ids
     rewrite(good, lambda weights: weights.update(harmless))
-    assert ft.load(str(good), None).generate([3, 4, 5], max_new_tokens=6).token_ids == wanted
+    assert ft.load(str(good), None).generate([3, 4, 5], max_new_tokens=6).token_ids == expected
 
 
 def test_a_model_whose_method_was_passed_over_when_it_was_loaded() -> None:
-    given = model()
-    given.config.quantization_config = {"quant_method": "novel"}
-    assert "LlamaForCausalLM is quantised with novel, which Transformers" in refusal_of(given)
+    network = model()
+    network.config.quantization_config = {"quant_method": "novel"}
+    assert "LlamaForCausalLM is quantised with novel, which Transformers" in refusal_of(network)
 
 
 def test_eight_bits_with_their_meaning_still_load(good: Path) -> None:
     pytest.importorskip("accelerate", reason="Transformers undoes FP8 with it")
-    wanted = ft.load(str(good), None).target.model.get_submodule(LAYER).weight
+    expected = ft.load(str(good), None).target.model.get_submodule(LAYER).weight
     rewrite(good, all_in_float8)
     settings(good, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
     read = ft.load(str(good), None).target.model.get_submodule(LAYER).weight
-    assert torch.allclose(read.float(), wanted.float(), atol=0.02 * float(wanted.abs().max()), rtol=0.1)
+    assert torch.allclose(read.float(), expected.float(), atol=0.02 * float(expected.abs().max()), rtol=0.1)
