@@ -56,21 +56,21 @@ def new_boost(target: Path, draft: Path, data: Path, out: Path, length: int = 1,
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_file(out / "model.safetensors")
-    return found
+    tensors: dict[str, torch.Tensor] = load_file(out / "model.safetensors")
+    return tensors
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_matched_places() -> None:
-    wanted = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    expected = torch.tensor([[1, 2, 3, 4, 5, 6]])
     drafted = torch.tensor([[1, 2, 9, 4, 5, 6]])
-    assert matched(wanted, drafted, 1).int().tolist() == [[1, 1, 0, 1, 1, 1]]
-    assert matched(wanted, drafted, 2).int().tolist() == [[1, 0, 0, 1, 1, 1]]
-    assert matched(wanted, drafted, 3).int().tolist() == [[0, 0, 0, 1, 1, 1]]
-    assert matched(wanted, drafted, 99).int().tolist() == [[0, 0, 0, 1, 1, 1]]
+    assert matched(expected, drafted, 1).int().tolist() == [[1, 1, 0, 1, 1, 1]]
+    assert matched(expected, drafted, 2).int().tolist() == [[1, 0, 0, 1, 1, 1]]
+    assert matched(expected, drafted, 3).int().tolist() == [[0, 0, 0, 1, 1, 1]]
+    assert matched(expected, drafted, 99).int().tolist() == [[0, 0, 0, 1, 1, 1]]
 
 
 def test_later_models_learn_what_earlier_ones_miss(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_later_models_learn_what_earlier_ones_miss(target: Path, draft: Path, da
     assert stages[1].coverage > stages[0].coverage
     # The second knows more of what the first misses than the first one's own share of it, which is none.
     missed = counted & ~hits
-    theirs = best_tokens(second, boost.rows) == best_tokens(boost.shop.parts.network, boost.rows)
-    assert float(theirs[missed].float().mean()) > 0.05
+    second_hits = best_tokens(second, boost.rows) == best_tokens(boost.shop.parts.network, boost.rows)
+    assert float(second_hits[missed].float().mean()) > 0.05
 
 
 def test_a_broken_off_stage_goes_on(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def chats(count: int) -> list[dict[str, Any]]:
 
 def learned_text(tokenizer: Any, piece: tuple[list[int], list[bool]]) -> str:
     ids, learned = piece
-    text: str = tokenizer.decode([token for token, wanted in zip(ids, learned, strict=True) if wanted])
+    text: str = tokenizer.decode([token for token, is_learned in zip(ids, learned, strict=True) if is_learned])
     return text
 
 
@@ -156,13 +156,13 @@ def test_places_are_those_whose_first_guess_is_learned(target: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, columns = some_places(batch, 200, 3, generator, ahead=2)
     assert set(zip(rows.tolist(), columns.tolist(), strict=True)) == {(0, 3), (0, 4), (0, 5), (1, 7)}
-    found = some_rows(batch, 2, generator)
-    assert set(found[0].tolist()) == {3, 4, 5} and 7 in found[1].tolist() and found.shape == (2, 3)
+    places = some_rows(batch, 2, generator)
+    assert set(places[0].tolist()) == {3, 4, 5} and 7 in places[1].tolist() and places.shape == (2, 3)
 
 
 @pytest.mark.parametrize("method", RECIPES)
 def test_only_learned_tokens_are_in_the_loss(method: str, target: Path) -> None:
-    """Labels that are not learned change no loss: a target that says something else there gives the same."""
+    """Other text behind unlearned labels changes no loss."""
     model = load_model(target, dtype="float32")
     recipe = find_recipe(method)(model, TargetParts(model), {"dropout": "0"} if method == "early_exit" else {}, 0)
     tokens = torch.randint(256, (2, 25), generator=torch.Generator().manual_seed(1))
@@ -209,14 +209,15 @@ def test_an_edit_that_keeps_the_length_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_corpus_that_was_broken_off_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other, tokenizer, out = tmp_path / "a.txt", tmp_path / "b.txt", chat_tokenizer(), tmp_path / "corpus"
-    one.write_text("The sky is blue.")
-    other.write_text("The grass is green, and high.")
-    wanted = text_identity(out, build_corpus([one], tokenizer, out))
+    first_file, other_file = tmp_path / "a.txt", tmp_path / "b.txt"
+    tokenizer, out = chat_tokenizer(), tmp_path / "corpus"
+    first_file.write_text("The sky is blue.")
+    other_file.write_text("The grass is green, and high.")
+    identity = text_identity(out, build_corpus([first_file], tokenizer, out))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("foretoken.training.corpus.write_json", lambda *args: raise_interrupt())
-        build_corpus([other], tokenizer, out)  # its tokens are there, and what says so is not
-    assert text_identity(out, build_corpus([one], tokenizer, out)) == wanted
+        build_corpus([other_file], tokenizer, out)  # its tokens are there, and what says so is not
+    assert text_identity(out, build_corpus([first_file], tokenizer, out)) == identity
 
 
 @pytest.mark.skipif(os.name == "nt", reason="folders are locked on Unix only")
@@ -224,15 +225,16 @@ def test_two_runs_that_share_a_corpus_encode_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another run begins with other data while the first one writes its card: their files would be mixed."""
-    one, other, tokenizer, out = tmp_path / "a.txt", tmp_path / "b.txt", chat_tokenizer(), tmp_path / "corpus"
-    one.write_text("The sky is blue.")
-    other.write_text("The grass is green, and high.")
+    first_file, other_file = tmp_path / "a.txt", tmp_path / "b.txt"
+    tokenizer, out = chat_tokenizer(), tmp_path / "corpus"
+    first_file.write_text("The sky is blue.")
+    other_file.write_text("The grass is green, and high.")
     rivals: list[threading.Thread] = []
     second: dict[str, Any] = {}
 
     def write(path: Path, content: Any) -> Path:
         if not rivals:
-            rivals.append(threading.Thread(target=lambda: second.update(build_corpus([other], tokenizer, out))))
+            rivals.append(threading.Thread(target=lambda: second.update(build_corpus([other_file], tokenizer, out))))
             rivals[0].start()
             rivals[0].join(0.5)
             assert not second and "another run writes to" in caplog.text
@@ -240,7 +242,7 @@ def test_two_runs_that_share_a_corpus_encode_one_after_the_other(
         return write_json(path, content)
 
     monkeypatch.setattr("foretoken.training.corpus.write_json", write)
-    build_corpus([one], tokenizer, out)
+    build_corpus([first_file], tokenizer, out)
     rivals[0].join()
     assert second["files"] == json.loads((out / "corpus.json").read_text())["files"]
     assert first_tokens(out) == tokenizer("The grass is green, and high.")["input_ids"]
@@ -261,8 +263,8 @@ def test_a_single_document_is_learned_and_what_is_missing_is_said(tmp_path: Path
 
 
 def command(target: Path, data: Path, out: Path, *more: str, method: str = "medusa") -> list[str]:
-    given = ["--target", str(target), "--data", str(data), "--out", str(out), "--context", "64", "--batch-size", "2"]
-    return ["train", method, *given, *more]
+    options = ["--target", str(target), "--data", str(data), "--out", str(out), "--context", "64", "--batch-size", "2"]
+    return ["train", method, *options, *more]
 
 
 BAD = {
@@ -307,12 +309,12 @@ def test_from_chats_to_a_drafter(method: str, target: Path, tmp_path: Path, caps
     data = write_rows(tmp_path / "chats.jsonl", chats(24))
     out, features = tmp_path / "head", tmp_path / "features"
     assert main(command(target, data, out, "--steps", "6", "--features", str(features), method=method)) == 0
-    told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith("loading ") and "parameters to train" in told[1] and "MiB" in told[1]
-    assert told[2] == "24 documents read" and "of them learned; 3 documents of" in told[3]
-    progress = [line for line in told if "tokens/s" in line]  # no terminal: lines, the first one at once
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("loading ") and "parameters to train" in lines[1] and "MiB" in lines[1]
+    assert lines[2] == "24 documents read" and "of them learned; 3 documents of" in lines[3]
+    progress = [line for line in lines if "tokens/s" in line]  # no terminal: lines, the first one at once
     assert progress[0].startswith("1/6  loss ") and "acceptance " in progress[0] and "left" in progress[-1]
-    assert any(line.startswith("step 0: mean acceptance length") for line in told)
+    assert any(line.startswith("step 0: mean acceptance length") for line in lines)
     llm = ft.load(str(target), drafter=f"{method}:{out}")
     ask = [{"role": "user", "content": "say 3"}]
     assert llm.chat(ask, max_new_tokens=12).token_ids == llm.plain.chat(ask, max_new_tokens=12).token_ids
@@ -394,8 +396,8 @@ def test_greedy_answers_are_what_the_target_says(target: Path, tmp_path: Path) -
     llm = load(str(target), drafter=None)
     answers, config = answer_file(target, data, tmp_path, temperature=0.0)
     answers.write(llm, config)
-    said = llm.chat([{"role": "user", "content": "ab"}], max_new_tokens=5, temperature=0.0).text
-    assert answers.kept()[0]["messages"][-1] == {"role": "assistant", "content": said}
+    text = llm.chat([{"role": "user", "content": "ab"}], max_new_tokens=5, temperature=0.0).text
+    assert answers.kept()[0]["messages"][-1] == {"role": "assistant", "content": text}
 
 
 def test_answers_of_another_target_or_temperature_are_not_gone_on_with(target: Path, tmp_path: Path) -> None:
@@ -424,8 +426,8 @@ def test_the_command_lets_the_target_answer_and_trains_on_it(
     data = write_rows(tmp_path / "questions.jsonl", [{"prompt": f"say {i}"} for i in range(16)])
     more = ["--answers", "target", "--answer-tokens", "24", "--steps", "2"]
     assert main(command(target, data, tmp_path / "out", *more)) == 0
-    told = capsys.readouterr().err
-    assert "16 conversations for the target to answer" in told and "the target answers" in told
+    stderr = capsys.readouterr().err
+    assert "16 conversations for the target to answer" in stderr and "the target answers" in stderr
     assert len((tmp_path / "out" / "answers.jsonl").read_text().splitlines()) == 16
     assert "--answers target" in (tmp_path / "out" / "README.md").read_text()
     assert main(command(target, data, tmp_path / "out", *more[:-1], "2")) == 0  # nothing is done twice

@@ -69,12 +69,12 @@ def new_run(target: Path, draft: Path, data: Path, out: Path, config: DistillCon
 
 
 def weights(out: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = load_file(out / "model.safetensors")
-    return found
+    tensors: dict[str, Tensor] = load_file(out / "model.safetensors")
+    return tensors
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def kill_after(step: int) -> Callable[[Progress], None]:
@@ -105,9 +105,9 @@ def test_worked_values() -> None:
     assert of("fkl", p, q) == pytest.approx(0.8 * math.log(1.6) + 0.2 * math.log(0.4))
     assert of("rkl", p, q) == pytest.approx(0.5 * math.log(0.625) + 0.5 * math.log(2.5))
     # beta 0.9: m = (0.77, 0.23)
-    wanted = 0.9 * (0.8 * math.log(0.8 / 0.77) + 0.2 * math.log(0.2 / 0.23))
-    wanted += 0.1 * (0.5 * math.log(0.5 / 0.77) + 0.5 * math.log(0.5 / 0.23))
-    assert of("jsd", p, q, 0.9) == pytest.approx(wanted, rel=1e-4)
+    expected = 0.9 * (0.8 * math.log(0.8 / 0.77) + 0.2 * math.log(0.2 / 0.23))
+    expected += 0.1 * (0.5 * math.log(0.5 / 0.77) + 0.5 * math.log(0.5 / 0.23))
+    assert of("jsd", p, q, 0.9) == pytest.approx(expected, rel=1e-4)
 
 
 def test_what_holds_for_all_distributions() -> None:
@@ -216,18 +216,18 @@ def test_stored_text_is_made_once_and_goes_on(target: Path, tmp_path: Path, monk
     monkeypatch.setattr(written, "ROWS", 4)
     model = load_model(target)
     prompts = torch.tensor([[40 + i, 50, 60] for i in range(10)])
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
 
     def stop(done: int, total: int) -> None:
-        told.append((done, total))
-        if len(told) == 2:
+        progress.append((done, total))
+        if len(progress) == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         stored_continuations(tmp_path, model, prompts, 5, 1.0, 0, writer="t", on_rows=stop)
     (folder,) = tmp_path.iterdir()
     times = {p.name: p.stat().st_mtime_ns for p in folder.glob("*.bin")}
-    assert told == [(4, 10), (8, 10)] and len(times) == 2
+    assert progress == [(4, 10), (8, 10)] and len(times) == 2
     rows = stored_continuations(tmp_path, model, prompts, 5, 1.0, 0, writer="t")
     assert torch.equal(rows, write_continuations(model, prompts, 5, 1.0, 0))
     assert all((folder / name).stat().st_mtime_ns == at for name, at in times.items())
@@ -243,8 +243,8 @@ def test_stored_text_is_made_once_and_goes_on(target: Path, tmp_path: Path, monk
 
 def test_where_the_rows_come_from(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
     runs = {text: new_run(target, draft, data, tmp_path / text, text=text, batch_size=8, refresh=2) for text in TEXTS}
-    found = {text: run.source(1) for text, run in runs.items()}
-    fixed, policy, mixed = found["fixed"], found["policy"], found["mixed"]
+    sources = {text: run.source(1) for text, run in runs.items()}
+    fixed, policy, mixed = sources["fixed"], sources["policy"], sources["mixed"]
     prompt = RUN.prompt_tokens
     assert prompt == 8 and bool((fixed.weights == 1).all())
     assert torch.equal(policy.tokens[:, :prompt], fixed.tokens[:, :prompt])
@@ -256,7 +256,7 @@ def test_where_the_rows_come_from(target: Path, draft: Path, data: Path, tmp_pat
     assert torch.equal(mixed.weights[own], policy.weights[own]) and torch.equal(
         mixed.weights[~own], fixed.weights[~own]
     )
-    teacher = found["teacher"]
+    teacher = sources["teacher"]
     written = runs["teacher"].shop.written()
     assert written.shape == (12, 33) and all(bool((written == row).all(1).any()) for row in teacher.tokens)
     steps = torch.cat([runs["teacher"].source(step).tokens for step in (0, 1, 2)])
@@ -292,8 +292,8 @@ def test_the_loss_is_the_weighted_mean(target: Path, draft: Path, data: Path, tm
     p = run.shop.parts.network(input_ids=tokens[:, :-1]).logits
     with torch.autocast("cpu", dtype=torch.bfloat16):
         q = run.student(input_ids=tokens[:, :-1]).logits
-    wanted = (divergence("tvd", p[0, 3], q[0, 3]) + 3 * divergence("tvd", p[1, 30], q[1, 30])) / 4
-    torch.testing.assert_close(run.loss(tokens, weights_), wanted)
+    expected = (divergence("tvd", p[0, 3], q[0, 3]) + 3 * divergence("tvd", p[1, 30], q[1, 30])) / 4
+    torch.testing.assert_close(run.loss(tokens, weights_), expected)
 
 
 @pytest.mark.parametrize(("loss", "text"), [("fkl", "fixed"), ("rkl", "teacher"), ("jsd", "policy"), ("tvd", "mixed")])
@@ -337,8 +337,8 @@ def test_a_loss_of_nan_stops_and_the_checkpoint_is_intact(
     loss = run.loss
 
     def broken(tokens: Tensor, weights: Tensor) -> Tensor:
-        found = loss(tokens, weights)
-        return found * float("nan") if (tmp_path / "nan/checkpoints/step-0000004").exists() else found
+        value = loss(tokens, weights)
+        return value * float("nan") if (tmp_path / "nan/checkpoints/step-0000004").exists() else value
 
     run.loss = broken  # type: ignore[method-assign]
     with pytest.raises(FloatingPointError, match="step 4; the last checkpoint is intact"):
@@ -417,8 +417,8 @@ def test_from_a_draft_model_to_a_better_one(
     captured = capsys.readouterr()
     report = json.loads(captured.out.splitlines()[-1])
     assert report["run"]["beta"] == 0.9 and report["before"]["expected_acceptance"] > 0
-    told = [captured.err.index(words) for words in ("loading", "documents read", "are held out", "1/4")]
-    assert told == sorted(told) and captured.err.count("loss") == 3  # two lines of progress, one of a measurement
+    order = [captured.err.index(words) for words in ("loading", "documents read", "are held out", "1/4")]
+    assert order == sorted(order) and captured.err.count("loss") == 3  # two lines of progress, one of a measurement
     assert f'"model:{out},k=4"' in captured.err
     assert "before:" in captured.err and "step 2: loss" in captured.err and "4/4" in captured.err
     names = {p.name for p in out.iterdir()}

@@ -65,11 +65,11 @@ def test_dropped_layers_hand_a_texts_states_on() -> None:
     whole = parts.features(tokens, names)
     kept = torch.tensor([[True, True], [False, True], [True, True]])
     with dropped_layers(parts.network, kept):
-        found = parts.features(tokens, names)
-    assert torch.equal(found["layer:2"][0], found["layer:1"][0])  # the first text passes by the second layer
-    assert not torch.equal(found["layer:3"][0], whole["layer:3"][0])
+        features = parts.features(tokens, names)
+    assert torch.equal(features["layer:2"][0], features["layer:1"][0])  # the first text passes by the second layer
+    assert not torch.equal(features["layer:3"][0], whole["layer:3"][0])
     for name in names:
-        assert torch.equal(found[name][1], whole[name][1])
+        assert torch.equal(features[name][1], whole[name][1])
     assert torch.equal(parts.features(tokens, names)["layer:3"], whole["layer:3"])  # and nothing stays behind
 
 

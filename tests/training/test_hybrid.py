@@ -51,8 +51,8 @@ def test_a_hybrid_starts_as_the_llama_that_it_was_made_of(llama: Path) -> None:
     hybrid = build_hybrid(LmConfig(**SHAPE, layers=2), 0)
     start_from_llama(hybrid, llama, tokens.flatten().numpy())
     with torch.no_grad():
-        mine, theirs = (m(input_ids=tokens).logits.log_softmax(-1) for m in (hybrid, network))
-    assert float((theirs.exp() * (theirs - mine)).sum(-1).mean()) < 0.05
+        hybrid_scores, llama_scores = (m(input_ids=tokens).logits.log_softmax(-1) for m in (hybrid, network))
+    assert float((llama_scores.exp() * (llama_scores - hybrid_scores)).sum(-1).mean()) < 0.05
     assert hybrid.config.layer_types == ["linear_attention", "full_attention"]
 
 

@@ -52,8 +52,8 @@ def texts(count: int = 2, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def logits_of(model: HuggingFaceModel, tokens: list[int]) -> Tensor:
-    found: Tensor = model.model(input_ids=torch.tensor([tokens])).logits[0].float()
-    return found
+    logits: Tensor = model.model(input_ids=torch.tensor([tokens])).logits[0].float()
+    return logits
 
 
 def test_a_chain_below_a_place_is_read_as_the_text_with_it() -> None:
@@ -72,7 +72,7 @@ def test_a_chain_below_a_place_is_read_as_the_text_with_it() -> None:
 def test_a_trajectory_is_the_jacobi_iteration_and_ends_in_greedy_text() -> None:
     recipe, tokens = recipe_of({"m": "6"}), texts()[:, :-1]
     columns = torch.tensor([[4, 12], [8, 19]])
-    points, wanted = recipe.trajectory(tokens, columns)
+    points, targets = recipe.trajectory(tokens, columns)
     assert len(points) > 2
     for row in range(2):
         for group in range(2):
@@ -85,17 +85,17 @@ def test_a_trajectory_is_the_jacobi_iteration_and_ends_in_greedy_text() -> None:
             for _ in range(6):
                 greedy.append(int(logits_of(recipe.model, greedy)[-1].argmax()))
             assert points[-1, row, group].tolist() == greedy[-6:]
-            said = torch.softmax(logits_of(recipe.model, greedy)[-6:], -1)
-            assert torch.allclose(wanted[row, group], said, atol=1e-4)
+            probabilities = torch.softmax(logits_of(recipe.model, greedy)[-6:], -1)
+            assert torch.allclose(targets[row, group], probabilities, atol=1e-4)
 
 
 def test_the_loss_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places count from the first token on that is another one than at the fixed point; the text has its own weight."""
+    """Positions count from the first token that differs from the fixed point; the text has its own weight."""
     recipe, tokens = recipe_of({"m": "3", "blocks": "2", "text": "0"}), texts()
     final = torch.tensor([[[7, 8, 9], [1, 2, 3]], [[4, 5, 6], [7, 7, 7]]])
     first = torch.tensor([[[7, 5, 9], [1, 2, 3]], [[9, 5, 6], [7, 7, 1]]])
-    wanted = torch.softmax(torch.randn(2, 2, 3, 300), -1)
-    monkeypatch.setattr(recipe, "trajectory", lambda *_: (torch.stack([first, final]), wanted))
+    targets = torch.softmax(torch.randn(2, 2, 3, 300), -1)
+    monkeypatch.setattr(recipe, "trajectory", lambda *_: (torch.stack([first, final]), targets))
     seen: list[Tensor] = []
     monkeypatch.setattr(
         "foretoken.training.recipes.jacobi.some_rows",
@@ -106,12 +106,12 @@ def test_the_loss_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
     for row, group, places in ((0, 0, (1, 2)), (1, 0, (0, 1, 2)), (1, 1, (2,))):
         text = tokens[row, : int(seen[0][row, group]) + 2].tolist()  # up to the place behind it
-        said = torch.log_softmax(logits_of(recipe.model, text + first[row, group].tolist())[-3:], -1)
-        parts += [float(-(wanted[row, group, place] * said[place]).sum()) for place in places]
+        log_probs = torch.log_softmax(logits_of(recipe.model, text + first[row, group].tolist())[-3:], -1)
+        parts += [float(-(targets[row, group, place] * log_probs[place]).sum()) for place in places]
     assert float(loss.detach()) == pytest.approx(sum(parts) / 6, rel=1e-4)
     assert loss.requires_grad
     other = recipe_of({"m": "3", "blocks": "2", "text": "2", "smoothing": "0.1"}, recipe.model)
-    monkeypatch.setattr(other, "trajectory", lambda *_: (torch.stack([first, final]), wanted))
+    monkeypatch.setattr(other, "trajectory", lambda *_: (torch.stack([first, final]), targets))
     more = float((other.loss(batch, torch.Generator().manual_seed(0)) - loss).detach())
     assert 2 < more / 2 < 60
 
@@ -125,7 +125,7 @@ def test_a_block_that_is_fixed_from_the_start_teaches_nothing(monkeypatch: pytes
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lines that go on in one way each: what comes next depends on what came before."""
+    """Each line has one continuation: the next token depends on those before it."""
     folder = tmp_path_factory.mktemp("data")
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
     rows = [" ".join(words[(i + j * (1 + i % 3)) % 12] for j in range(90)) + f"\nline {i}" for i in range(150)]
@@ -146,16 +146,16 @@ def test_training_makes_blocks_converge_in_fewer_rounds(data: Path, tmp_path: Pa
     config = TrainConfig(steps=100, batch_size=4, context=64, lr=3e-3, seed=0)
     trainer = Trainer(recipe, [data], tmp_path / "out", config, AutoTokenizer.from_pretrained(target))
     prompts = trainer.held_prompts(4, 32)
-    found: list[float] = []
+    lengths: list[float] = []
 
     def evaluate(drafter: Any, served: Any) -> dict[str, Any]:
         measured = held_out(served, drafter, prompts)
-        found.append(measured["mean_acceptance_length"])
+        lengths.append(measured["mean_acceptance_length"])
         return measured
 
     report = trainer.run(evaluate=evaluate, eval_every=1000)
     assert report["drafter"] == "jacobi,m=6"
-    assert found[-1] > 1.5 * found[0], found
+    assert lengths[-1] > 1.5 * lengths[0], lengths
     assert report["target_loss_nats"]["after"] < report["target_loss_nats"]["before"] + 0.15
     llm = ft.load(str(tmp_path / "out/target"), "jacobi,m=6", controller="constant", dtype="float32")
     spec, plain = (side.generate("one two three four", max_new_tokens=30) for side in (llm, llm.plain))

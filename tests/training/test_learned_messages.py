@@ -25,9 +25,9 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
 
 
 def test_the_answers_of_question_rows_are_learned(tmp_path: Path) -> None:
-    found = [{"prompt": "ab", "response": "xy"}, {"instruction": "a", "input": "b", "output": "xy"}]
+    rows = [{"prompt": "ab", "response": "xy"}, {"instruction": "a", "input": "b", "output": "xy"}]
     tokenizer = chat_tokenizer()
-    for row in found:
+    for row in rows:
         corpus = build_corpus([write_rows(tmp_path / "a.jsonl", [row])], tokenizer, tmp_path / "corpus")
         assert corpus["train"]["conversations"] == 1
         tokens, learned, _ = read_chat(tmp_path / "corpus", "train", corpus["dtype"])
@@ -86,8 +86,8 @@ def test_a_piece_of_which_only_the_first_token_is_learned_fills_no_row() -> None
 
 
 def test_a_conversation_that_is_there_twice_is_not_held_out_and_learned(tmp_path: Path) -> None:
-    """Whatever its row is numbered, as ``--answers target`` does."""
-    asked = [
+    """The row's number does not matter; ``--answers target`` numbers rows."""
+    rows = [
         {
             "id": i,
             "messages": [{"role": "user", "content": f"{i % 10}?"}, {"role": "assistant", "content": f"{i % 10}"}],
@@ -95,7 +95,7 @@ def test_a_conversation_that_is_there_twice_is_not_held_out_and_learned(tmp_path
         for i in range(100)
     ]
     tokenizer = chat_tokenizer()
-    corpus = build_corpus([write_rows(tmp_path / "a.jsonl", asked)], tokenizer, tmp_path / "corpus")
+    corpus = build_corpus([write_rows(tmp_path / "a.jsonl", rows)], tokenizer, tmp_path / "corpus")
     sides = []
     for split in ("train", "held"):
         tokens, _, starts = read_chat(tmp_path / "corpus", split, corpus["dtype"])
@@ -104,14 +104,14 @@ def test_a_conversation_that_is_there_twice_is_not_held_out_and_learned(tmp_path
 
 
 def test_questions_keep_what_stands_beside_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = [{"instruction": "a", "input": "b", "output": "c"}, {"system_prompt": "s", "question": "q"}]
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, found)).encode()))
-    one, other = (dialogue.script for dialogue in read_questions([tmp_path]))
+    rows = [{"instruction": "a", "input": "b", "output": "c"}, {"system_prompt": "s", "question": "q"}]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    first, second = (dialogue.script for dialogue in read_questions([tmp_path]))
     assert not caplog.messages
     (tmp_path / "b.txt").write_text("Words.")
     assert len(read_questions([tmp_path])) == 2 and "ask no questions and are passed over: 1" in caplog.text
-    assert one == [{"role": "user", "content": "a\n\nb"}, None]
-    assert other == [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, None]
+    assert first == [{"role": "user", "content": "a\n\nb"}, None]
+    assert second == [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, None]
 
 
 def test_a_damaged_line_is_one_error_of_the_command(

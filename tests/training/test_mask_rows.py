@@ -66,8 +66,8 @@ def row_logits(network: Any, tokens: Tensor, anchors: Tensor, depths: Tensor) ->
     seen = rows_mask(anchors, depths)
     mask = torch.zeros(seen.shape, dtype=network.dtype).masked_fill_(~seen, -torch.inf)[None, None]
     ids = mask_ids(tokens, len(anchors) - tokens.shape[1], MASK)
-    found: Tensor = network(input_ids=ids, position_ids=(anchors + depths)[None], attention_mask=mask).logits
-    return found
+    logits: Tensor = network(input_ids=ids, position_ids=(anchors + depths)[None], attention_mask=mask).logits
+    return logits
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def test_a_row_of_training_is_a_row_of_drafting() -> None:
 
 
 class Shop:
-    """What a distiller asks a workshop for."""
+    """The parts of a workshop that a distiller uses."""
 
     def __init__(self, target: HuggingFaceModel, config: DistillConfig, known: int = 32) -> None:
         self.target, self.config, self.parts = target, config, TargetParts(target)
@@ -144,7 +144,7 @@ def test_places_that_do_not_count_are_not_learned(tmp_path: Path) -> None:
 
 
 def test_without_masks_the_loss_is_the_plain_one(tmp_path: Path) -> None:
-    """Rows of the text alone: what masks add is rows, and nothing else."""
+    """The rows are those of the text alone: masks add rows, and nothing else."""
     target = HuggingFaceModel(llama(32, dtype=torch.float32))
     worker = distiller(target, deepcopy(llama(32, seed=1, dtype=torch.float32)), tmp_path)
     tokens, weights = torch.randint(30, (2, 13), generator=torch.Generator().manual_seed(2)), torch.ones(2, 12)
@@ -206,11 +206,11 @@ def test_rows_count_by_the_chance_of_what_their_masks_stand_for() -> None:
     logits = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0))
     tokens = torch.randint(5, (2, 7), generator=torch.Generator().manual_seed(1))
     anchors, depths = torch.tensor([0, 3, 1, 2]), torch.tensor([0, 0, 1, 3])
-    found = StateRows.weights(logits, tokens, anchors, depths)
+    weights = StateRows.weights(logits, tokens, anchors, depths)
     p = torch.softmax(logits, -1)
     for text in range(2):
         chance = [float(p[text, at - 1, tokens[text, at]]) for at in range(1, 6)]  # of the tokens 1 to 5
-        assert found[text].tolist() == pytest.approx([1, 1, chance[1], chance[2] * chance[3] * chance[4]])
+        assert weights[text].tolist() == pytest.approx([1, 1, chance[1], chance[2] * chance[3] * chance[4]])
 
 
 @torch.no_grad()
@@ -255,10 +255,10 @@ def test_states_are_dropped_in_some_texts(tmp_path: Path) -> None:
     worker = distiller(target, student, tmp_path, mask_token=MASK, taps="-1")
     assert worker.states is not None
     ids, states = torch.zeros(200, 3, dtype=torch.long), {"last": torch.ones(200, 3, 16)}
-    found = worker.states.embedded(ids, states, torch.arange(3), torch.Generator().manual_seed(0))
+    embedded = worker.states.embedded(ids, states, torch.arange(3), torch.Generator().manual_seed(0))
     plain = student.get_input_embeddings()(ids)
-    assert torch.equal(found[:, 0], plain[:, 0])  # nothing before the first token
-    dropped = (found[:, 1:] == plain[:, 1:]).flatten(1).all(1)
+    assert torch.equal(embedded[:, 0], plain[:, 0])  # nothing before the first token
+    dropped = (embedded[:, 1:] == plain[:, 1:]).flatten(1).all(1)
     assert 0.04 < float(dropped.float().mean()) < 0.18
 
 

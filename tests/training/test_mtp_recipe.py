@@ -35,9 +35,9 @@ def llama() -> LanguageModel:
 
 def recipe_of(settings: dict[str, str], target: LanguageModel | None = None) -> MtpRecipe:
     model = target or llama()
-    made = MtpRecipe(model, TargetParts(model), settings, seed=1)
-    made.parts.network.requires_grad_(False)
-    return made
+    recipe = MtpRecipe(model, TargetParts(model), settings, seed=1)
+    recipe.parts.network.requires_grad_(False)
+    return recipe
 
 
 def batch_of(recipe: MtpRecipe, texts: int = 2, seed: int = 0) -> Batch:
@@ -66,8 +66,8 @@ def test_a_step_in_training_is_that_step_of_a_draft(layer: str, modules: int) ->
             got = model.forward([Feed(sequence, tokens[1 : row + 2], states=states[text, : row + 1])])[0]
             model.commit(sequence, range(row + 1))
             for step in range(5):
-                wanted = trained[step][2 * text + place]
-                assert float((got.logits[-1] - wanted).abs().max()) < 2e-2 * float(wanted.std()) + 1e-4, step
+                expected = trained[step][2 * text + place]
+                assert float((got.logits[-1] - expected).abs().max()) < 2e-2 * float(expected.std()) + 1e-4, step
                 feed = Feed(sequence, [tokens[row + 2 + step]], states=got.taps["state"][-1:])
                 got = model.forward([feed])[0]
 
@@ -123,9 +123,9 @@ def test_a_layer_of_a_packed_or_quantised_target_is_started_from(how: str) -> No
         assert pack_linears(network.bfloat16(), Packing(layout))
     else:
         assert quantise_linears(network, "int8")
-    found, wanted = (recipe_of({"layer": "target"}, model).net.state_dict() for model in (target, twin))
-    for name, value in wanted.items():
-        assert float((found[name] - value).abs().max()) <= 0.01 * float(value.abs().max()), name
+    weights, expected = (recipe_of({"layer": "target"}, model).net.state_dict() for model in (target, twin))
+    for name, value in expected.items():
+        assert float((weights[name] - value).abs().max()) <= 0.01 * float(value.abs().max()), name
 
 
 @pytest.mark.parametrize(

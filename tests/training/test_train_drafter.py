@@ -69,15 +69,15 @@ def new_trainer(method: str, target: Path, data: Path, out: Path, steps: int = 6
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     files = [file for file in (out / "model.safetensors", out / "target/model.safetensors") if file.exists()]
-    found: dict[str, torch.Tensor] = {
+    tensors: dict[str, torch.Tensor] = {
         f"{file.parent.name}:{k}": v for file in files for k, v in load_file(file).items()
     }
-    return found
+    return tensors
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    ours, theirs = ({k.partition(":")[2]: v for k, v in side.items()} for side in (one, other))
-    return bool(ours) and ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    left, right = ({k.partition(":")[2]: v for k, v in side.items()} for side in (first, second))
+    return bool(left) and left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
 def test_every_trained_row_has_a_recipe() -> None:
@@ -145,8 +145,8 @@ def test_a_loss_of_nan_stops_and_the_checkpoint_is_intact(data: Path, target: Pa
     loss = run.recipe.loss
 
     def broken(batch: Any, generator: torch.Generator) -> torch.Tensor:
-        found = loss(batch, generator)
-        return found * float("nan") if (out / "checkpoints/step-0000004").exists() else found
+        value = loss(batch, generator)
+        return value * float("nan") if (out / "checkpoints/step-0000004").exists() else value
 
     run.recipe.loss = broken  # type: ignore[method-assign]
     with pytest.raises(FloatingPointError, match="step 4; the last checkpoint is intact"):
@@ -197,11 +197,11 @@ def test_what_is_announced_is_what_is_trained(
     model = load_trainable(target, None) if method in TRAINS_TARGET else load_model(target)
     recipe = find_recipe(method)(model, TargetParts(model), settings, 0)
     config = TrainConfig(steps=1, **RUN)  # type: ignore[arg-type]
-    told = needs(recipe, config)
+    announcement = needs(recipe, config)
     run = Trainer(recipe, [data], tmp_path, config, AutoTokenizer.from_pretrained(target))
     trained = sum(p.numel() for p in run.trained.parameters() if p.requires_grad)
-    assert told.startswith(f"{method}: {trained:,} parameters to train")
-    assert ("an update of rank 2" in told) == bool(settings)
+    assert announcement.startswith(f"{method}: {trained:,} parameters to train")
+    assert ("an update of rank 2" in announcement) == bool(settings)
 
 
 def test_a_gguf_target_is_not_trained(tmp_path: Path) -> None:
@@ -437,8 +437,8 @@ def test_a_low_rank_update_of_the_target(
     changed = {name for name in stored if not torch.equal(stored[name], first[name])}
     assert len(changed) == 7 * TARGET.layers and all("_proj.weight" in name for name in changed)
     merged, updated = (load_model(folder, exact="approximate") for folder in (out / "target", out))
-    mine, theirs = (model.model.state_dict() for model in (updated, merged))  # type: ignore[attr-defined]
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    updated_state, merged_state = (model.model.state_dict() for model in (updated, merged))  # type: ignore[attr-defined]
+    assert all(torch.equal(updated_state[name], merged_state[name]) for name in merged_state)
     drafter = report["drafter"].replace("FOLDER", str(out))
     llm = ft.load(str(out), drafter=drafter, dtype="float32", controller="constant")
     spec, plain = (side.generate("one two three", max_new_tokens=24) for side in (llm, llm.plain))
@@ -490,8 +490,8 @@ def test_a_killed_update_resumes_to_the_same_bits(
     assert not (tmp_path / "cut/adapter_config.json").exists()
     new_trainer(method, target, data, tmp_path / "cut", settings=settings).run(save_every=2)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
-    one, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "cut"))
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    whole, cut = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[key], cut[key]) for key in whole)
 
 
 def test_text_that_the_target_writes(data: Path, target: Path, tmp_path: Path) -> None:

@@ -56,12 +56,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_file(out / "model.safetensors")
-    return found
+    tensors: dict[str, torch.Tensor] = load_file(out / "model.safetensors")
+    return tensors
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def kill_after(step: int) -> Callable[[Progress], None]:
@@ -172,10 +172,10 @@ def test_a_killed_run_resumes_to_the_same_bits(data: Path, whole: Path, tmp_path
 
 
 def test_another_teacher_start_or_text_on_resume(data: Path, whole: Path, tmp_path: Path) -> None:
-    """What a run learned from and began with is not changed in the middle of it."""
-    given: dict[str, Any] = {"tokenizer_from": whole, "teacher": whole, "teacher_weight": 0.5, "init_from": whole}
+    """The teacher and the start of a run do not change in the middle of it."""
+    options: dict[str, Any] = {"tokenizer_from": whole, "teacher": whole, "teacher_weight": 0.5, "init_from": whole}
     out = tmp_path / "out"
-    train_lm([data], out, replace(TINY, steps=2), **given)
+    train_lm([data], out, replace(TINY, steps=2), **options)
     assert "--teacher-weight 0.5" in (out / "README.md").read_text()
     other = tmp_path / "other"
     train_lm([data], other, replace(TINY, steps=1, seed=5), tokenizer_from=whole)
@@ -187,10 +187,10 @@ def test_another_teacher_start_or_text_on_resume(data: Path, whole: Path, tmp_pa
         ({"init_from": other}, r"other settings \(init_from=\w+, now \w+\)"),
     ):
         with pytest.raises(ValueError, match=words):
-            train_lm([data], out, TINY, **{**given, **change})
+            train_lm([data], out, TINY, **{**options, **change})
     with pytest.raises(ValueError, match="was trained on other text"):
-        train_lm([data / "a.py"], out, TINY, **given)
-    train_lm([data], out, replace(TINY, steps=3), **given)
+        train_lm([data / "a.py"], out, TINY, **options)
+    train_lm([data], out, replace(TINY, steps=3), **options)
 
 
 def test_a_finished_run_is_not_trained_again(data: Path, whole: Path) -> None:
@@ -227,8 +227,8 @@ def test_ctrl_c_keeps_the_last_checkpoint(
     ]
     assert main([*arguments, *OPTIONS]) == 130
     assert "interrupted" in capsys.readouterr().err
-    found = latest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert found is not None and found.name == "step-0000002"
+    checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None and checkpoint.name == "step-0000002"
 
 
 def test_an_interrupted_save_leaves_the_checkpoint_before_it(
@@ -311,10 +311,10 @@ def test_a_gradient_of_nan_does_not_reach_the_weights(
 
 
 def check_intact(out: Path) -> None:
-    found = latest_checkpoint(out / "checkpoints")
-    assert found is not None
+    checkpoint = latest_checkpoint(out / "checkpoints")
+    assert checkpoint is not None
     model = lm.build_model(TINY, 0)
-    meta = load_checkpoint(found, model, lm.make_optimizers(model, TINY))
+    meta = load_checkpoint(checkpoint, model, lm.make_optimizers(model, TINY))
     assert meta["step"] == 2
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
@@ -323,9 +323,9 @@ def check_intact(out: Path) -> None:
 def test_a_model_is_made_from_its_seed_and_leaves_the_generator_of_the_process(changes: dict[str, Any]) -> None:
     before = torch.get_rng_state()
     config = replace(TINY, **changes)
-    one, other = lm.build_model(config, 0), lm.build_model(config, 0)
+    first, second = lm.build_model(config, 0), lm.build_model(config, 0)
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 def command(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *more: str) -> str:
@@ -396,9 +396,9 @@ def test_a_tokenizer_that_does_not_fit(
 
 def test_a_damaged_checkpoint(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_lm([data], tmp_path, LmConfig(**SHAPE, steps=6), save_every=3)
-    found = latest_checkpoint(tmp_path / "checkpoints")
-    assert found is not None
-    state = found / "state.safetensors"
+    checkpoint = latest_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None
+    state = checkpoint / "state.safetensors"
     state.write_bytes(state.read_bytes()[:500])
     message = command(capsys, data, tmp_path, "--lr", "4e-3")
     assert "step-0000006 is damaged" in message and "one before it" in message

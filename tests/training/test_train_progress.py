@@ -1,4 +1,4 @@
-"""What a training says where nobody sees a bar, and how a signal ends it between two steps."""
+"""The lines of a training without a progress bar, and signals that end it between two steps."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_lines_come_at_once_then_now_and_then_and_at_the_end() -> None:
     for step in range(1, 101):
         lines.update(task, completed=step, total=100, description=f"loss {step}")
         clock.now += 2.0
-    told = lines_of(text)
-    assert told[0] == "1/100  loss 1"
-    assert told[1] == "6/100  loss 6  3:08 min left"  # ten seconds later; 94 steps of two seconds
-    assert told[-1].startswith("100/100  loss 100") and len(told) == 1 + 19 + 1
+    output = lines_of(text)
+    assert output[0] == "1/100  loss 1"
+    assert output[1] == "6/100  loss 6  3:08 min left"  # ten seconds later; 94 steps of two seconds
+    assert output[-1].startswith("100/100  loss 100") and len(output) == 1 + 19 + 1
 
 
 def test_what_has_no_known_end_is_said_without_one() -> None:
@@ -85,11 +85,11 @@ def test_durations(seconds: float, text: str) -> None:
 def loop(out: Path, steps: int = 6) -> tuple[Loop, Callable[[int], Any]]:
     torch.manual_seed(0)
     net = nn.Linear(3, 1)
-    made = Loop(out, RunConfig(steps=steps, lr=0.1), net, [torch.optim.AdamW(net.parameters())], DrafterCurve)
-    for optimizer in made.optimizers:
+    training = Loop(out, RunConfig(steps=steps, lr=0.1), net, [torch.optim.AdamW(net.parameters())], DrafterCurve)
+    for optimizer in training.optimizers:
         for group in optimizer.param_groups:
             group["scale"] = 1.0
-    return made, lambda step: net(torch.full((2, 3), float(step))).square().mean()
+    return training, lambda step: net(torch.full((2, 3), float(step))).square().mean()
 
 
 def saved(out: Path) -> list[int]:
@@ -110,8 +110,8 @@ def test_a_run_that_is_asked_to_stop_leaves_its_last_step_and_goes_on_to_the_sam
     rest, loss = loop(tmp_path / "cut")
     rest.run(loss, save_every=100, eval_every=100)
     assert rest.start == 3
-    for one, other in zip(whole.trained.parameters(), rest.trained.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for expected, actual in zip(whole.trained.parameters(), rest.trained.parameters(), strict=True):
+        assert torch.equal(expected, actual)
 
 
 def test_fewer_steps_than_were_trained_are_refused(tmp_path: Path) -> None:
@@ -145,20 +145,20 @@ STORED = {
     ],
 )
 def test_what_is_not_the_same_is_named_with_both_values(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    found = save_checkpoint(tmp_path, 1, nn.Linear(1, 1), [], {"identity": STORED})
-    check_same(found, STORED)
+    checkpoint = save_checkpoint(tmp_path, 1, nn.Linear(1, 1), [], {"identity": STORED})
+    check_same(checkpoint, STORED)
     with pytest.raises(ValueError, match=re.escape(words)):
-        check_same(found, STORED | changes)
+        check_same(checkpoint, STORED | changes)
 
 
 def test_a_checkpoint_of_an_earlier_version_says_what_was_not_compared(tmp_path: Path) -> None:
-    found = save_checkpoint(tmp_path, 1, nn.Linear(1, 1), [], {"identity": {"run": {"lr": 0.1}}})
+    checkpoint = save_checkpoint(tmp_path, 1, nn.Linear(1, 1), [], {"identity": {"run": {"lr": 0.1}}})
     with pytest.warns(
         UserWarning, match="step-0000001 is of an earlier version and was not compared by: text, teacher"
     ):
-        check_same(found, {"run": {"lr": 0.1}, "text": {"x": 1}, "teacher": None})
+        check_same(checkpoint, {"run": {"lr": 0.1}, "text": {"x": 1}, "teacher": None})
     with pytest.raises(ValueError, match=r"run.lr=0.1, now 0.2"):
-        check_same(found, {"run": {"lr": 0.2}, "text": {"x": 1}})
+        check_same(checkpoint, {"run": {"lr": 0.2}, "text": {"x": 1}})
 
 
 def test_checkpoints_come_by_time_too(tmp_path: Path) -> None:
@@ -174,13 +174,13 @@ def test_a_signal_waits_for_the_end_of_a_step_and_a_second_one_does_not(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     before = signal.getsignal(number)
-    said: list[str] = []
+    messages: list[str] = []
     with stop_on_signals() as stop:
-        with stop.in_steps(said.append, tmp_path):
-            assert not stop.requested() and not said
+        with stop.in_steps(messages.append, tmp_path):
+            assert not stop.requested() and not messages
             os.kill(os.getpid(), number)
             assert stop.requested() and stop.exit_code == code
-            assert said == ["asked to end: what is running is finished first; a second signal ends it at once"]
+            assert messages == ["asked to end: what is running is finished first; a second signal ends it at once"]
             with pytest.raises((KeyboardInterrupt, typer.Exit)):
                 os.kill(os.getpid(), number)
         with pytest.raises((KeyboardInterrupt, typer.Exit)):  # nothing is done in steps here
@@ -191,16 +191,16 @@ def test_a_signal_waits_for_the_end_of_a_step_and_a_second_one_does_not(
 @pytest.mark.parametrize("block", [stop_on_signals, terminable])
 def test_handlers_that_are_not_pythons_are_no_error(block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python has ``None`` for those of a program in C that embeds it: the command ended in a traceback."""
-    honest, given = signal.signal, []
+    honest, handlers = signal.signal, []
 
     def in_c(number: int, handler: Any) -> None:
         honest(number, handler)
-        given.append(handler)
+        handlers.append(handler)
 
     monkeypatch.setattr(signal, "signal", in_c)
     with block():
         pass
-    assert given[-1] == signal.SIG_DFL
+    assert handlers[-1] == signal.SIG_DFL
     honest(signal.SIGINT, signal.default_int_handler)
 
 
@@ -239,9 +239,9 @@ def test_a_terminated_training_says_where_it_goes_on(
     shape = ["--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--ffn", "16", "--vocab", "300"]
     more = shape if command == "lm" else ["--target", "builtin"]
     out = tmp_path / "out"
-    given = ["train", command, "--data", str(tmp_path / "text.txt"), "--out", str(out), "--steps", "3"]
-    given += ["--context", "32", "--batch-size", "2", *more]
-    assert main(given) == 143
+    arguments = ["train", command, "--data", str(tmp_path / "text.txt"), "--out", str(out), "--steps", "3"]
+    arguments += ["--context", "32", "--batch-size", "2", *more]
+    assert main(arguments) == 143
     assert f"stopped after step 2 of 3; its checkpoint is in {out}: the same command" in capsys.readouterr().err
     assert saved(out) == [2] and not (out / "model.safetensors").exists()
-    assert main(given) == 0 and (out / "model.safetensors").exists()
+    assert main(arguments) == 0 and (out / "model.safetensors").exists()

@@ -76,8 +76,8 @@ def test_from_two_models_to_a_controller(
     report = json.loads(captured.out)
     assert report["method"] == "specdec_pp" and report["net"]["blocks"] == 2
     assert report["acceptance"]["without"]["sampled"]["mean_acceptance_length"] >= 1 and "with the head" in captured.err
-    made = {"losses.csv", "losses.png", "README.md", "training.json", "drafter.json", "model.safetensors"}
-    assert {p.name for p in out.iterdir()} >= made
+    names = {"losses.csv", "losses.png", "README.md", "training.json", "drafter.json", "model.safetensors"}
+    assert {p.name for p in out.iterdir()} >= names
     card = (out / "README.md").read_text()
     assert "--draft draft" in card and "blocks=2" in card and "best constant" in card and str(tmp_path) not in card
     llm = ft.load(str(pair[0]), f"model:{pair[1]},k=6", controller=f"specdec_pp:{out}", dtype="float32")
@@ -190,8 +190,8 @@ def test_a_killed_run_resumes_to_the_same_bits(pair: tuple[Path, Path], data: Pa
         trainer(pair, data, cut).run(save_every=2, on_step=kill)
     assert not (cut / "model.safetensors").exists()
     trainer(pair, data, cut).run(save_every=2)
-    one, other = (load_file(side / "model.safetensors") for side in (whole, cut))
-    assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+    first, second = (load_file(side / "model.safetensors") for side in (whole, cut))
+    assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
     assert (whole / "losses.csv").read_text() == (cut / "losses.csv").read_text()
     with pytest.raises(ValueError, match="other settings"):
         trainer((pair[0], pair[0]), data, cut).run()  # another draft model

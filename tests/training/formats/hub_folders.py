@@ -31,7 +31,7 @@ def hub_folder(folder: Path, config: dict[str, Any] | None = None, **inner: Any)
         tensors[f"{layer}.self_attn.o_proj.weight"] = weight(SIZE, HEADS * DIM)
         tensors |= {f"{layer}.mlp.{name}_proj.weight": weight(40, SIZE) for name in ("gate", "up")}
         tensors[f"{layer}.mlp.down_proj.weight"] = weight(SIZE, 40)
-    told = {
+    fields = {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": SIZE, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM,
         "rms_norm_eps": 1e-6, "rope_theta": 1000000, "rope_scaling": None, "vocab_size": VOCAB, "hidden_act": "silu",
@@ -40,5 +40,5 @@ def hub_folder(folder: Path, config: dict[str, Any] | None = None, **inner: Any)
     }  # fmt: skip
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in told.items() if v is not ...}))
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not ...}))
     return folder

@@ -43,14 +43,14 @@ def save_telling_target(folder: Path) -> Path:
         num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=256, eos_token_id=None, bos_token_id=None,
         tie_word_embeddings=False,
     )  # fmt: skip
-    network, one = LlamaForCausalLM(config), torch.eye(size)
+    network, identity = LlamaForCausalLM(config), torch.eye(size)
     nothing = torch.zeros(size, size)
-    network.model.embed_tokens.weight.copy_(torch.cat([one, nothing], 1))
+    network.model.embed_tokens.weight.copy_(torch.cat([identity, nothing], 1))
     network.lm_head.weight.copy_(torch.cat([STRENGTH * successions(), nothing], 1))
     for depth, layer in enumerate(network.model.layers, 1):
         layer.self_attn.o_proj.weight.zero_()
         for part in (layer.mlp.gate_proj, layer.mlp.up_proj):
-            part.weight.copy_(torch.cat([one, nothing], 1))
+            part.weight.copy_(torch.cat([identity, nothing], 1))
         # Behind its norm a token alone has the length sqrt(2 V), and sqrt(V) beside another one of length 1.
         length = torch.tensor((2.0 if depth == TELLING else 1.0) * size).sqrt()
         sign = {TELLING: 1.0, TELLING + 1: -1.0}.get(depth, 0.0)

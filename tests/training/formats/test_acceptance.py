@@ -39,17 +39,17 @@ def hub(telling: Path, tmp_path: Path) -> Path:
 
 
 def renumbered(hub: Path, by: int) -> Path:
-    told = json.loads((hub / "config.json").read_text())["dflash_config"]
-    change(hub, None, dflash_config={**told, "target_layer_ids": [i + by for i in told["target_layer_ids"]]})
+    section = json.loads((hub / "config.json").read_text())["dflash_config"]
+    change(hub, None, dflash_config={**section, "target_layer_ids": [i + by for i in section["target_layer_ids"]]})
     return hub
 
 
 def test_what_is_expected_is_reached(hub: Path, telling: Path, tmp_path: Path) -> None:
     report = import_drafter(hub, tmp_path / "out", telling, check=AcceptanceCheck(2.0))
-    found = report["acceptance"]
-    assert found["tokens_a_round"] == pytest.approx(1 + 11 / 13)  # the prompt is no part of the cycle
-    assert found["by_position"] == pytest.approx([found["tokens_a_round"] - 1])
-    assert found["expected"] == 2.0 and report["warnings"] == []
+    measured = report["acceptance"]
+    assert measured["tokens_a_round"] == pytest.approx(1 + 11 / 13)  # the prompt is no part of the cycle
+    assert measured["by_position"] == pytest.approx([measured["tokens_a_round"] - 1])
+    assert measured["expected"] == 2.0 and report["warnings"] == []
 
 
 @pytest.mark.parametrize(("by", "words"), [(1, "one lower"), (-1, "one higher")])
@@ -77,7 +77,7 @@ def test_a_figure_that_is_not_reached(hub: Path, telling: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3", "peagle", *BLOCKS])
 def test_every_kind(method: str, tmp_path: Path) -> None:
-    """A random drafter of every kind: what may be wrong is what may be wrong with that kind."""
+    """For a random drafter of every kind, the message names the causes that fit that kind."""
     words = {} if method == "eagle" else {"vocab_size": len(tokenizer())}
     target = save_target(tmp_path / "target", vocab_size=len(tokenizer()))
     tokenizer().save_pretrained(target)
@@ -123,12 +123,12 @@ def test_drafts_that_fail_in_long_texts(
     """Three lengths at the same places; a collapse is refused where a figure is expected, else it is a warning."""
     monkeypatch.setattr(acceptance, "LENGTHS", (16, 64, 128))
     report = import_drafter(hub, tmp_path / "out", telling, check=AcceptanceCheck(2.0))
-    found = report["acceptance"]["by_length"]
-    assert list(found) == [16, 64, 128] and min(found.values()) > 1.5 and report["warnings"] == []
-    told, measured = list[list[int]](), acceptance.measure_acceptance
+    by_length = report["acceptance"]["by_length"]
+    assert list(by_length) == [16, 64, 128] and min(by_length.values()) > 1.5 and report["warnings"] == []
+    lengths, measured = list[list[int]](), acceptance.measure_acceptance
 
     def blind_behind_64(target: Any, drafter: Any, prompts: Any) -> acceptance.MeasuredAcceptance:
-        told.append([len(prompt) for prompt in prompts])
+        lengths.append([len(prompt) for prompt in prompts])
         right = measured(target, drafter, prompts)
         return right if len(prompts[0]) <= 64 else acceptance.MeasuredAcceptance(1.2, (0.2,), 9)
 
@@ -137,7 +137,7 @@ def test_drafts_that_fail_in_long_texts(
         ValueError, match=r"gives 1\.20 tokens a round behind 128 .* behind 16: .*config\.json.*window=N"
     ):
         import_drafter(hub, tmp_path / "bad", telling, check=AcceptanceCheck(1.5))
-    assert told[1:] == [[16, 16], [64, 64], [128, 128]] and not (tmp_path / "bad").exists()
+    assert lengths[1:] == [[16, 16], [64, 64], [128, 128]] and not (tmp_path / "bad").exists()
     (warning,) = import_drafter(hub, tmp_path / "bad", telling, check=AcceptanceCheck())["warnings"]
     assert warning.startswith("it gives 1.20 tokens a round behind 128")
     monkeypatch.setattr(acceptance, "LENGTHS", (64, 1 << 20))

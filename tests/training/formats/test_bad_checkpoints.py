@@ -25,9 +25,9 @@ def refused(source: Path, target: Path, words: str, method: str = "auto") -> Non
     assert not out.exists() and not list(source.parent.glob(".refused*"))
 
 
-def theirs(method: str, format: str, target: Path, folder: Path, **config: Any) -> Path:
-    mine = save_net(method, folder / "mine", target, **config)
-    export_drafter(f"{method}:{mine}", folder / "theirs", format, target)
+def checkpoint(method: str, format: str, target: Path, folder: Path, **config: Any) -> Path:
+    drafter = save_net(method, folder / "mine", target, **config)
+    export_drafter(f"{method}:{drafter}", folder / "theirs", format, target)
     return folder / "theirs"
 
 
@@ -38,8 +38,8 @@ def change(folder: Path, edit: Callable[[Tensors], Any] | None = None, **config:
     if edit is not None:
         edit(tensors)
         save_file(tensors, file)
-    found = {**json.loads((folder / "config.json").read_text()), **config}
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+    fields = {**json.loads((folder / "config.json").read_text()), **config}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
 
 
 LAYOUTS = [
@@ -58,7 +58,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("name", ["fc.weight", "midlayer.self_attn.q_proj.weight"])
 def test_what_eagle3_is_recognised_by_may_not_be_what_it_lacks(name: str, target: Path, tmp_path: Path) -> None:
-    source = theirs("eagle3", "plain", target, tmp_path)
+    source = checkpoint("eagle3", "plain", target, tmp_path)
     (file,) = source.glob("*.safetensors")
     save_file({key: value for key, value in load_file(file).items() if key != name}, file)
     refused(source, target, f"lacks the tensor {name}")
@@ -67,7 +67,7 @@ def test_what_eagle3_is_recognised_by_may_not_be_what_it_lacks(name: str, target
 @pytest.mark.parametrize(("method", "format", "name"), LAYOUTS)
 def test_tensors(method: str, format: str, name: str, target: Path, tmp_path: Path) -> None:
     """Missing, superfluous, misshapen: by the name that the file has."""
-    source = theirs(method, format, target, tmp_path)
+    source = checkpoint(method, format, target, tmp_path)
     (file,) = source.glob("*.safetensors")
     whole = load_file(file)
     save_file({key: value for key, value in whole.items() if key != name}, file)
@@ -80,7 +80,7 @@ def test_tensors(method: str, format: str, name: str, target: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("method", "format", "_name"), LAYOUTS)
 def test_another_target(method: str, format: str, _name: str, target: Path, other_target: Path, tmp_path: Path) -> None:
-    source = theirs(method, format, target, tmp_path)
+    source = checkpoint(method, format, target, tmp_path)
     refused(source, other_target, "another target: the shapes agree, but the weights are others")
     (source / "foretoken.json").unlink()
     narrow = save_target(tmp_path / "narrow", hidden_size=16)
@@ -112,7 +112,7 @@ def test_another_target(method: str, format: str, _name: str, target: Path, othe
     ],
 )
 def test_configurations_of_eagle3(keys: dict[str, Any], words: str, target: Path, tmp_path: Path) -> None:
-    source = theirs("eagle3", "plain", target, tmp_path)
+    source = checkpoint("eagle3", "plain", target, tmp_path)
     change(source, None, **keys)
     refused(source, target, words)
 
@@ -120,7 +120,7 @@ def test_configurations_of_eagle3(keys: dict[str, Any], words: str, target: Path
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "peagle"])
 def test_a_window_that_is_switched_off(method: str, target: Path, tmp_path: Path) -> None:
     """SpecForge's configurations repeat the target's ``sliding_window`` beside ``use_sliding_window: false``."""
-    source = theirs(method, "plain", target, tmp_path)
+    source = checkpoint(method, "plain", target, tmp_path)
     change(source, None, sliding_window=131072, use_sliding_window=False)
     assert import_drafter(source, tmp_path / "ours", target)["method"] == method
     change(source, None, use_sliding_window=True)
@@ -128,7 +128,7 @@ def test_a_window_that_is_switched_off(method: str, target: Path, tmp_path: Path
 
 
 def test_vocabulary_maps(target: Path, tmp_path: Path) -> None:
-    source = theirs("eagle3", "plain", target, tmp_path)
+    source = checkpoint("eagle3", "plain", target, tmp_path)
     (file,) = source.glob("*.safetensors")
     whole = load_file(file)
     for place, value, words in ((29, VOCAB, "outside the target's vocabulary"), (0, -1, "outside"), (1, 2, "twice")):
@@ -143,7 +143,7 @@ def test_vocabulary_maps(target: Path, tmp_path: Path) -> None:
 
 
 def test_tables_of_another_target(target: Path, other_target: Path, tmp_path: Path) -> None:
-    source = theirs("eagle", "plain", target, tmp_path)
+    source = checkpoint("eagle", "plain", target, tmp_path)
     strange = load_file(other_target / "model.safetensors")
     for name, theirs_ in (("embed_tokens.weight", "model.embed_tokens.weight"), ("lm_head.weight", "lm_head.weight")):
         (file,) = source.glob("*.safetensors")
@@ -154,19 +154,19 @@ def test_tables_of_another_target(target: Path, other_target: Path, tmp_path: Pa
 
 
 def test_attention_biases_of_their_own(target: Path, tmp_path: Path) -> None:
-    source = theirs("eagle", "vllm", target, tmp_path)
+    source = checkpoint("eagle", "vllm", target, tmp_path)
     change(source, lambda tensors: tensors["layers.0.self_attn.q_proj.bias"].add_(1.0))
     refused(source, target, "q_proj.bias is a bias of its own")
 
 
 def test_truncated_medusa(target: Path, tmp_path: Path) -> None:
-    source = theirs("medusa", "vllm", target, tmp_path)
+    source = checkpoint("medusa", "vllm", target, tmp_path)
     change(source, None, truncated_vocab_size=40)
     refused(source, target, "truncated vocabulary")
 
 
 def test_speculators(target: Path, tmp_path: Path) -> None:
-    source = theirs("eagle3", "speculators", target, tmp_path)
+    source = checkpoint("eagle3", "speculators", target, tmp_path)
     change(source, None, norm_before_residual=None)
     refused(source, target, "lacks norm_before_residual")
     change(source, None, norm_before_residual=False, transformer_layer_config=[])
@@ -176,7 +176,7 @@ def test_speculators(target: Path, tmp_path: Path) -> None:
 
 
 def test_files(target: Path, tmp_path: Path) -> None:
-    source = theirs("medusa", "original", target, tmp_path)
+    source = checkpoint("medusa", "original", target, tmp_path)
     (file,) = source.glob("*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
@@ -203,8 +203,8 @@ def test_unknown_layouts(target: Path, tmp_path: Path) -> None:
     )
     refused(empty, target, "in no layout that can be imported as medusa", method="medusa")
     refused(empty, target, "no other project reads a drafter 'ngram'", method="ngram")
-    mine = save_net("medusa", tmp_path / "mine", target)
-    refused(mine, target, "is a drafter already: use it with --drafter medusa:")
+    drafter = save_net("medusa", tmp_path / "mine", target)
+    refused(drafter, target, "is a drafter already: use it with --drafter medusa:")
 
 
 class Trap:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hub_folders import DIM, HEADS, hub_folder
 from safetensors.torch import load_file, save_file
-from test_bad_checkpoints import change, refused, theirs
+from test_bad_checkpoints import change, checkpoint, refused
 from tiny_nets import SIZE, VOCAB, drafts, save_net, save_target
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
@@ -40,7 +40,7 @@ def test_a_folder_as_it_is_on_the_hub(target: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "inner", "wanted"),
+    ("config", "inner", "expected"),
     [
         ({}, {"block_size": 7}, {"block": 7}),
         ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}, {},
@@ -59,11 +59,11 @@ def test_a_folder_as_it_is_on_the_hub(target: Path, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_config_json_says(
-    config: dict[str, Any], inner: dict[str, Any], wanted: dict[str, Any], target: Path, tmp_path: Path
+    config: dict[str, Any], inner: dict[str, Any], expected: dict[str, Any], target: Path, tmp_path: Path
 ) -> None:
     import_drafter(hub_folder(tmp_path / "hub", config, **inner), tmp_path / "mine", target)
-    found = stored(tmp_path / "mine")
-    assert {key: getattr(found, key) for key in wanted} == wanted
+    block_config = stored(tmp_path / "mine")
+    assert {key: getattr(block_config, key) for key in expected} == expected
 
 
 def test_default_depths_are_the_papers() -> None:
@@ -84,8 +84,8 @@ def test_other_names_of_the_same_tensors(target: Path, tmp_path: Path) -> None:
     tensors = {("model." + k).replace("model.layers.0.", "midlayer."): v for k, v in tensors.items()}
     save_file(tensors, hub / "model.safetensors")
     import_drafter(hub, tmp_path / "other", target)
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @torch.no_grad()
@@ -110,16 +110,16 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
     parts, description = TargetParts(model), json.loads((tmp_path / "mine" / "drafter.json").read_text())
     net = build_net(tmp_path / "mine", BlockNet, BlockConfig, description)
     assert net.config.reach == "3,0" and net.config.causal == "0"
-    mine = BlockModel(net, parts, model)
-    sequence, taps = mine.open(), torch.randn(9, 3 * SIZE)
-    mine.forward([Feed(sequence, [0] * 9, wanted=0, states=net.context([taps]))])
-    mine.commit(sequence, range(9))
-    wanted = stock(
+    block_model = BlockModel(net, parts, model)
+    sequence, taps = block_model.open(), torch.randn(9, 3 * SIZE)
+    block_model.forward([Feed(sequence, [0] * 9, wanted=0, states=net.context([taps]))])
+    block_model.commit(sequence, range(9))
+    expected = stock(
         noise_embeds=parts.embed.weight[torch.tensor([[5, 90, 90, 90]])],
         context_hidden_states=taps[None],
         attention_mask=windowed(9, 4, 3),
     ).last_hidden_state[0]
-    assert torch.allclose(mine.blocks([sequence], [5], 4)[0].taps["state"], wanted, atol=1e-4)
+    assert torch.allclose(block_model.blocks([sequence], [5], 4)[0].taps["state"], expected, atol=1e-4)
 
 
 def windowed(places: int, rows: int, window: int) -> dict[str, Tensor]:
@@ -193,20 +193,20 @@ def test_pickled_or_damaged(target: Path, tmp_path: Path) -> None:
 
 
 def test_speculators_count_layers_from_one(target: Path, tmp_path: Path) -> None:
-    source = theirs("dflash", "speculators", target, tmp_path)
-    told = json.loads((source / "config.json").read_text())
-    assert told["aux_hidden_state_layer_ids"] == [2, 3] and told["speculators_model_type"] == "dflash"
+    source = checkpoint("dflash", "speculators", target, tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == [2, 3] and config["speculators_model_type"] == "dflash"
     change(source, None, aux_hidden_state_layer_ids=[3, 5])
     refused(source, target, "aux_hidden_state_layer_ids must be from 1 to 4 for a target of 4 layers")
-    plain = theirs("dflash", "plain", target, tmp_path / "plain")
+    plain = checkpoint("dflash", "plain", target, tmp_path / "plain")
     assert json.loads((plain / "config.json").read_text())["dflash_config"]["target_layer_ids"] == [1, 2]
 
 
 def test_what_an_engine_is_told(target: Path, tmp_path: Path) -> None:
     from foretoken.training.formats import export_drafter
 
-    mine = save_net("dflash", tmp_path / "mine", target, block=6)
-    report = export_drafter(f"dflash:{mine}", tmp_path / "out", None, target, engine="vllm")
+    drafter = save_net("dflash", tmp_path / "mine", target, block=6)
+    report = export_drafter(f"dflash:{drafter}", tmp_path / "out", None, target, engine="vllm")
     assert report["format"] == "plain" and '"num_speculative_tokens": 5' in report["ready"]
     with pytest.raises(ValueError, match="sglang cannot load a drafter 'dflash'"):
-        export_drafter(f"dflash:{mine}", tmp_path / "other", None, target, engine="sglang")
+        export_drafter(f"dflash:{drafter}", tmp_path / "other", None, target, engine="sglang")

@@ -30,7 +30,7 @@ LAYOUTS_OF_DRAFTERS = [
 ]
 
 
-def ours(method: str, folder: Path, target: Path) -> tuple[Path, Path]:
+def drafter_and_target(method: str, folder: Path, target: Path) -> tuple[Path, Path]:
     """A drafter in a folder of ours, and its target."""
     if method != "mtp":
         return save_net(method, folder / "mine", target), target
@@ -40,30 +40,31 @@ def ours(method: str, folder: Path, target: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(("method", "layout"), LAYOUTS_OF_DRAFTERS)
 def test_a_drafter_of_another_project_as_model(method: str, layout: str, target: Path, tmp_path: Path) -> None:
-    mine, model = ours(method, tmp_path, target)
-    theirs = tmp_path / "theirs"
-    export_drafter(f"{method}:{mine}", theirs, layout, model)
-    (theirs / "foretoken.json").unlink()
+    drafter, model = drafter_and_target(method, tmp_path, target)
+    checkpoint = tmp_path / "theirs"
+    export_drafter(f"{method}:{drafter}", checkpoint, layout, model)
+    (checkpoint / "foretoken.json").unlink()
     words = (
-        rf"{theirs} is a drafter \({method}\) for .*, not a model: import it, `foretoken import MODEL {theirs} --out"
+        rf"{checkpoint} is a drafter \({method}\) for .*, not a model: import it, "
+        rf"`foretoken import MODEL {checkpoint} --out"
     )
     with pytest.raises(LoadError, match=words) as caught:
-        ft.load(str(theirs), None)
+        ft.load(str(checkpoint), None)
     assert str(caught.value).endswith(f"give it with --drafter {method}:OUT") and "\n" not in str(caught.value)
     with pytest.raises(LoadError, match=words):
-        ft.load(str(target), f"model:{theirs}")
-    import_drafter(theirs, tmp_path / "back", model)  # as the line says
+        ft.load(str(target), f"model:{checkpoint}")
+    import_drafter(checkpoint, tmp_path / "back", model)  # as the line says
     assert drafter_kind(tmp_path / "back") == method
 
 
 @pytest.mark.parametrize("method", IMPORTED)
 def test_a_drafter_of_ours_as_model(method: str, target: Path, tmp_path: Path) -> None:
-    mine, _ = ours(method, tmp_path, target)
+    drafter, _ = drafter_and_target(method, tmp_path, target)
     with pytest.raises(
         LoadError, match=rf"is a drafter \({method}\) for a model of \d layers and hidden size"
     ) as caught:
-        ft.load(str(mine), None)
-    assert str(caught.value).endswith(f"not a model: give it with --drafter {method}:{mine}")
+        ft.load(str(drafter), None)
+    assert str(caught.value).endswith(f"not a model: give it with --drafter {method}:{drafter}")
 
 
 @pytest.mark.parametrize("method", IMPORTED)

@@ -80,13 +80,13 @@ def test_an_engine_chooses_the_layout(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    wanted, ready = READY[engine, method]
+    layout, ready = READY[engine, method]
     spec = f"{method}:{folders[method]}"
     code, text, _ = run(
         capsys, "export", spec, "--out", tmp_path / "x", "--target", target, "--engine", engine, "--json"
     )
     report = json.loads(text)
-    assert code == 0 and report["format"] == wanted and ready in report["ready"]
+    assert code == 0 and report["format"] == layout and ready in report["ready"]
 
 
 BAD = [

@@ -26,7 +26,7 @@ def names(folder: Path) -> set[str]:
 def test_a_broken_export_leaves_nothing(
     place: str, raised: BaseException, seen: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = save_net("medusa", tmp_path / "mine", target)
+    drafter = save_net("medusa", tmp_path / "mine", target)
 
     def broken(file: Path, _: Any) -> None:
         file.write_bytes(b"half")
@@ -34,13 +34,13 @@ def test_a_broken_export_leaves_nothing(
 
     monkeypatch.setattr(f"foretoken.training.formats.base.{place}", broken)
     with pytest.raises(seen):
-        export_drafter(f"medusa:{mine}", tmp_path / "out", "vllm", target)
+        export_drafter(f"medusa:{drafter}", tmp_path / "out", "vllm", target)
     assert names(tmp_path) == {"mine"}
 
 
 def test_a_broken_export_leaves_what_was_there(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = save_net("medusa", tmp_path / "mine", target)
-    export_drafter(f"medusa:{mine}", tmp_path / "out", "vllm", target)
+    drafter = save_net("medusa", tmp_path / "mine", target)
+    export_drafter(f"medusa:{drafter}", tmp_path / "out", "vllm", target)
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
 
     def full(*_: Any) -> None:
@@ -48,17 +48,17 @@ def test_a_broken_export_leaves_what_was_there(target: Path, tmp_path: Path, mon
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match=r"cannot write .*out: .*No space left"):
         patch.setattr("foretoken.training.formats.base.write_tensors", full)
-        export_drafter(f"medusa:{mine}", tmp_path / "out", "original", target, force=True)
+        export_drafter(f"medusa:{drafter}", tmp_path / "out", "original", target, force=True)
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
     assert names(tmp_path) == {"mine", "out"}
-    export_drafter(f"medusa:{mine}", tmp_path / "out", "original", target, force=True)
+    export_drafter(f"medusa:{drafter}", tmp_path / "out", "original", target, force=True)
     assert names(tmp_path / "out") == {"config.json", "foretoken.json", "medusa_lm_head.safetensors"}
     assert names(tmp_path) == {"mine", "out"}
 
 
 def test_a_broken_import_leaves_nothing(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = save_net("medusa", tmp_path / "mine", target)
-    export_drafter(f"medusa:{mine}", tmp_path / "theirs", "vllm", target)
+    drafter = save_net("medusa", tmp_path / "mine", target)
+    export_drafter(f"medusa:{drafter}", tmp_path / "theirs", "vllm", target)
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -68,7 +68,7 @@ def test_a_broken_import_leaves_nothing(target: Path, tmp_path: Path, monkeypatc
         import_drafter(tmp_path / "theirs", tmp_path / "back", target)
     assert names(tmp_path) == {"mine", "theirs"}
     import_drafter(tmp_path / "theirs", tmp_path / "deep" / "back", target)
-    assert same_drafter(mine, tmp_path / "deep" / "back")
+    assert same_drafter(drafter, tmp_path / "deep" / "back")
 
 
 def test_a_failed_rename_brings_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,16 +111,16 @@ def test_what_may_be_written_to(tmp_path: Path) -> None:
 
 
 def test_the_drafter_itself_is_never_replaced(target: Path, tmp_path: Path) -> None:
-    mine = save_net("medusa", tmp_path / "mine", target)
-    before = {file.name: file.read_bytes() for file in mine.iterdir()}
-    for out in (mine, target):
+    drafter = save_net("medusa", tmp_path / "mine", target)
+    before = {file.name: file.read_bytes() for file in drafter.iterdir()}
+    for out in (drafter, target):
         with pytest.raises(ValueError, match="is read from: --out must be another folder"):
-            export_drafter(f"medusa:{mine}", out, "vllm", target, force=True)
-    assert {file.name: file.read_bytes() for file in mine.iterdir()} == before
+            export_drafter(f"medusa:{drafter}", out, "vllm", target, force=True)
+    assert {file.name: file.read_bytes() for file in drafter.iterdir()} == before
 
 
 def test_files_can_be_read_by_a_server_of_another_user(target: Path, tmp_path: Path) -> None:
-    mine = save_net("medusa", tmp_path / "mine", target)
-    export_drafter(f"medusa:{mine}", tmp_path / "out", "vllm", target)
+    drafter = save_net("medusa", tmp_path / "mine", target)
+    export_drafter(f"medusa:{drafter}", tmp_path / "out", "vllm", target)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o644}

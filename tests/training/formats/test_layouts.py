@@ -44,12 +44,12 @@ def eagle3(prefix: str) -> dict[str, list[int]]:
 
 
 def medusa(heads: int, blocks: int, name: Any) -> dict[str, list[int]]:
-    found = {}
+    sizes = {}
     for head in range(heads):
         for block in range(blocks):
-            found[name(head, block, "weight")] = [D, D]
-            found[name(head, block, "bias")] = [D]
-    return found
+            sizes[name(head, block, "weight")] = [D, D]
+            sizes[name(head, block, "bias")] = [D]
+    return sizes
 
 
 LLAMA = {
@@ -68,8 +68,8 @@ LLAMA = {
 
 
 def exported(method: str, format: str, target: Path, folder: Path, **config: Any) -> tuple[Path, dict[str, Any]]:
-    mine = save_net(method, folder / "mine", target, **config)
-    report = export_drafter(f"{method}:{mine}", folder / "theirs", format, target)
+    drafter = save_net(method, folder / "mine", target, **config)
+    report = export_drafter(f"{method}:{drafter}", folder / "theirs", format, target)
     assert report["files"] == sorted(file.name for file in (folder / "theirs").iterdir())
     return folder / "theirs", json.loads((folder / "theirs" / "config.json").read_text())
 
@@ -115,15 +115,15 @@ def test_a_shared_eagle3_head_is_the_targets_rows(format: str, target: Path, tmp
 
 def test_eagle3_with_the_whole_vocabulary_has_no_maps(target: Path, tmp_path: Path) -> None:
     out, config = exported("eagle3", "plain", target, tmp_path, draft_vocab=0)
-    found = shapes(out / "model.safetensors")
-    assert found["lm_head.weight"] == [VOCAB, D] and not {"d2t", "t2d"} & found.keys()
+    sizes = shapes(out / "model.safetensors")
+    assert sizes["lm_head.weight"] == [VOCAB, D] and not {"d2t", "t2d"} & sizes.keys()
     assert config["draft_vocab_size"] == VOCAB
 
 
 def test_eagle_plain(target: Path, tmp_path: Path) -> None:
     out, config = exported("eagle", "plain", target, tmp_path)
-    wanted = {"fc.weight": [D, 2 * D], "fc.bias": [D], **layer("layers.0", D)}
-    assert shapes(out / "model.safetensors") == wanted
+    expected = {"fc.weight": [D, 2 * D], "fc.bias": [D], **layer("layers.0", D)}
+    assert shapes(out / "model.safetensors") == expected
     assert config["architectures"] == ["LlamaForCausalLMEagle"]
     assert {key: config[key] for key in LLAMA} == LLAMA
     assert "bias" not in config  # EAGLE takes it as true; SGLang would give the attention biases
@@ -141,8 +141,8 @@ def test_eagle_for_vllm(target: Path, tmp_path: Path) -> None:
 def test_medusa_for_vllm(own: bool, blocks: int, target: Path, tmp_path: Path) -> None:
     out, config = exported("medusa", "vllm", target, tmp_path, own_projection=own, layers=blocks)
     heads = {f"lm_heads.{i}.weight": [VOCAB, D] for i in range(3)} if own else {"lm_head.weight": [VOCAB, D]}
-    wanted = medusa(3, blocks, lambda h, j, part: f"blocks.{h}.layers.{j}.{part}")
-    assert shapes(out / "model.safetensors") == {**wanted, **heads}
+    expected = medusa(3, blocks, lambda h, j, part: f"blocks.{h}.layers.{j}.{part}")
+    assert shapes(out / "model.safetensors") == {**expected, **heads}
     facts = {
         "model_type": "medusa",
         "hidden_size": D,
@@ -162,9 +162,9 @@ def test_medusa_for_vllm(own: bool, blocks: int, target: Path, tmp_path: Path) -
 @pytest.mark.parametrize(("own", "blocks"), [(False, 1), (True, 2)])
 def test_medusa_original(own: bool, blocks: int, target: Path, tmp_path: Path) -> None:
     out, config = exported("medusa", "original", target, tmp_path, own_projection=own, layers=blocks)
-    wanted = medusa(3, blocks, lambda h, j, part: f"{h}.{j}.linear.{part}")
+    expected = medusa(3, blocks, lambda h, j, part: f"{h}.{j}.linear.{part}")
     file = out / "medusa_lm_head.safetensors"
-    assert shapes(file) == {**wanted, **{f"{h}.{blocks}.weight": [VOCAB, D] for h in range(3)}}
+    assert shapes(file) == {**expected, **{f"{h}.{blocks}.weight": [VOCAB, D] for h in range(3)}}
     assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, blocks)
     assert config["base_model_name_or_path"] == str(target)
     if not own:

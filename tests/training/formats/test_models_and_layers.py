@@ -29,11 +29,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_model_there_and_back(target: Path, other_target: Path, tmp_path: Path) -> None:
     report = export_drafter(f"model:{other_target}", tmp_path / "theirs", target=target)
     assert report["format"] == "plain" and report["warnings"] == []
-    theirs = contents(tmp_path / "theirs")
-    assert all(theirs[name] == content for name, content in contents(other_target).items())
+    files = contents(tmp_path / "theirs")
+    assert all(files[name] == content for name, content in contents(other_target).items())
     read = import_drafter(tmp_path / "theirs", tmp_path / "back", target)
     assert (read["method"], read["drafter"]) == ("model", f"model:{tmp_path / 'back'}")
-    assert contents(tmp_path / "back") == theirs
+    assert contents(tmp_path / "back") == files
     assert drafts(target, f"model:{other_target},k=4") == drafts(target, f"{read['drafter']},k=4")
     assert drafts(target, read["drafter"])[1]
 
@@ -63,8 +63,8 @@ def test_the_targets_tokenizer_is_written_where_there_is_none(tmp_path: Path) ->
         shutil.copy(ZOO / "draft" / name, bare)
     report = export_drafter(f"model:{bare}", tmp_path / "theirs")
     assert report["warnings"] == ["the draft model has no tokenizer: the target's was written beside it"]
-    mine, theirs = (AutoTokenizer.from_pretrained(path) for path in (ZOO / "target", tmp_path / "theirs"))
-    assert mine.get_vocab() == theirs.get_vocab()
+    expected, tokenizer = (AutoTokenizer.from_pretrained(path) for path in (ZOO / "target", tmp_path / "theirs"))
+    assert expected.get_vocab() == tokenizer.get_vocab()
 
 
 def test_a_padded_vocabulary_is_said(target: Path, tmp_path: Path) -> None:

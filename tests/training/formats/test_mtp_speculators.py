@@ -78,10 +78,10 @@ def refused(source: Path, target: Path, out: Path, message: str) -> None:
 def changed(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
     """``None`` for a tensor takes it out."""
     file = folder / "model.safetensors"
-    found = {**load_file(file), **tensors}
-    save_file({name: tensor for name, tensor in found.items() if tensor is not None}, file, {"format": "pt"})
-    told = {**json.loads((folder / "config.json").read_text()), **(config or {})}
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
+    weights = {**load_file(file), **tensors}
+    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, file, {"format": "pt"})
+    fields = {**json.loads((folder / "config.json").read_text()), **(config or {})}
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def test_the_command_is_named_and_works(method: str, layout: str, target: Path, 
     folder, out = tmp_path / "theirs", tmp_path / "ours"
     with pytest.raises(ValueError, match="is in another project's layout") as caught:
         ft.load(str(target), f"{method}:{folder}")
-    said = str(caught.value)
-    assert f"`foretoken import MODEL {folder} --out OUT`, and use {method}:OUT" in said and "\n" not in said
+    message = str(caught.value)
+    assert f"`foretoken import MODEL {folder} --out OUT`, and use {method}:OUT" in message and "\n" not in message
     import_drafter(folder, out, str(target))
     assert ft.load(str(target), f"{method}:{out}").generate([3, 4, 5], max_new_tokens=4).token_ids
 

@@ -20,10 +20,10 @@ from foretoken.methods.drafters.pard import PardDrafter
 from foretoken.training.formats import export_drafter, import_drafter
 
 
-def with_mask(folder: Path, source: Path, **told: Any) -> Path:
+def with_mask(folder: Path, source: Path, **fields: Any) -> Path:
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **told}))
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
     return folder
 
 
@@ -60,9 +60,9 @@ def test_there_and_back(pard: Path, target: Path, tmp_path: Path) -> None:
 
 
 def test_pard_2_is_said_to_go_without_the_targets_states(pard: Path, target: Path, tmp_path: Path) -> None:
-    theirs = with_mask(tmp_path / "theirs", pard, pard2=True, pard2_scale=0.02)
-    (theirs / "warp_model.bin").write_bytes(b"pickle")
-    report = import_drafter(theirs, tmp_path / "back", target)
+    checkpoint = with_mask(tmp_path / "theirs", pard, pard2=True, pard2_scale=0.02)
+    (checkpoint / "warp_model.bin").write_bytes(b"pickle")
+    report = import_drafter(checkpoint, tmp_path / "back", target)
     assert any("warp_model.bin) is pickled, and is left out" in warning for warning in report["warnings"])
     assert "warp_model.bin" not in report["files"]
 
@@ -104,9 +104,9 @@ def with_states(folder: Path, place: Path) -> None:
 @pytest.mark.parametrize("place", ["warp_model.safetensors", "../pard_warp_model/model.safetensors"])
 def test_pard_2_comes_with_its_projection(pard: Path, target: Path, tmp_path: Path, place: str) -> None:
     """From beside the model, or from where its training writes it; the text stays the target's."""
-    theirs = with_mask(tmp_path / "theirs", pard, pard2=True, pard2_scale=3.0, pard2_target_layers=[-1, 1])
-    with_states(theirs, theirs / place)
-    report = import_drafter(theirs, tmp_path / "back", target)
+    checkpoint = with_mask(tmp_path / "theirs", pard, pard2=True, pard2_scale=3.0, pard2_target_layers=[-1, 1])
+    with_states(checkpoint, checkpoint / place)
+    report = import_drafter(checkpoint, tmp_path / "back", target)
     assert not any("pickled" in warning for warning in report["warnings"])
     assert "warp_model.safetensors" in report["files"]
     llm = foretoken.load(target, drafter=f"{report['drafter']},k=3")
@@ -114,13 +114,13 @@ def test_pard_2_comes_with_its_projection(pard: Path, target: Path, tmp_path: Pa
     assert isinstance(foretoken.load(target, drafter=f"model:{tmp_path / 'back'}").drafter, PardDrafter)
     without = foretoken.load(target, drafter=f"{report['drafter']},k=3,taps=false")
     plain = foretoken.load(target, drafter=None)
-    texts = [found.generate([1, 2, 3], max_new_tokens=12).token_ids for found in (llm, without, plain)]
+    texts = [model.generate([1, 2, 3], max_new_tokens=12).token_ids for model in (llm, without, plain)]
     assert texts[0] == texts[1] == texts[2]
     assert drafts(target, f"{report['drafter']},k=3") != drafts(target, f"{report['drafter']},k=3,taps=false")
 
 
 def test_pard_2_of_another_target_is_refused(pard: Path, target: Path, tmp_path: Path) -> None:
-    theirs = with_mask(tmp_path / "theirs", pard, pard2=True, pard2_target_layers=[-1, 1, 0])
-    with_states(theirs, theirs / "warp_model.safetensors")
+    checkpoint = with_mask(tmp_path / "theirs", pard, pard2=True, pard2_target_layers=[-1, 1, 0])
+    with_states(checkpoint, checkpoint / "warp_model.safetensors")
     with pytest.raises(ValueError, match="it was trained for another one; taps=false drafts without them"):
-        foretoken.load(target, drafter=f"pard:{theirs}")
+        foretoken.load(target, drafter=f"pard:{checkpoint}")

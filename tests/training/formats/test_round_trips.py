@@ -44,30 +44,30 @@ CASES = [
 
 @pytest.mark.parametrize(("method", "format", "config"), CASES)
 def test_there_and_back(method: str, format: str, config: dict[str, Any], target: Path, tmp_path: Path) -> None:
-    mine = save_net(method, tmp_path / "mine", target, **config)
-    written = export_drafter(f"{method}:{mine}", tmp_path / "theirs", format, target)
+    drafter = save_net(method, tmp_path / "mine", target, **config)
+    written = export_drafter(f"{method}:{drafter}", tmp_path / "theirs", format, target)
     read = import_drafter(tmp_path / "theirs", tmp_path / "back", target)
     assert (read["method"], read["format"]) == (written["method"], written["format"]) == (method, format)
     assert read["drafter"] == f"{method}:{tmp_path / 'back'}" and read["warnings"] == []
     assert json.loads((tmp_path / "back" / "drafter.json").read_text()) == json.loads(
-        (mine / "drafter.json").read_text()
+        (drafter / "drafter.json").read_text()
     )
-    assert same_drafter(mine, tmp_path / "back")
-    tokens, trees = drafts(target, f"{method}:{mine}")
+    assert same_drafter(drafter, tmp_path / "back")
+    tokens, trees = drafts(target, f"{method}:{drafter}")
     assert drafts(target, read["drafter"]) == (tokens, trees)
     assert sum(len(tree) - 1 for tree, _ in trees) > 10  # they were really compared
 
 
 def test_a_head_without_bias_is_written_without_one(target: Path, tmp_path: Path) -> None:
     """vLLM gets no attention bias for nothing, and what comes back has a bias of zero."""
-    mine = save_net("eagle", tmp_path / "mine", target)
-    tensors = load_file(mine / "model.safetensors")
-    save_file({**tensors, "fc.bias": torch.zeros(SIZE, dtype=torch.bfloat16)}, mine / "model.safetensors")
-    export_drafter(f"eagle:{mine}", tmp_path / "theirs", "vllm", target)
+    drafter = save_net("eagle", tmp_path / "mine", target)
+    tensors = load_file(drafter / "model.safetensors")
+    save_file({**tensors, "fc.bias": torch.zeros(SIZE, dtype=torch.bfloat16)}, drafter / "model.safetensors")
+    export_drafter(f"eagle:{drafter}", tmp_path / "theirs", "vllm", target)
     assert json.loads((tmp_path / "theirs" / "config.json").read_text())["attention_bias"] is False
     assert not [name for name in load_file(tmp_path / "theirs" / "model.safetensors") if name.endswith("bias")]
     import_drafter(tmp_path / "theirs", tmp_path / "back", target)
-    assert same_drafter(mine, tmp_path / "back")
+    assert same_drafter(drafter, tmp_path / "back")
 
 
 def test_the_folded_bias_computes_the_same(target: Path, tmp_path: Path) -> None:
@@ -75,50 +75,50 @@ def test_the_folded_bias_computes_the_same(target: Path, tmp_path: Path) -> None
     from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
     from foretoken.methods.drafters.nets.store import load_weights
 
-    mine = save_net("eagle", tmp_path / "mine", target)
-    export_drafter(f"eagle:{mine}", tmp_path / "theirs", "vllm", target)
-    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
-    net = EagleNet(EagleConfig(**json.loads((mine / "drafter.json").read_text())["config"]))
-    load_weights(mine, net)
+    drafter = save_net("eagle", tmp_path / "mine", target)
+    export_drafter(f"eagle:{drafter}", tmp_path / "theirs", "vllm", target)
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    net = EagleNet(EagleConfig(**json.loads((drafter / "drafter.json").read_text())["config"]))
+    load_weights(drafter, net)
     embeddings, features = torch.randn(2, 1, 5, SIZE, generator=torch.Generator().manual_seed(3))
     positions = torch.arange(5)[None]
-    wanted = net(embeddings, features, positions).detach()
+    expected = net(embeddings, features, positions).detach()
     with torch.no_grad():
         net.fc.bias.zero_()
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             linear = getattr(net.layer, name)
-            linear.bias = torch.nn.Parameter(theirs[f"layers.0.self_attn.{name}.bias"].float())
+            linear.bias = torch.nn.Parameter(tensors[f"layers.0.self_attn.{name}.bias"].float())
     got = net(embeddings, features, positions)
-    assert torch.allclose(got, wanted, atol=0.01 * float(wanted.std()))
+    assert torch.allclose(got, expected, atol=0.01 * float(expected.std()))
     with torch.no_grad():
         net.layer.o_proj.bias.zero_()
-    assert not torch.allclose(net(embeddings, features, positions), wanted, atol=0.01 * float(wanted.std()))
+    assert not torch.allclose(net(embeddings, features, positions), expected, atol=0.01 * float(expected.std()))
 
 
 def test_what_was_measured_may_be_lost_but_not_the_drafter(target: Path, tmp_path: Path) -> None:
     """Without the note beside an export nothing is known of the target but its sizes."""
-    mine = save_net("medusa", tmp_path / "mine", target)
-    export_drafter(f"medusa:{mine}", tmp_path / "theirs", "original", target)
+    drafter = save_net("medusa", tmp_path / "mine", target)
+    export_drafter(f"medusa:{drafter}", tmp_path / "theirs", "original", target)
     (tmp_path / "theirs" / "foretoken.json").unlink()
     import_drafter(tmp_path / "theirs", tmp_path / "back", target)
-    assert same_drafter(mine, tmp_path / "back")
+    assert same_drafter(drafter, tmp_path / "back")
     assert json.loads((tmp_path / "back" / "drafter.json").read_text())["measured"] == {}
 
 
 @pytest.mark.parametrize("format", ["vllm", "original"])
 def test_prefixes_that_training_code_leaves(format: str, target: Path, tmp_path: Path) -> None:
-    mine = save_net("medusa", tmp_path / "mine", target)
-    export_drafter(f"medusa:{mine}", tmp_path / "theirs", format, target)
+    drafter = save_net("medusa", tmp_path / "mine", target)
+    export_drafter(f"medusa:{drafter}", tmp_path / "theirs", format, target)
     (file,) = (tmp_path / "theirs").glob("*.safetensors")
     prefix = "medusa_heads." if format == "vllm" else "medusa_head."
     save_file({prefix + name: value for name, value in load_file(file).items()}, file)
     import_drafter(tmp_path / "theirs", tmp_path / "back", target)
-    assert same_drafter(mine, tmp_path / "back")
+    assert same_drafter(drafter, tmp_path / "back")
 
 
 def test_one_projection_of_their_own_becomes_one_per_head(target: Path, tmp_path: Path) -> None:
-    mine = save_net("medusa", tmp_path / "mine", target)
-    export_drafter(f"medusa:{mine}", tmp_path / "theirs", "vllm", target)
+    drafter = save_net("medusa", tmp_path / "mine", target)
+    export_drafter(f"medusa:{drafter}", tmp_path / "theirs", "vllm", target)
     file = tmp_path / "theirs" / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].flip(0)}, file)
@@ -129,8 +129,8 @@ def test_one_projection_of_their_own_becomes_one_per_head(target: Path, tmp_path
 
 def test_float16_and_shards_and_the_targets_own_tables(target: Path, tmp_path: Path) -> None:
     """A checkpoint as others ship it: half precision, two files, the target's embedding inside, no note."""
-    mine = save_net("eagle3", tmp_path / "mine", target)
-    export_drafter(f"eagle3:{mine}", tmp_path / "theirs", "plain", target)
+    drafter = save_net("eagle3", tmp_path / "mine", target)
+    export_drafter(f"eagle3:{drafter}", tmp_path / "theirs", "plain", target)
     (tmp_path / "theirs" / "foretoken.json").unlink()
     file = tmp_path / "theirs" / "model.safetensors"
     tensors = {n: v.half() if v.is_floating_point() else v for n, v in load_file(file).items()}
@@ -141,30 +141,30 @@ def test_float16_and_shards_and_the_targets_own_tables(target: Path, tmp_path: P
     )
     save_file(tensors, file.with_name("b.safetensors"))
     read = import_drafter(tmp_path / "theirs", tmp_path / "back", target)
-    assert same_drafter(mine, tmp_path / "back") and read["warnings"] == ["the weights were rounded to bfloat16"]
+    assert same_drafter(drafter, tmp_path / "back") and read["warnings"] == ["the weights were rounded to bfloat16"]
 
 
 def test_layers_are_numbered_as_each_engine_does(target: Path, tmp_path: Path) -> None:
     """Depth k is vLLM's k and SGLang's k - 1; a checkpoint with neither means 2, L // 2, L - 3."""
-    mine = save_net("eagle3", tmp_path / "mine", target)
-    export_drafter(f"eagle3:{mine}", tmp_path / "theirs", "plain", target)
+    drafter = save_net("eagle3", tmp_path / "mine", target)
+    export_drafter(f"eagle3:{drafter}", tmp_path / "theirs", "plain", target)
     file = tmp_path / "theirs" / "config.json"
     config = json.loads(file.read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3]
-    for dropped, wanted in ((["eagle_aux_hidden_state_layer_ids"], "1,2,4"), (["eagle_config"], "2,2,1")):
+    for dropped, layers in ((["eagle_aux_hidden_state_layer_ids"], "1,2,4"), (["eagle_config"], "2,2,1")):
         for key in dropped:
             del config[key]
         file.write_text(json.dumps(config))
         out = tmp_path / f"back{len(config)}"
         import_drafter(tmp_path / "theirs", out, target)
-        assert json.loads((out / "drafter.json").read_text())["config"]["layers"] == wanted
+        assert json.loads((out / "drafter.json").read_text())["config"]["layers"] == layers
 
 
 def test_vocabulary_maps_in_any_order(target: Path, tmp_path: Path) -> None:
     """Others need not sort their draft vocabulary; t2d follows from d2t."""
-    mine = save_net("eagle3", tmp_path / "mine", target)
-    export_drafter(f"eagle3:{mine}", tmp_path / "theirs", "plain", target)
+    drafter = save_net("eagle3", tmp_path / "mine", target)
+    export_drafter(f"eagle3:{drafter}", tmp_path / "theirs", "plain", target)
     file = tmp_path / "theirs" / "model.safetensors"
     tensors = load_file(file)
     ids = torch.arange(30)
@@ -173,7 +173,7 @@ def test_vocabulary_maps_in_any_order(target: Path, tmp_path: Path) -> None:
     import_drafter(tmp_path / "theirs", tmp_path / "back", target)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert torch.equal(back["t2d"], tensors["t2d"]) and torch.equal(back["d2t"] + ids, order)
-    (_, wanted), (_, got) = drafts(target, f"eagle3:{mine}"), drafts(target, f"eagle3:{tmp_path / 'back'}")
+    (_, expected), (_, got) = drafts(target, f"eagle3:{drafter}"), drafts(target, f"eagle3:{tmp_path / 'back'}")
     # Ties (logits are bfloat16) may fall otherwise, so the best guess is what is compared.
-    same = sum(one[0][1] == other[0][1] for one, other in zip(wanted, got, strict=True))
-    assert same > 0.8 * len(wanted) > 8
+    same = sum(before[0][1] == after[0][1] for before, after in zip(expected, got, strict=True))
+    assert same > 0.8 * len(expected) > 8

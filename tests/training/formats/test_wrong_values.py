@@ -105,7 +105,7 @@ ROPE = {"rope_type": "default", "rope_theta": 500.0}
 
 
 @pytest.mark.parametrize(
-    "told",
+    "fields",
     [
         {"rope_theta": None, "rope_parameters": ROPE},
         {"rope_theta": 500, "rope_parameters": ROPE},
@@ -114,13 +114,13 @@ ROPE = {"rope_type": "default", "rope_theta": 500.0}
         {"rope_scaling": {"full_attention": ROPE, "sliding_attention": None}},
     ],
 )
-def test_the_base_of_rotary_embeddings_is_found_wherever_it_stands(told: dict[str, Any]) -> None:
-    assert layer_shape({**LAYER, **told})["rope_theta"] == 500.0
+def test_the_base_of_rotary_embeddings_is_found_wherever_it_stands(fields: dict[str, Any]) -> None:
+    assert layer_shape({**LAYER, **fields})["rope_theta"] == 500.0
     assert layer_shape(LAYER)["rope_theta"] == 10000.0
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("parameters", "words"),
     [
         (
             {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_theta": 1e4}},
@@ -132,18 +132,18 @@ def test_the_base_of_rotary_embeddings_is_found_wherever_it_stands(told: dict[st
         ("yarn", "of the type 'yarn'"),
     ],
 )
-def test_rotary_embeddings_of_kinds_of_layers_that_ours_has_not(told: Any, words: str) -> None:
+def test_rotary_embeddings_of_kinds_of_layers_that_ours_has_not(parameters: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        layer_shape({**LAYER, "rope_parameters": told})
+        layer_shape({**LAYER, "rope_parameters": parameters})
 
 
 def test_values() -> None:
-    told: dict[str, Any] = {"a": 3, "b": 2.0, "c": False, "d": [1], "e": None, "architectures": "Qwen3Model"}
-    assert number(told, "none", "a") == 3 and whole(told, "b") == 2 and type(whole(told, "b")) is int
-    assert number(told, "e", default=1.5) == 1.5 and whole(told, "e", default=0) == 0
-    assert positive(told, "a", default=1.0) == 3.0 and positive(told, "none", default=1.0) == 1.0
-    assert flag(told, "e", "c") is False and flag(told, "none") is None and listed(told, "d") == [1]
-    assert listed(told, "e") is None and class_of(told) == "Qwen3Model"
+    fields: dict[str, Any] = {"a": 3, "b": 2.0, "c": False, "d": [1], "e": None, "architectures": "Qwen3Model"}
+    assert number(fields, "none", "a") == 3 and whole(fields, "b") == 2 and type(whole(fields, "b")) is int
+    assert number(fields, "e", default=1.5) == 1.5 and whole(fields, "e", default=0) == 0
+    assert positive(fields, "a", default=1.0) == 3.0 and positive(fields, "none", default=1.0) == 1.0
+    assert flag(fields, "e", "c") is False and flag(fields, "none") is None and listed(fields, "d") == [1]
+    assert listed(fields, "e") is None and class_of(fields) == "Qwen3Model"
     assert [class_of({"architectures": value}) for value in (["A", "B"], [], 5, [5], None)] == ["A", "", "", "", ""]
     with pytest.raises(ValueError, match="lacks none"):
-        number(told, "none")
+        number(fields, "none")

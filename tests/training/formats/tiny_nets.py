@@ -77,21 +77,21 @@ def save_net(method: str, folder: Path, target: Path, **config: Any) -> Path:
         shape = EagleConfig(**layer, **config)
         net = EagleNet(shape)
     elif method in BLOCKS:
-        kind, made = BLOCKS[method]
+        kind, net_class = BLOCKS[method]
         block = {"vocab_size": VOCAB, "layers": 2, "taps": "2,3", "block": 4, "mask_token": 7, "head_dim": 16}
         shape = kind(**{**layer, **block, **config})
-        net = made(shape)
+        net = net_class(shape)
         if shape.draft_vocab:
             rows = DRAFT_TOKENS[: shape.draft_vocab]
             net.get_buffer("d2t").copy_(rows - torch.arange(len(rows)))
             net.get_buffer("t2d").zero_()[rows] = True
     else:
-        told = {**layer, "vocab_size": VOCAB, "draft_vocab": 30, "layers": "1,2,4"}
+        base = {**layer, "vocab_size": VOCAB, "draft_vocab": 30, "layers": "1,2,4"}
         if method == "peagle":
-            shape = PeagleConfig(**{**told, "num_layers": 3, "mask_token": 7, "places": 8, **config})
+            shape = PeagleConfig(**{**base, "num_layers": 3, "mask_token": 7, "places": 8, **config})
             net = PeagleNet(shape)
         else:
-            shape = Eagle3Config(**{**told, **config})
+            shape = Eagle3Config(**{**base, **config})
             net = Eagle3Net(shape)
         if shape.draft_vocab:
             net.choose(DRAFT_TOKENS[: shape.draft_vocab])
@@ -119,9 +119,9 @@ def drafts(target: Path, spec: str) -> tuple[list[int], list[tuple[Sequence[int]
     return llm.generate(PROMPT, max_new_tokens=24).token_ids, seen
 
 
-def same_drafter(one: Path, other: Path) -> bool:
+def same_drafter(first: Path, second: Path) -> bool:
     """Bit for bit."""
-    mine, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
-    return mine.keys() == theirs.keys() and all(
-        mine[name].dtype == theirs[name].dtype and torch.equal(mine[name], theirs[name]) for name in mine
+    left, right = (load_file(folder / "model.safetensors") for folder in (first, second))
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
     )
