@@ -79,16 +79,16 @@ class Tab:
         elif event == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"):
             self.complaints.append(f"{values['entry']['text']} {values['entry'].get('url', '')}")
         elif event == "Runtime.consoleAPICalled" and values["type"] in ("error", "warning", "assert"):
-            self.complaints.append(str([one.get("value") for one in values["args"]]))
+            self.complaints.append(str([arg.get("value") for arg in values["args"]]))
         elif event == "Network.requestWillBeSent":
             self.urls.append(values["request"]["url"])
 
     def run(self, script: str) -> Any:
         """The value of an expression; a promise is waited for."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(found["exceptionDetails"]["exception"]["description"])
-        return found["result"].get("value")
+        reply = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in reply:
+            raise RuntimeError(reply["exceptionDetails"]["exception"]["description"])
+        return reply["result"].get("value")
 
     def until(self, script: str, seconds: float = 90.0) -> Any:
         """The value of an expression as soon as it is true.
@@ -98,8 +98,8 @@ class Tab:
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if found := self.run(script):
-                return found
+            if value := self.run(script):
+                return value
             time.sleep(0.05)
         raise TimeoutError(f"never true: {script}; the page complains: {self.complaints}")
 
@@ -129,8 +129,8 @@ class Tab:
 
     def shot(self, path: Path, whole: bool = True) -> None:
         """Save a picture of the page."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
+        reply = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(reply["data"]))
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ def browser() -> Iterator[Tab]:
         try:
             port = _port(process)
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=30) as answer:
-                page = next(one for one in json.load(answer) if one["type"] == "page")
+                page = next(target for target in json.load(answer) if target["type"] == "page")
             with connect(page["webSocketDebuggerUrl"], max_size=None, open_timeout=30) as socket:
                 yield Tab(socket)
         finally:
@@ -156,6 +156,6 @@ def browser() -> Iterator[Tab]:
 
 def _port(process: subprocess.Popen[str]) -> int:
     for line in process.stderr or ():
-        if found := re.search(r"DevTools listening on ws://[^:]+:(\d+)/", line):
-            return int(found[1])
+        if match := re.search(r"DevTools listening on ws://[^:]+:(\d+)/", line):
+            return int(match[1])
     raise RuntimeError("the browser has ended before it could be driven")

@@ -34,7 +34,7 @@ class Mock(ThreadingHTTPServer):
     """Where it listens, and what it was asked.
 
     Attributes:
-        asked: paths and bodies of all requests that write text.
+        requests: paths and bodies of all requests that write text.
         key: the only key that is let in; empty for none.
         pause_s: between two chunks.
         delay_s: seconds before the first chunk, by the request's body.
@@ -47,7 +47,7 @@ class Mock(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.requests: list[tuple[str, dict[str, Any]]] = []
         self.key = ""
         self.pause_s = 0.01
         self.delay_s: Callable[[dict[str, Any]], float] = lambda body: 0.0
@@ -81,12 +81,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _json(self, status: int, found: Any, **headers: str) -> None:
-        self._send(status, "application/json", json.dumps(found).encode(), **headers)
+    def _json(self, status: int, value: Any, **headers: str) -> None:
+        self._send(status, "application/json", json.dumps(value).encode(), **headers)
 
     def _is_allowed(self) -> bool:
-        given = self.headers.get("Authorization", "")
-        if not self.server.key or given == f"Bearer {self.server.key}":
+        authorization = self.headers.get("Authorization", "")
+        if not self.server.key or authorization == f"Bearer {self.server.key}":
             return True
         self._json(401, {"error": {"message": "give a valid key", "type": "authentication_error"}})
         return False
@@ -98,8 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
         if file.parent == PAGE and file.is_file():
             self._send(200, KINDS[file.suffix], file.read_bytes())
         elif name in ("v1/spec", "metrics") and self._is_allowed():
-            found = json.dumps(_spec(self.server)) if name == "v1/spec" else _metrics(self.server.rounds)
-            self._send(200, "application/json", found.encode())
+            content = json.dumps(_spec(self.server)) if name == "v1/spec" else _metrics(self.server.rounds)
+            self._send(200, "application/json", content.encode())
         elif name not in ("v1/spec", "metrics"):
             self._json(404, {"error": {"message": "there is no such page", "type": "not_found_error"}})
 
@@ -108,10 +108,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self._is_allowed():
             return
-        self.server.asked.append((self.path, body))
-        said = json.dumps(body)
+        self.server.requests.append((self.path, body))
+        text = json.dumps(body)
         for word, (status, message) in REFUSALS.items():
-            if word in said:
+            if word in text:
                 wait = {} if status == 400 else {"Retry_After": "7"}
                 self._json(status, {"error": {"message": message, "type": "error"}}, **wait)
                 return
@@ -119,10 +119,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         time.sleep(self.server.delay_s(body))
-        for index, chunk in enumerate(answer(self.path, body, said, self.server.drafts)):
-            if index == 3 and "BREAK" in said:
+        for index, chunk in enumerate(answer(self.path, body, text, self.server.drafts)):
+            if index == 3 and "BREAK" in text:
                 return
-            if index == 3 and "FAIL" in said:
+            if index == 3 and "FAIL" in text:
                 chunk = {"error": {"message": "out of memory: try again", "type": "overloaded_error"}}
             self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             self.wfile.flush()
@@ -133,10 +133,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
 
-def answer(path: str, body: dict[str, Any], said: str = "", drafts: bool = True) -> Iterator[dict[str, Any]]:
+def answer(path: str, body: dict[str, Any], text: str = "", drafts: bool = True) -> Iterator[dict[str, Any]]:
     """Chunks as the server sends them."""
     speculates = drafts and body["speculative"]["enabled"]
-    chunks = copy.deepcopy(RECORDED) if speculates else list(_plain("DIFFER" in said))
+    chunks = copy.deepcopy(RECORDED) if speculates else list(_plain("DIFFER" in text))
     if "chat" in path:
         yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
     for chunk in chunks:
@@ -156,8 +156,10 @@ def _plain(differs: bool) -> Iterator[dict[str, Any]]:
         (token, text)
         for chunk in RECORDED
         for choice in chunk["choices"]
-        for one in choice["speculative"]["rounds"]
-        for token, text in zip(choice["token_ids"], [one["texts"][n] for n in one["accepted"]] + [one["next_text"]])  # noqa: B905 (a limit cuts the last round)
+        for entry in choice["speculative"]["rounds"]
+        for token, text in zip(  # noqa: B905 (a limit cuts the last round)
+            choice["token_ids"], [entry["texts"][n] for n in entry["accepted"]] + [entry["next_text"]]
+        )
     ]
     if differs:
         tokens[-1] = (tokens[-1][0] + 1, "?")
@@ -194,7 +196,7 @@ def _metrics(rounds: int) -> str:
 
 @contextlib.contextmanager
 def mock() -> Iterator[Mock]:
-    """One that runs, and stops in the end."""
+    """A mock server that stops with the block."""
     with Mock() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()

@@ -19,11 +19,11 @@ HERE = Path(__file__).parent
 
 def executable() -> str | None:
     """Where Node is, if it is there and knows what the page uses."""
-    found = shutil.which("node")
-    if found is None:
+    path = shutil.which("node")
+    if path is None:
         return None
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
-    return found if version.startswith("v") and int(version[1:].split(".")[0]) >= 20 else None
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    return path if version.startswith("v") and int(version[1:].split(".")[0]) >= 20 else None
 
 
 class NodeTab:
@@ -63,19 +63,19 @@ class NodeTab:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError("Node has ended")
-        found: dict[str, Any] = json.loads(line)
-        self.complaints, self.urls = found.get("complaints", []), found.get("urls", [])
-        return found
+        reply: dict[str, Any] = json.loads(line)
+        self.complaints, self.urls = reply.get("complaints", []), reply.get("urls", [])
+        return reply
 
     def run(self, script: str) -> Any:
         """The value of an expression; a promise is waited for."""
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(json.dumps(script) + "\n")
         self._process.stdin.flush()
-        found = self._answer()
-        if "error" in found:
-            raise RuntimeError(found["error"])
-        return found.get("value")
+        reply = self._answer()
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply.get("value")
 
     def until(self, script: str, seconds: float = 60.0) -> Any:
         """The value of an expression as soon as it is true.
@@ -85,8 +85,8 @@ class NodeTab:
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if found := self.run(script):
-                return found
+            if value := self.run(script):
+                return value
             time.sleep(0.02)
         raise TimeoutError(f"never true: {script}; the page complains: {self.complaints}")
 
@@ -111,8 +111,8 @@ def node_tab() -> Iterator[NodeTab]:
         copy = Path(folder, "page")
         shutil.copytree(PAGE, copy)
         (copy / "package.json").write_text('{"type": "module"}')
-        found = NodeTab(copy)
+        tab = NodeTab(copy)
         try:
-            yield found
+            yield tab
         finally:
-            found.close()
+            tab.close()

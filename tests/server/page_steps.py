@@ -21,14 +21,14 @@ Page = Tab | NodeTab
 @pytest.fixture(scope="module")
 def open_tab() -> Iterator[Page]:
     """A tab of a browser; where there is none, a document without layout under Node."""
-    with browser() if executable() else node_tab() as found:
-        yield found
+    with browser() if executable() else node_tab() as page:
+        yield page
 
 
 @pytest.fixture
 def server() -> Iterator[Mock]:
-    with mock() as found:
-        yield found
+    with mock() as fake:
+        yield fake
 
 
 @pytest.fixture

@@ -50,8 +50,8 @@ class Running:
         """A completion that must succeed."""
         answer = self.post("/v1/completions", prompt=prompt, **{"max_tokens": 8, "temperature": 0, **body})
         assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
+        completion: dict[str, Any] = answer.json()
+        return completion
 
 
 @contextmanager
@@ -62,10 +62,10 @@ def served(make: Any = make_llm, send_buffer: int = 0, **settings: Any) -> Itera
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     sock.bind(("127.0.0.1", 0))
     sock.listen(256)
-    given = ServerSettings(port=sock.getsockname()[1], **settings)
-    serving = Serving(given, make)
-    app = create_app(given, serving)
-    config = uvicorn.Config(app, http=guarded(given), lifespan="on", log_config=None, ws="none")
+    server_settings = ServerSettings(port=sock.getsockname()[1], **settings)
+    serving = Serving(server_settings, make)
+    app = create_app(server_settings, serving)
+    config = uvicorn.Config(app, http=guarded(server_settings), lifespan="on", log_config=None, ws="none")
     server = uvicorn.Server(config)
 
     def run() -> None:
@@ -74,7 +74,7 @@ def served(make: Any = make_llm, send_buffer: int = 0, **settings: Any) -> Itera
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    url = f"http://127.0.0.1:{given.port}"
+    url = f"http://127.0.0.1:{server_settings.port}"
     try:
         end = time.monotonic() + 120
         while time.monotonic() < end and httpx.get(f"{url}/ready", timeout=30).status_code != 200:

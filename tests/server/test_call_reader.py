@@ -38,8 +38,8 @@ def read(text: str, most: int | None = None) -> list[Any]:
 def read_pieces(pieces: list[str], most: int | None = None) -> list[Any]:
     """The parts of a text that comes in these pieces, texts that follow one another as one."""
     reader, merged = CallReader(OFFERED, most), []
-    found = [part for piece in pieces for part in reader.push(piece, final=False)] + reader.push("", final=True)
-    for part in shown(found):
+    parts = [part for piece in pieces for part in reader.push(piece, final=False)] + reader.push("", final=True)
+    for part in shown(parts):
         if isinstance(part, str) and merged and isinstance(merged[-1], str):
             merged[-1] += part
         else:

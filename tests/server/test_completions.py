@@ -20,19 +20,19 @@ def client(server: Running) -> Any:
 
 
 def events(text: str) -> list[Any]:
-    """Data of a stream, the end as it is."""
-    found = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-    return [one if one == "[DONE]" else json.loads(one) for one in found]
+    """The data of a stream's events, with the end mark as it is."""
+    data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
 def test_a_completion_is_what_the_library_writes(server: Running, client: Any) -> None:
-    wanted = server.serving.llm.plain.generate(PROMPT, max_new_tokens=20)
-    found = client.completions.create(model="builtin", prompt=PROMPT, max_tokens=20, temperature=0)
-    assert found.choices[0].text == wanted.text
-    assert found.choices[0].finish_reason == "length"
-    assert found.usage.completion_tokens == 20
-    assert found.usage.prompt_tokens == len(server.serving.llm.encode(PROMPT))
-    assert found.id.startswith("cmpl-") and found.object == "text_completion" and found.model == "builtin"
+    expected = server.serving.llm.plain.generate(PROMPT, max_new_tokens=20)
+    answer = client.completions.create(model="builtin", prompt=PROMPT, max_tokens=20, temperature=0)
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 20
+    assert answer.usage.prompt_tokens == len(server.serving.llm.encode(PROMPT))
+    assert answer.id.startswith("cmpl-") and answer.object == "text_completion" and answer.model == "builtin"
 
 
 def test_a_stream_says_the_same_as_one_piece(server: Running, client: Any) -> None:
@@ -55,9 +55,9 @@ def test_a_stream_says_the_same_as_one_piece(server: Running, client: Any) -> No
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_streams_usage_grows_with_what_was_sent(server: Running, path: str, count: int) -> None:
-    asked = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": ["one two one", "x"]}
+    prompts = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": ["one two one", "x"]}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {**asked, "max_tokens": 12, "n": count, "ignore_eos": True, "return_token_ids": True, "seed": 1}
+    body = {**prompts, "max_tokens": 12, "n": count, "ignore_eos": True, "return_token_ids": True, "seed": 1}
     lines = server.post(path, **body, stream=True, stream_options=options).text.splitlines()
     *chunks, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     sent = 0
@@ -66,15 +66,15 @@ def test_a_streams_usage_grows_with_what_was_sent(server: Running, path: str, co
         usage = chunk["usage"]
         assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"] > 0
         assert usage["completion_tokens"] == sent and usage["total_tokens"] == usage["prompt_tokens"] + sent
-    assert chunks[-1]["usage"] == last["usage"] and sent == 12 * count * len(asked.get("prompt", "1"))
+    assert chunks[-1]["usage"] == last["usage"] and sent == 12 * count * len(prompts.get("prompt", "1"))
 
 
 def test_a_stream_ends_with_done_and_a_comment_is_no_event(server: Running) -> None:
     answer = server.post("/v1/completions", prompt=PROMPT, max_tokens=4, temperature=0, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["cache-control"] == "no-cache" and answer.headers["x-accel-buffering"] == "no"
-    found = events(answer.text)
-    assert found[-1] == "[DONE]" and all(one["id"] == found[0]["id"] for one in found[:-1])
+    chunks = events(answer.text)
+    assert chunks[-1] == "[DONE]" and all(chunk["id"] == chunks[0]["id"] for chunk in chunks[:-1])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -93,19 +93,19 @@ def test_several_prompts_as_text_and_as_ids(server: Running) -> None:
     ids = [server.serving.llm.encode(text) for text in (PROMPT, "class A:")]
     by_ids = server.complete(ids)["choices"]
     by_text = server.complete([PROMPT, "class A:"])["choices"]
-    assert [one["text"] for one in by_ids] == [one["text"] for one in by_text]
+    assert [choice["text"] for choice in by_ids] == [choice["text"] for choice in by_text]
     assert server.complete(ids[0])["choices"][0]["text"] == by_ids[0]["text"]
 
 
 def test_what_lm_eval_asks_for(server: Running) -> None:
-    """Log-probabilities of a given continuation: the greedy token has one value, in both lists."""
+    """lm_eval asks for log-probabilities of a given continuation: the greedy token has one value, in both lists."""
     ids = server.serving.llm.encode(PROMPT)
-    found = server.complete([ids, ids[:3]], max_tokens=0, echo=True, logprobs=1, seed=1234)
-    values = found["choices"][0]["logprobs"]
+    answer = server.complete([ids, ids[:3]], max_tokens=0, echo=True, logprobs=1, seed=1234)
+    values = answer["choices"][0]["logprobs"]
     assert len(values["tokens"]) == len(values["token_logprobs"]) == len(values["top_logprobs"]) == len(ids)
     assert values["token_logprobs"][0] is None and values["top_logprobs"][0] is None
-    assert found["usage"]["completion_tokens"] == 0
-    assert "".join(values["tokens"]) == found["choices"][0]["text"] == PROMPT
+    assert answer["usage"]["completion_tokens"] == 0
+    assert "".join(values["tokens"]) == answer["choices"][0]["text"] == PROMPT
     assert values["text_offset"] == [sum(map(len, values["tokens"][:i])) for i in range(len(ids))]
     more = server.complete([ids], max_tokens=1, echo=True, logprobs=1)["choices"][0]["logprobs"]
     assert len(more["tokens"]) == len(ids) + 1
@@ -150,9 +150,9 @@ def test_what_may_be_written(server: Running) -> None:
 
 def test_predicted_outputs(server: Running) -> None:
     text = server.complete(max_tokens=40)["choices"][0]["text"]
-    found = server.complete(max_tokens=40, prediction={"type": "content", "content": text})
-    details = found["usage"]["completion_tokens_details"]
-    assert found["choices"][0]["text"] == text
+    answer = server.complete(max_tokens=40, prediction={"type": "content", "content": text})
+    details = answer["usage"]["completion_tokens_details"]
+    assert answer["choices"][0]["text"] == text
     assert details["accepted_prediction_tokens"] >= 25
     parts = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
     again = server.complete(max_tokens=40, prediction={"type": "content", "content": parts})
@@ -164,14 +164,14 @@ def test_predicted_outputs(server: Running) -> None:
 
 @pytest.mark.parametrize("prompt", ["def fib(n):", "zqxj vbk"])
 def test_speculation_is_measured_in_shapes_that_add_up(server: Running, prompt: str) -> None:
-    """Otherwise aiperf drops them; also where no long draft was accepted."""
-    found = server.complete(prompt, max_tokens=40)["metrics"]["speculative_decoding"]
-    histogram = found["acceptance_histogram"]
-    assert len(histogram) == found["num_spec_tokens"] + 1 > 1
-    assert sum(histogram) == found["num_spec_steps"]
-    assert sum(j * count for j, count in enumerate(histogram)) == found["num_accepted_draft_tokens"]
-    assert found["num_accepted_draft_tokens"] <= found["num_draft_tokens"]
-    assert found["num_accepted_draft_tokens"] + found["num_spec_steps"] >= 40
+    """aiperf drops other shapes; they also add up where no long draft was accepted."""
+    metrics = server.complete(prompt, max_tokens=40)["metrics"]["speculative_decoding"]
+    histogram = metrics["acceptance_histogram"]
+    assert len(histogram) == metrics["num_spec_tokens"] + 1 > 1
+    assert sum(histogram) == metrics["num_spec_steps"]
+    assert sum(j * count for j, count in enumerate(histogram)) == metrics["num_accepted_draft_tokens"]
+    assert metrics["num_accepted_draft_tokens"] <= metrics["num_draft_tokens"]
+    assert metrics["num_accepted_draft_tokens"] + metrics["num_spec_steps"] >= 40
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -184,27 +184,27 @@ def test_explained_rounds_spell_the_answer(server: Running, stream: bool) -> Non
     }
     if stream:
         answer = server.post("/v1/completions", prompt=PROMPT, stream=True, **body)
-        choices = [one["choices"][0] for one in events(answer.text)[:-1]]
+        choices = [chunk["choices"][0] for chunk in events(answer.text)[:-1]]
         assert all(len(choice["speculative"]["rounds"]) == 1 for choice in choices)
     else:
         choices = server.complete(**body)["choices"]
-    rounds = [one for choice in choices for one in choice["speculative"]["rounds"]]
+    rounds = [row for choice in choices for row in choice["speculative"]["rounds"]]
     ids = [token for choice in choices for token in choice["token_ids"]]
-    spelled = [token for one in rounds for token in (*(one["tokens"][i] for i in one["accepted"]), one["next_token"])]
+    spelled = [token for row in rounds for token in (*(row["tokens"][i] for i in row["accepted"]), row["next_token"])]
     assert spelled[: len(ids)] == ids
-    assert any(one["accepted"] for one in rounds)
-    assert all(len(one["p"]) == len(one["q"]) == len(one["texts"]) == len(one["tokens"]) for one in rounds)
+    assert any(row["accepted"] for row in rounds)
+    assert all(len(row["p"]) == len(row["q"]) == len(row["texts"]) == len(row["tokens"]) for row in rounds)
 
 
 def test_a_conversation(server: Running, client: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    found = client.chat.completions.create(
+    completion = client.chat.completions.create(
         model="builtin", messages=messages, max_tokens=10, temperature=1, seed=3, logprobs=True, top_logprobs=2
     )
-    choice = found.choices[0]
+    choice = completion.choices[0]
     assert choice.message.role == "assistant" and choice.message.content
-    assert len(choice.logprobs.content) == found.usage.completion_tokens
-    assert all(len(one.top_logprobs) == 2 and one.bytes is not None for one in choice.logprobs.content)
+    assert len(choice.logprobs.content) == completion.usage.completion_tokens
+    assert all(len(entry.top_logprobs) == 2 and entry.bytes is not None for entry in choice.logprobs.content)
     stream = client.chat.completions.create(
         model="builtin", messages=messages, max_tokens=10, temperature=1, seed=3, stream=True
     )
@@ -216,10 +216,10 @@ def test_a_conversation(server: Running, client: Any) -> None:
 
 def test_the_second_turn_computes_what_is_new(server: Running) -> None:
     first = [{"role": "user", "content": "Tell me about the sea. " * 60}]
-    said = server.post("/v1/chat/completions", messages=first, max_tokens=8, temperature=0).json()
+    reply = server.post("/v1/chat/completions", messages=first, max_tokens=8, temperature=0).json()
     turns = [
         *first,
-        {"role": "assistant", "content": said["choices"][0]["message"]["content"]},
+        {"role": "assistant", "content": reply["choices"][0]["message"]["content"]},
         {"role": "user", "content": "On."},
     ]
     again = server.post("/v1/chat/completions", messages=turns, max_tokens=4, temperature=0).json()["usage"]
@@ -239,7 +239,7 @@ def test_structured_output(server: Running, client: Any) -> None:
         "required": ["ok"],
         "additionalProperties": False,
     }
-    found = client.chat.completions.create(
+    completion = client.chat.completions.create(
         model="builtin",
         messages=[{"role": "user", "content": "Answer."}],
         max_tokens=20,
@@ -247,17 +247,17 @@ def test_structured_output(server: Running, client: Any) -> None:
         seed=1,
         response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
     )
-    assert set(json.loads(found.choices[0].message.content)) == {"ok"}
-    one = server.complete(structured_outputs={"choice": ["red", "green"]}, temperature=1.0, seed=2)
-    assert one["choices"][0]["text"] in ("red", "green")
+    assert set(json.loads(completion.choices[0].message.content)) == {"ok"}
+    answer = server.complete(structured_outputs={"choice": ["red", "green"]}, temperature=1.0, seed=2)
+    assert answer["choices"][0]["text"] in ("red", "green")
     bad = server.post("/v1/completions", prompt="x", structured_outputs={"regex": "(unclosed"})
     assert bad.status_code == 400 and bad.json()["error"]["param"] == "structured_outputs"
 
 
 def test_tokens_and_models(server: Running, client: Any) -> None:
-    found = server.client.post("/tokenize", json={"prompt": PROMPT}).json()
-    assert found["tokens"] == server.serving.llm.encode(PROMPT) and found["count"] == len(found["tokens"])
-    assert server.client.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == PROMPT
+    tokenized = server.client.post("/tokenize", json={"prompt": PROMPT}).json()
+    assert tokenized["tokens"] == server.serving.llm.encode(PROMPT) and tokenized["count"] == len(tokenized["tokens"])
+    assert server.client.post("/detokenize", json={"tokens": tokenized["tokens"]}).json()["prompt"] == PROMPT
     assert [model.id for model in client.models.list()] == ["builtin"]
     assert client.models.retrieve("builtin").id == "builtin"
     assert server.client.get("/tokenizer_info").json()["eos_token"]
@@ -277,11 +277,11 @@ def test_counters_match_the_requests(server: Running) -> None:
     before = [read(name) for name in names]
     stats = [server.complete(max_tokens=20) for _ in range(3)]
     after = [read(name) for name in names]
-    drafted = sum(one["metrics"]["speculative_decoding"]["num_draft_tokens"] for one in stats)
+    drafted = sum(answer["metrics"]["speculative_decoding"]["num_draft_tokens"] for answer in stats)
     assert [b - a for a, b in zip(before, after, strict=True)] == [3, 60, drafted]
 
 
 def test_what_the_server_says_of_its_speculation(server: Running) -> None:
-    found = server.client.get("/v1/spec").json()
-    assert found["drafter"] == "ngram" and found["lossless"] is True
-    assert found["state"]["dead"] is None and found["memory"]["kv_bytes_per_token"] > 0
+    spec = server.client.get("/v1/spec").json()
+    assert spec["drafter"] == "ngram" and spec["lossless"] is True
+    assert spec["state"]["dead"] is None and spec["memory"]["kv_bytes_per_token"] > 0

@@ -27,18 +27,18 @@ def test_a_completion_is_the_librarys(server: Running) -> None:
     for temperature, seed in ((0.0, None), (1.8, 3), (1.8, 4)):
         options: dict[str, Any] = {"temperature": temperature, "seed": seed}
         answer = server.complete(PROMPT, structured_outputs=CHOICE, return_token_ids=True, logprobs=2, **options)
-        found = answer["choices"][0]
-        wanted = llm.generate(PROMPT, constraint=language, max_new_tokens=8, **options)
-        assert (found["text"], found["token_ids"]) == (wanted.text, wanted.token_ids)
-        assert found["text"] in COLOURS and found["finish_reason"] == "stop"
-        assert len(found["logprobs"]["token_logprobs"]) == len(wanted.token_ids)
+        choice = answer["choices"][0]
+        expected = llm.generate(PROMPT, constraint=language, max_new_tokens=8, **options)
+        assert (choice["text"], choice["token_ids"]) == (expected.text, expected.token_ids)
+        assert choice["text"] in COLOURS and choice["finish_reason"] == "stop"
+        assert len(choice["logprobs"]["token_logprobs"]) == len(expected.token_ids)
 
 
 def test_several_choices_are_those_of_their_seeds(server: Running) -> None:
     options: dict[str, Any] = {"structured_outputs": CHOICE, "temperature": 2.0}
     several = server.complete(PROMPT, n=4, seed=10, **options)["choices"]
     alone = [server.complete(PROMPT, seed=10 + i, **options)["choices"][0]["text"] for i in range(4)]
-    assert [one["text"] for one in several] == alone
+    assert [choice["text"] for choice in several] == alone
 
 
 def test_chat_streams_and_schemas(server: Running) -> None:
@@ -50,30 +50,30 @@ def test_chat_streams_and_schemas(server: Running) -> None:
     same = {"structured_outputs": {"json": {"enum": ["yes", "no", None]}, "sampling": "conditional"}}
     again = server.post("/v1/chat/completions", **body, **same, stream=True)
     chunks = [json.loads(line[6:]) for line in again.text.splitlines() if line.startswith("data: {")]
-    said = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-    assert said == whole["choices"][0]["message"]["content"]
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert text == whole["choices"][0]["message"]["content"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_beside_other_requests(server: Running) -> None:
     """Company changes neither the string nor the others."""
-    asked: list[dict[str, Any]] = [
+    bodies: list[dict[str, Any]] = [
         {"structured_outputs": {**CHOICE, "regex": None}, "temperature": 1.5, "seed": 1},
         {"temperature": 0, "max_tokens": 24},
         {"structured_outputs": {"regex": "[0-9]{2}", "sampling": "conditional"}, "temperature": 1.5, "seed": 2},
         {"structured_outputs": {"regex": "[0-9]{2}", "sampling": "masked"}, "temperature": 1.5, "seed": 2},
         {"temperature": 1.0, "seed": 7, "max_tokens": 24},
     ]
-    alone = [server.complete(PROMPT, **one)["choices"][0]["text"] for one in asked]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        together = list(pool.map(lambda one: server.complete(PROMPT, **one)["choices"][0]["text"], asked))
+    alone = [server.complete(PROMPT, **body)["choices"][0]["text"] for body in bodies]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        together = list(pool.map(lambda body: server.complete(PROMPT, **body)["choices"][0]["text"], bodies))
     assert together == alone
 
 
 def test_the_models_own_filters_are_left_out(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.serving.llm, "defaults", GenerationDefaults({"top_p": 0.8, "top_k": 20, "min_p": 0.1}))
-    found = server.complete(PROMPT, structured_outputs=CHOICE, temperature=1.0, top_p=1, top_k=-1)
-    assert found["choices"][0]["text"] in COLOURS
+    answer = server.complete(PROMPT, structured_outputs=CHOICE, temperature=1.0, top_p=1, top_k=-1)
+    assert answer["choices"][0]["text"] in COLOURS
 
 
 TALL = {"structured_outputs": {"regex": "[a-m][0-9]{2}x", "sampling": "conditional"}}

@@ -50,7 +50,7 @@ def chat(running: Running, **body: Any) -> httpx.Response:
 
 
 def prompt_of(running: Running, **body: Any) -> str:
-    """What a chat request was turned into."""
+    """The prompt that a chat request was turned into."""
     answer = chat(running, return_token_ids=True, **body)
     assert answer.status_code == 200, answer.text
     ids = answer.json()["choices"][0]["prompt_token_ids"]
@@ -88,17 +88,17 @@ def test_calls_of_tools_are_parsed(templated: Running, stream: bool, parallel: b
         chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta.get("content") or "" for delta in deltas) == ""
-        found = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        parsed = [call for delta in deltas for call in delta.get("tool_calls", [])]
         reason = chunks[-1]["choices"][0]["finish_reason"]
     else:
         answer = chat(templated, **body)
         assert answer.status_code == 200, answer.text
         choice = answer.json()["choices"][0]
-        found, reason = choice["message"]["tool_calls"], choice["finish_reason"]
+        parsed, reason = choice["message"]["tool_calls"], choice["finish_reason"]
         assert choice["message"]["content"] is None
-    assert reason == "tool_calls" and len(found) == (2 if parallel else 1)
-    assert [json.loads(call["function"]["arguments"]) for call in found] == [{"x": 1}] * len(found)
-    assert {call["type"] for call in found} == {"function"} and all(call["id"].startswith("call_") for call in found)
+    assert reason == "tool_calls" and len(parsed) == (2 if parallel else 1)
+    assert [json.loads(call["function"]["arguments"]) for call in parsed] == [{"x": 1}] * len(parsed)
+    assert {call["type"] for call in parsed} == {"function"} and all(call["id"].startswith("call_") for call in parsed)
 
 
 def test_what_chat_cannot_do_is_refused(server: Running, templated: Running) -> None:
@@ -135,13 +135,13 @@ def test_a_template_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
 def test_probabilities_of_a_prompt(server: Running, templated: Running) -> None:
     """vLLM's field, beside the old ``echo``: the same numbers."""
     ids = server.serving.llm.tokenizer("def fib(n):")["input_ids"]
-    found = server.complete(ids, prompt_logprobs=2, echo=True, logprobs=4, max_tokens=2)["choices"][0]
-    rows = found["prompt_logprobs"]
+    choice = server.complete(ids, prompt_logprobs=2, echo=True, logprobs=4, max_tokens=2)["choices"][0]
+    rows = choice["prompt_logprobs"]
     assert rows[0] is None and len(rows) == len(ids)
     for place in range(1, len(ids)):
-        assert rows[place][str(ids[place])]["logprob"] == found["logprobs"]["token_logprobs"][place]
+        assert rows[place][str(ids[place])]["logprob"] == choice["logprobs"]["token_logprobs"][place]
         assert 2 <= len(rows[place]) <= 3
-        assert len(found["logprobs"]["top_logprobs"][place]) >= 4
+        assert len(choice["logprobs"]["top_logprobs"][place]) >= 4
     answer = chat(templated, prompt_logprobs=1, return_token_ids=True).json()
     assert len(answer["prompt_logprobs"]) == len(answer["choices"][0]["prompt_token_ids"])
     for body in ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}):
@@ -152,8 +152,8 @@ def test_probabilities_of_a_prompt(server: Running, templated: Running) -> None:
 def test_only_the_prompt(server: Running, extra: dict[str, Any]) -> None:
     answer = server.post("/v1/completions", prompt="def f(x):", max_tokens=0, echo=True, temperature=0, **extra)
     if not extra:
-        found = answer.json()
-        assert found["choices"][0]["text"] == "def f(x):" and found["usage"]["completion_tokens"] == 0
+        completion = answer.json()
+        assert completion["choices"][0]["text"] == "def f(x):" and completion["usage"]["completion_tokens"] == 0
         return
     chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == "def f(x):"
@@ -181,7 +181,7 @@ def test_refusals_name_the_field(server: Running, body: dict[str, Any], param: s
 
 @pytest.mark.parametrize("element", ["a", True, [1, "a"], None, 1.5])
 def test_a_million_wrong_elements_cost_no_time(server: Running, element: Any) -> None:
-    """Each was reported by itself once: ten seconds and 900 MB."""
+    """Each wrong element had its own report once: ten seconds and 900 MB."""
     body = json.dumps({"model": "builtin", "prompt": [1, *[element] * 150_000]})
     began = time.process_time()
     answer = server.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
@@ -202,7 +202,7 @@ def cached(running: Running, key: str, **body: Any) -> int:
 
 
 def test_keys_do_not_see_each_others_texts() -> None:
-    """Whether a prompt was there before can be told by the time it takes: not across keys, nor across salts."""
+    """Timing shows whether a prompt is cached, so no cache is shared across keys or salts."""
     with served(api_keys=("one", "two")) as running:
         assert cached(running, "one") == 0
         assert cached(running, "one") > 0
@@ -286,7 +286,7 @@ def test_hostile_grammars_leave_the_others_alone(server: Running) -> None:
 
 
 def test_the_server_answers_others_while_it_tokenises() -> None:
-    """R9: what takes long is done in threads; the event loop only waits."""
+    """R9: long work is done in threads; the event loop only waits."""
     inside, leave = threading.Event(), threading.Event()
 
     class Slow:
@@ -326,8 +326,8 @@ def test_the_server_answers_others_while_it_tokenises() -> None:
 
 
 def test_every_request_has_one_line() -> None:
-    told = io.StringIO()
-    handler = logging.StreamHandler(told)
+    output = io.StringIO()
+    handler = logging.StreamHandler(output)
     handler.setFormatter(JsonLines())
     log = logging.getLogger("foretoken.requests")
     log.addHandler(handler)
@@ -343,7 +343,7 @@ def test_every_request_has_one_line() -> None:
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
-    lines = [json.loads(line) for line in told.getvalue().splitlines()]
+    lines = [json.loads(line) for line in output.getvalue().splitlines()]
     assert [line["status"] for line in lines] == [200, 400, 200, 404]
     assert lines[0]["completion_tokens"] == 3 and lines[0]["prompt"] == "secret\nlin" and lines[0]["route"]
     assert lines[3]["request_id"] == "abc" and all(line["seconds"] >= 0 for line in lines)
@@ -389,9 +389,9 @@ def test_flags_settings_and_documentation_agree() -> None:
 
     flags = set(inspect.signature(serve_command).parameters)
     text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
-    for one in dataclasses.fields(config.ServerSettings):
-        flag = "api_key" if one.name == "api_keys" else one.name
-        assert flag in flags, one.name
+    for field in dataclasses.fields(config.ServerSettings):
+        flag = "api_key" if field.name == "api_keys" else field.name
+        assert flag in flags, field.name
         shown = flag.replace("_", "-")
         assert f"`--{shown}`" in text or flag == "model", shown
         if flag not in ("model",):

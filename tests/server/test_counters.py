@@ -48,12 +48,12 @@ COMPARED = (
 
 def counters(running: Running) -> dict[str, dict[str, float]]:
     """Every sample by its name and its own label."""
-    found: dict[str, dict[str, float]] = {}
+    totals: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(running.client.get("/metrics").text):
         for sample in family.samples:
             labels = [value for name, value in sample.labels.items() if name not in ("model_name", "le")]
-            found.setdefault(sample.name.removeprefix("foretoken:"), {})["".join(labels)] = sample.value
-    return {name: {label: value for label, value in values.items() if value} for name, values in found.items()}
+            totals.setdefault(sample.name.removeprefix("foretoken:"), {})["".join(labels)] = sample.value
+    return {name: {label: value for label, value in values.items() if value} for name, values in totals.items()}
 
 
 @dataclass
@@ -87,9 +87,9 @@ class Recount:
         llm.drafter.propose_batch = self.propose  # type: ignore[method-assign]
 
     def add(self, request: Any, arrived_s: float | None = None) -> int:
-        found = self._add(request, arrived_s)
-        self.seen[found] = Seen(len(request.prompt), request.max_draft_tokens == 0, request.max_new_tokens)
-        return found
+        request_id = self._add(request, arrived_s)
+        self.seen[request_id] = Seen(len(request.prompt), request.max_draft_tokens == 0, request.max_new_tokens)
+        return request_id
 
     def propose(self, contexts: Any, budgets: Any) -> Any:
         for context in contexts:
@@ -99,58 +99,58 @@ class Recount:
     def round(self, runs: Any, trees: Any, verdicts: Any, times: RoundTimes) -> None:
         self.rounds += 1
         for run, tree, verdict in zip(runs, trees, verdicts, strict=True):
-            one = self.seen[run.id]
-            one.rounds += 1
-            one.read, one.cached = True, run.stats.num_prompt_tokens - run.stats.num_prompt_tokens_computed
-            one.drafted.append((len(tree) - 1, len(verdict.path), "ngram"))
+            record = self.seen[run.id]
+            record.rounds += 1
+            record.read, record.cached = True, run.stats.num_prompt_tokens - run.stats.num_prompt_tokens_computed
+            record.drafted.append((len(tree) - 1, len(verdict.path), "ngram"))
         parts = [times.draft_s, times.target_s, times.verify_s, times.overhead_s]
         self.times = [before + part for before, part in zip(self.times, parts, strict=True)]
 
     def cancel(self, request_id: int) -> None:
-        """One that leaves before its first round has had as much of its prompt read as its text in the target has."""
+        """A request that leaves before its first round has as much of its prompt read as its text in the target has."""
         for run in self.engine.running:
             if run.id == request_id and not self.seen[run.id].rounds and run.sequence is not None:
-                one, stats = self.seen[run.id], run.stats
-                one.read, one.cached = True, stats.num_prompt_tokens - stats.num_prompt_tokens_computed
-                one.prompt = one.prompt if run.started else len(run.sequence.tokens)
+                record, stats = self.seen[run.id], run.stats
+                record.read, record.cached = True, stats.num_prompt_tokens - stats.num_prompt_tokens_computed
+                record.prompt = record.prompt if run.started else len(run.sequence.tokens)
         self._cancel(request_id)
 
     def step(self) -> Any:
-        found = self._step()
-        for run, emission in found:
-            one = self.seen[run.id]
-            one.tokens += len(emission.token_ids)
-            one.blocks += len(emission.token_ids) > 0
+        results = self._step()
+        for run, emission in results:
+            record = self.seen[run.id]
+            record.tokens += len(emission.token_ids)
+            record.blocks += len(emission.token_ids) > 0
             if emission.finish_reason is not None:
                 words = {"eos": "stop", "stop": "stop", "length": "length", "error": "error"}
-                one.reason = words.get(emission.finish_reason, "abort")
-        return found
+                record.reason = words.get(emission.finish_reason, "abort")
+        return results
 
 
-def why_plain(one: Seen) -> str:
-    if one.plain_asked:
+def why_plain(record: Seen) -> str:
+    if record.plain_asked:
         return "asked_for"
-    if one.longest == 1:
+    if record.longest == 1:
         return "one_token"
-    return "nothing_to_draft" if one.drafter_asked else "plain_is_faster"
+    return "nothing_to_draft" if record.drafter_asked else "plain_is_faster"
 
 
 def expected(
     all_seen: list[Seen], unseen: int, rejected: Counter[str], failed: Counter[str]
 ) -> dict[str, dict[str, float]]:
-    """What the counters must say of these, and of so many that were cancelled before the engine had them."""
-    drafts = [draft for one in all_seen for draft in one.drafted if draft[0]]
+    """The counters that these requests must give, with so many that were cancelled before the engine had them."""
+    drafts = [draft for record in all_seen for draft in record.drafted if draft[0]]
     positions = Counter(str(place) for _, accepted, _ in drafts for place in range(accepted))
-    done = [one for one in all_seen if one.reason in ("stop", "length")]
-    begun = [one for one in all_seen if one.rounds]
-    plain = Counter(why_plain(one) for one in begun if not any(d for d, _, _ in one.drafted))
-    reasons = Counter(one.reason for one in all_seen)
+    done = [record for record in all_seen if record.reason in ("stop", "length")]
+    begun = [record for record in all_seen if record.rounds]
+    plain = Counter(why_plain(record) for record in begun if not any(d for d, _, _ in record.drafted))
+    reasons = Counter(record.reason for record in all_seen)
     reasons["abort"] += unseen
     whole: dict[str, Any] = {
         "request_success_total": reasons,
-        "prompt_tokens_total": {"": sum(one.prompt for one in all_seen if one.read)},
-        "prompt_tokens_cached_total": {"": sum(one.cached for one in all_seen)},
-        "generation_tokens_total": {"": sum(one.tokens for one in all_seen)},
+        "prompt_tokens_total": {"": sum(record.prompt for record in all_seen if record.read)},
+        "prompt_tokens_cached_total": {"": sum(record.cached for record in all_seen)},
+        "generation_tokens_total": {"": sum(record.tokens for record in all_seen)},
         "spec_decode_num_drafts_total": {"": len(drafts)},
         "spec_decode_num_draft_tokens_total": {"": sum(size for size, _, _ in drafts)},
         "spec_decode_num_accepted_tokens_total": {"": sum(accepted for _, accepted, _ in drafts)},
@@ -162,7 +162,7 @@ def expected(
         "time_to_first_token_seconds_count": {"": len(begun)},
         "request_queue_time_seconds_count": {"": len(begun)},
         "e2e_request_latency_seconds_count": {"": len(done)},
-        "request_time_per_output_token_seconds_count": {"": sum(one.tokens > 1 for one in done)},
+        "request_time_per_output_token_seconds_count": {"": sum(record.tokens > 1 for record in done)},
     }
     return {name: {k: float(v) for k, v in values.items() if v} for name, values in whole.items()}
 
@@ -204,31 +204,31 @@ def test_every_counter_against_500_requests() -> None:
         with ThreadPoolExecutor(12) as pool:
             results = list(pool.map(lambda number: ask(running, number), range(500)))
         settle(running)
-        found = counters(running)
+        counted = counters(running)
         refused = Counter(context_length_exceeded=sum(what == "refused" for what, _ in results))
-        wanted = expected(list(recount.seen.values()), 0, Counter(), refused)
-        assert {"asked_for", "one_token", "nothing_to_draft"} <= wanted["spec_disabled_total"].keys()
+        recounted = expected(list(recount.seen.values()), 0, Counter(), refused)
+        assert {"asked_for", "one_token", "nothing_to_draft"} <= recounted["spec_disabled_total"].keys()
         left = sum(what == "left" for what, _ in results)
         assert left > 30 and sum(what == "done" for what, _ in results) > 250
-        aborted = found["request_success_total"].pop("abort")
-        early = aborted - wanted["request_success_total"].pop("abort")
+        aborted = counted["request_success_total"].pop("abort")
+        early = aborted - recounted["request_success_total"].pop("abort")
         assert 0 <= early <= sum(count for what, count in results if what == "left"), (
             "cancelled before the engine had them"
         )
         for name in COMPARED:
-            assert found.get(name, {}) == wanted[name], name
-        assert found["rounds_total"] == {"": recount.rounds}
+            assert counted.get(name, {}) == recounted[name], name
+        assert counted["rounds_total"] == {"": recount.rounds}
         for phase, seconds in zip(PHASES, recount.times, strict=True):
-            assert found["spec_step_seconds_total"][phase] == pytest.approx(seconds, rel=1e-6), phase
-        between = [(max(0, one.blocks - 1), one.reason != "abort") for one in recount.seen.values()]
-        sent = found["inter_token_latency_seconds_count"][""]
+            assert counted["spec_step_seconds_total"][phase] == pytest.approx(seconds, rel=1e-6), phase
+        between = [(max(0, record.blocks - 1), record.reason != "abort") for record in recount.seen.values()]
+        sent = counted["inter_token_latency_seconds_count"][""]
         assert sum(count for count, whole in between if whole) <= sent <= sum(count for count, _ in between)
         done = sum(count for what, count in results if what == "done")
-        reasons = found["request_success_total"]
+        reasons = counted["request_success_total"]
         assert reasons["stop"] + reasons["length"] == done
-        assert found["num_requests_running"] == found["num_requests_waiting"] == found["places_taken"] == {}
-        assert found["prefix_cache_bytes"][""] > 0 and found["prefix_cache_texts"][""] > 0
-        assert found["prefix_cache_limit_bytes"] == {"": 2.0**28}
+        assert counted["num_requests_running"] == counted["num_requests_waiting"] == counted["places_taken"] == {}
+        assert counted["prefix_cache_bytes"][""] > 0 and counted["prefix_cache_texts"][""] > 0
+        assert counted["prefix_cache_limit_bytes"] == {"": 2.0**28}
 
 
 def settle(running: Running) -> None:
@@ -267,12 +267,12 @@ def test_every_error_answer_is_counted_once() -> None:
         reasons: Counter[str] = Counter()
         for (_, reason), count in seen.items():
             reasons[reason] += count
-        found = counters(running)
-        assert found["request_failure_total"] == reasons and not found.get("admission_rejections_total")
+        counted = counters(running)
+        assert counted["request_failure_total"] == reasons and not counted.get("admission_rejections_total")
 
 
 def test_late_and_refused_requests() -> None:
-    """One that is late is an abort with the tokens that it got, and a failure; one without a place was not admitted."""
+    """A late request is an abort with the tokens that it got, and a failure; one without a place was not admitted."""
     with served(request_timeout=0.5, max_running=1, max_queued=0, prefix_memory="1MiB") as running:
         go, step = threading.Event(), running.serving.llm.engine.step
 
@@ -295,13 +295,13 @@ def test_late_and_refused_requests() -> None:
         asking.join(60)
         assert late[0].status_code == 504
         settle(running)
-        found = counters(running)
-        assert found["request_success_total"] == {"abort": 1}
-        assert found["request_failure_total"] == {"deadline_exceeded": 1}
-        assert found["admission_rejections_total"] == {"queue_full": 1}
-        assert found["prefix_cache_limit_bytes"] == {"": 2.0**20}
-        generated = found.get("generation_tokens_total", {}).get("", 0)
-        assert generated < 900 and (generated == 0) == (found.get("prompt_tokens_total", {}) == {})
+        counted = counters(running)
+        assert counted["request_success_total"] == {"abort": 1}
+        assert counted["request_failure_total"] == {"deadline_exceeded": 1}
+        assert counted["admission_rejections_total"] == {"queue_full": 1}
+        assert counted["prefix_cache_limit_bytes"] == {"": 2.0**20}
+        generated = counted.get("generation_tokens_total", {}).get("", 0)
+        assert generated < 900 and (generated == 0) == (counted.get("prompt_tokens_total", {}) == {})
 
 
 def test_rounds_with_drafts_are_counted_apart_from_rounds() -> None:
@@ -309,10 +309,10 @@ def test_rounds_with_drafts_are_counted_apart_from_rounds() -> None:
         spec = running.complete("one two one two one two", max_tokens=30, ignore_eos=True)["metrics"][
             "speculative_decoding"
         ]
-        found = counters(running)
-        assert found["spec_decode_num_drafts_total"] == {"": spec["num_drafts"]}
+        counted = counters(running)
+        assert counted["spec_decode_num_drafts_total"] == {"": spec["num_drafts"]}
         assert 0 < spec["num_drafts"] < spec["num_spec_steps"]
-        assert spec["num_spec_steps"] == found["rounds_total"][""]
+        assert spec["num_spec_steps"] == counted["rounds_total"][""]
 
 
 @pytest.mark.parametrize("text", ["spam " * 12, "def fib(n):\n    return n", "return return return return"])
@@ -341,15 +341,15 @@ def test_a_draft_is_counted_by_who_made_it() -> None:
         choices = {"structured_outputs": {"choice": ["unmistakable"]}}
         traced = running.complete("x", max_tokens=20, **choices, speculative={"explain": True})
         assert set(counters(running)["spec_drafter_share_total"]) == {"prediction", "ngram", "grammar"}
-        assert {one["drafter"] for one in traced["choices"][0]["speculative"]["rounds"]} == {"grammar"}
-        told = running.post("/v1/completions", prompt="x", speculative={"method": "known"})
-        assert told.status_code == 400 and "auto, ngram, none" in told.json()["error"]["message"]
+        assert {round_["drafter"] for round_ in traced["choices"][0]["speculative"]["rounds"]} == {"grammar"}
+        refused = running.post("/v1/completions", prompt="x", speculative={"method": "known"})
+        assert refused.status_code == 400 and "auto, ngram, none" in refused.json()["error"]["message"]
 
 
 def test_what_has_no_label_but_the_models_begins_at_0() -> None:
     """Tools look before the first request."""
     families = list(Metrics(["foretoken"], "m", lambda: None).registry.collect())
-    empty = {one.name.removeprefix("foretoken:") for one in families if not one.samples}
+    empty = {family.name.removeprefix("foretoken:") for family in families if not family.samples}
     assert empty == {
         "request_success",
         "request_failure",

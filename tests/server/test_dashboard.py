@@ -18,39 +18,39 @@ METRIC = re.compile(r"\$\{prefix\}:([a-z0-9_]+)")
 def queries() -> list[str]:
     """Everything that the dashboard asks Prometheus."""
     board = json.loads(FILE.read_text())
-    found = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    variables = [one["query"]["query"] for one in board["templating"]["list"] if one["type"] == "query"]
-    return [*found, *variables]
+    expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    variables = [variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
+    return [*expressions, *variables]
 
 
 def exported(page: str, prefix: str) -> dict[str, str]:
     """Names that a server exports for a prefix, and what kind each is; counters by the name of their samples."""
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for line in page.splitlines():
         if line.startswith(f"# TYPE {prefix}:"):
             name, kind = line.removeprefix(f"# TYPE {prefix}:").split()
             names = [f"{name}_{end}" for end in ("bucket", "sum", "count")] if kind == "histogram" else [name]
-            found |= dict.fromkeys(names, kind)
-    return found
+            kinds |= dict.fromkeys(names, kind)
+    return kinds
 
 
 def objections(expr: str, names: dict[str, str]) -> list[str]:
     """What is wrong with a query."""
-    found = [f"{name} is not exported" for name in METRIC.findall(expr) if name not in names]
-    found += [f"{m} has no prefix" for m in re.findall(r"(?<![:}\w])\w+(?=\{model_name)", expr)]
+    problems = [f"{name} is not exported" for name in METRIC.findall(expr) if name not in names]
+    problems += [f"{m} has no prefix" for m in re.findall(r"(?<![:}\w])\w+(?=\{model_name)", expr)]
     for name in re.findall(r"rate\(\$\{prefix\}:([a-z0-9_]+)", expr):
         if names.get(name) == "gauge":
-            found.append(f"{name} is a gauge: it has no rate")
-    return found
+            problems.append(f"{name} is a gauge: it has no rate")
+    return problems
 
 
 @pytest.mark.parametrize("prefix", ["foretoken", "vllm"])
 def test_the_server_exports_what_the_dashboard_asks(server: Running, prefix: str) -> None:
     names = exported(server.client.get("/metrics").text, prefix)
     assert len(names) > 20
-    asked = queries()
-    assert len(asked) > 25
-    assert [objection for expr in asked for objection in objections(expr, names)] == []
+    expressions = queries()
+    assert len(expressions) > 25
+    assert [objection for expr in expressions for objection in objections(expr, names)] == []
 
 
 def test_labels_that_it_groups_by_are_there(server: Running) -> None:

@@ -1,4 +1,4 @@
-"""Fields that a client leaves out are as the model's generation config has them."""
+"""Fields that a client leaves out have the values of the model's generation config."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def greedy(settings: ServerSettings) -> Llm:
 
 def test_what_a_client_leaves_out() -> None:
     with served(with_defaults) as server:
-        asked = {"prompt": "def fib(n):", "max_tokens": 12, "seed": 4, "ignore_eos": True}
-        left_out = server.post("/v1/completions", **asked).json()["choices"][0]["text"]
+        body = {"prompt": "def fib(n):", "max_tokens": 12, "seed": 4, "ignore_eos": True}
+        left_out = server.post("/v1/completions", **body).json()["choices"][0]["text"]
         named = {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.2}
-        assert left_out == server.complete(**asked, **named)["choices"][0]["text"]
+        assert left_out == server.complete(**body, **named)["choices"][0]["text"]
         other = {"temperature": 1, "top_k": 0, "repetition_penalty": 1}
-        assert left_out != server.complete(**asked, **other)["choices"][0]["text"]
+        assert left_out != server.complete(**body, **other)["choices"][0]["text"]
         chat = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}
         answer = server.post("/v1/chat/completions", **chat).json()
         assert answer["usage"]["completion_tokens"] == 7
         assert server.post("/v1/chat/completions", **chat, max_tokens=9).json()["usage"]["completion_tokens"] == 9
-        said = server.client.get("/v1/spec").json()["sampling_defaults"]
-        assert said == {"values": OWN, "source": "generation_config.json"}
+        defaults = server.client.get("/v1/spec").json()["sampling_defaults"]
+        assert defaults == {"values": OWN, "source": "generation_config.json"}
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -1,4 +1,4 @@
-"""What a server promises of equal texts, what it says of the model at its start, and when it does not start."""
+"""The server's promise of equal texts, the start's report on the model, and the cases in which it does not start."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ def test_a_model_that_keeps_what_was_asked_for_is_served(exactness: str, exact: 
 
 def test_the_start_names_how_the_model_runs_and_what_it_was_refused(log: pytest.LogCaptureFixture) -> None:
     started("rounding")
-    told = next(line for line in log.records if line.getMessage().startswith("loaded builtin: table forward"))
-    assert told.getMessage().endswith("exact up to rounding (this test says so), drafter none")
-    assert {"forward", "weights", "exactness", "exactness_why", "threads", "refused"} <= set(vars(told)["fields"])
+    record = next(line for line in log.records if line.getMessage().startswith("loaded builtin: table forward"))
+    assert record.getMessage().endswith("exact up to rounding (this test says so), drafter none")
+    assert {"forward", "weights", "exactness", "exactness_why", "threads", "refused"} <= set(vars(record)["fields"])
     warnings = [line.getMessage() for line in log.records if line.levelno == logging.WARNING]
     assert warnings == [str(refusal) for refusal in REFUSALS]
 
 
 def test_the_speculation_route_names_it_too() -> None:
     with served(lambda _: told_model("bitwise"), exact="bitwise") as running:
-        found = running.client.get("/v1/spec").json()
-    assert (found["forward"], found["exactness"], found["exactness_why"]) == ("table", "bitwise", "this test says so")
-    assert [one["path"] for one in found["refused"]] == ["lean forward", "int4 kernel"]
-    assert found["threads"] >= 1
+        spec = running.client.get("/v1/spec").json()
+    assert (spec["forward"], spec["exactness"], spec["exactness_why"]) == ("table", "bitwise", "this test says so")
+    assert [refusal["path"] for refusal in spec["refused"]] == ["lean forward", "int4 kernel"]
+    assert spec["threads"] >= 1
 
 
 def test_llama_cpp_cannot_be_bitwise_and_the_start_says_so(tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ def test_the_setting_comes_from_flag_environment_and_file(tmp_path: Path) -> Non
 def test_the_setting_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from foretoken.server import serving
 
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(serving, "load", lambda *_, **more: given.update(more))
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(serving, "load", lambda *_, **more: options.update(more))
     serving.load_llm(ServerSettings(exact="bitwise"))
-    assert given["exact"] == "bitwise"
+    assert options["exact"] == "bitwise"
 
 
 def test_the_log_says_how_many_threads_a_busy_machine_leaves(

@@ -1,4 +1,4 @@
-"""What a server says when it has started, what of it the page and people use: the kind of model, a curl that works."""
+"""The greeting of a server that has started names the page for this kind of model and a curl that works."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def templated() -> Iterator[Running]:
 
 def sent(running: Running) -> tuple[str, dict[str, object]]:
     """Path and body of the curl that is printed, as a shell would read it; it must succeed."""
-    said = greeting(running.serving.settings, running.serving.is_chat)
-    (line,) = [line for line in said.splitlines() if line.strip().startswith("curl ")]
+    text = greeting(running.serving.settings, running.serving.is_chat)
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("curl ")]
     words = shlex.split(line)
     path, body = words[1].removeprefix(running.url), json.loads(words[words.index("-d") + 1])
     answer = running.client.post(path, json=body)
@@ -40,11 +40,11 @@ def test_the_curl_is_a_chat_where_there_is_a_template(server: Running, templated
 
 
 def test_the_curl_survives_a_shell() -> None:
-    said = greeting(ServerSettings(served_name="it's mine", api_keys=("secret",)), is_chat=True)
-    line = next(line for line in said.splitlines() if "curl" in line)
+    text = greeting(ServerSettings(served_name="it's mine", api_keys=("secret",)), is_chat=True)
+    line = next(line for line in text.splitlines() if "curl" in line)
     words = shlex.split(line)
     assert json.loads(words[-1])["model"] == "it's mine"
-    assert "Authorization: Bearer KEY" in words and "secret" not in said
+    assert "Authorization: Bearer KEY" in words and "secret" not in text
 
 
 def test_spec_says_whether_there_is_a_template(server: Running, templated: Running) -> None:

@@ -90,17 +90,17 @@ def test_without_a_known_vocabulary_only_very_long_texts_are_refused() -> None:
 def test_what_cannot_fit_is_not_tokenised(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
 ) -> None:
-    tokenizer, given = server.serving.llm.tokenizer, []
+    tokenizer, lengths = server.serving.llm.tokenizer, []
     encode = type(tokenizer).__call__
 
     def noting(self: Any, text: Any, *more: Any, **options: Any) -> Any:
-        given.append(len(text))
+        lengths.append(len(text))
         return encode(self, text, *more, **options)
 
     monkeypatch.setattr(type(tokenizer), "__call__", noting)
     error = error_of(server.post(path, max_tokens=1, **body), 400)
     assert error["code"] == "context_length_exceeded" and error["param"] == param
-    assert max(given, default=0) < 100
+    assert max(lengths, default=0) < 100
 
 
 # -- the queue of texts ------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_cheap_work_comes_first_and_costly_work_comes_too() -> None:
 
 
 def test_costly_work_is_not_passed_over_for_ever() -> None:
-    """What came later is due later: work is not overtaken by more than it costs itself."""
+    """Later work is due later: no work is overtaken by more than it costs itself."""
     queue = FairQueue(2, "test")
     first = queue._done + 1000
     queue.submit(lambda: None, cost=900).result(60)
@@ -131,7 +131,7 @@ def test_costly_work_is_not_passed_over_for_ever() -> None:
 
 
 def test_a_thread_takes_no_large_work() -> None:
-    """All threads that may are busy with large texts: a small one is done nevertheless, a large one waits."""
+    """All threads that may take large texts are busy: a small text is done nevertheless, a large one waits."""
     queue, go = FairQueue(3, "test", large=100), threading.Event()
     large = [queue.submit(go.wait, cost=100) for _ in range(3)]
     assert queue.submit(lambda: "small", cost=99).result(60) == "small"
@@ -153,11 +153,11 @@ def test_work_that_fails_tells_who_asked() -> None:
 def test_large_texts_hold_up_nobody(server: Running) -> None:
     """While every thread that takes large texts has one, a small request and a probe are answered."""
     go = threading.Event()
-    held = [workers.TEXTS.submit(go.wait, cost=10**6) for _ in range(6)]
+    futures = [workers.TEXTS.submit(go.wait, cost=10**6) for _ in range(6)]
     try:
         assert server.complete("x", max_tokens=1)["usage"]["completion_tokens"] == 1
         assert server.client.get("/health").status_code == 200
-        assert not any(one.done() for one in held)
+        assert not any(future.done() for future in futures)
     finally:
         go.set()
 
@@ -166,7 +166,7 @@ def test_large_texts_hold_up_nobody(server: Running) -> None:
 
 
 def test_more_choices_than_there_are_places(server: Running) -> None:
-    """An idle server would refuse this for ever: it is a mistake, not a busy server."""
+    """An idle server would refuse this for ever: the request is wrong, the server is not busy."""
     error = error_of(server.post("/v1/completions", prompt=["x"] * 64, n=8, max_tokens=1), 400)
     assert error["param"] == "n" and error["code"] == "too_many_choices" and "512" in error["message"]
     with served(max_running=2, max_queued=1) as running:
@@ -295,22 +295,22 @@ def written(running: Running) -> float:
 def whole(sock: socket.socket, pause_s: float = 0.0) -> dict[str, Any]:
     """The answer, read slowly."""
     sock.settimeout(60)
-    found, size = b"", None
-    while size is None or len(found) < size:
+    data, size = b"", None
+    while size is None or len(data) < size:
         part = sock.recv(8192)
         assert part, "the answer broke off"
-        found += part
-        head, _, body = found.partition(b"\r\n\r\n")
+        data += part
+        head, _, body = data.partition(b"\r\n\r\n")
         if body and size is None:
             size = len(head) + 4 + int(head.lower().partition(b"content-length: ")[2].split()[0])
         time.sleep(pause_s)
-    answer: dict[str, Any] = json.loads(found.partition(b"\r\n\r\n")[2])
+    answer: dict[str, Any] = json.loads(data.partition(b"\r\n\r\n")[2])
     return answer
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_unread_answer_keeps_its_place(stream: bool) -> None:
-    """The engine has finished it, and it counts until it is read."""
+    """The engine has finished the answer, and it counts until it is read."""
     with served(send_buffer=4096, write_timeout=600, max_running=4, max_queued=0) as running:
         places = running.serving.places
         with closing(ask_without_reading(running, stream=stream)) as sock:
@@ -371,10 +371,10 @@ def half_closed(running: Running, body: dict[str, Any], version: str = "1.1") ->
 
 
 def rest_of(sock: socket.socket) -> bytes:
-    found = b""
+    data = b""
     while part := sock.recv(65536):
-        found += part
-    return found
+        data += part
+    return data
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
@@ -382,11 +382,11 @@ def rest_of(sock: socket.socket) -> bytes:
 def test_who_stops_sending_still_gets_the_answer(server: Running, version: str, stream: bool) -> None:
     body = {"prompt": "x", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": stream}
     with closing(half_closed(server, body, version)) as sock:
-        found = rest_of(sock)
-    while found.startswith(b"HTTP/1.1 100"):
-        found = found.partition(b"\r\n\r\n")[2]
-    assert found.startswith(b"HTTP/1.1 200")
-    assert b"data: [DONE]" in found if stream else b'"completion_tokens":60' in found
+        data = rest_of(sock)
+    while data.startswith(b"HTTP/1.1 100"):
+        data = data.partition(b"\r\n\r\n")[2]
+    assert data.startswith(b"HTTP/1.1 200")
+    assert b"data: [DONE]" in data if stream else b'"completion_tokens":60' in data
 
 
 def test_who_is_gone_frees_its_place(server: Running) -> None:
@@ -428,7 +428,7 @@ OURS = r"\b(str|dict|dictionary|union|instance)\b|list\[|constrained|Input shoul
 
 
 @pytest.mark.parametrize(
-    ("wrong", "param", "said"),
+    ("wrong", "param", "words"),
     [
         ({"stop": ["x"] * 17}, "stop", "16 items"),
         ({"stop": 5}, "stop", "a text or a list"),
@@ -457,9 +457,9 @@ OURS = r"\b(str|dict|dictionary|union|instance)\b|list\[|constrained|Input shoul
         ({"response_format": {"type": "text", "json_schema": SCHEMA}}, "response_format", "of type text has no schema"),
     ],
 )
-def test_errors_name_the_field_and_no_class(server: Running, wrong: dict[str, Any], param: str, said: str) -> None:
+def test_errors_name_the_field_and_no_class(server: Running, wrong: dict[str, Any], param: str, words: str) -> None:
     error = error_of(server.client.post("/v1/completions", json={**GOOD, **wrong}), 400)
-    assert error["param"] == param and said in error["message"]
+    assert error["param"] == param and words in error["message"]
     assert re.search(OURS, error["message"]) is None
 
 

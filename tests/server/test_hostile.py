@@ -23,18 +23,18 @@ attack = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "hostile.
     ids=["small routes", "completions and chat"],
 )
 def test_hostile_requests(server: Running, paths: str, phases: str, least: int) -> None:
-    found = attack(server.url, least, seed=1, minutes=5, phases=phases, paths=paths)
-    assert found["passed"], found["failures"]
-    assert found["requests"] >= least and found["server_errors"] == 0
-    assert {"200", "400"} <= set(found["statuses"])
+    report = attack(server.url, least, seed=1, minutes=5, phases=phases, paths=paths)
+    assert report["passed"], report["failures"]
+    assert report["requests"] >= least and report["server_errors"] == 0
+    assert {"200", "400"} <= set(report["statuses"])
 
 
 def test_every_status_is_declared(server: Running) -> None:
     document = server.client.get("/openapi.json").json()
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            wanted = {"200", "400", "401", "404", "405", "408", "413", "429", "500", "503", "504"}
-            assert wanted <= set(operation["responses"]), path
+            required = {"200", "400", "401", "404", "405", "408", "413", "429", "500", "503", "504"}
+            assert required <= set(operation["responses"]), path
     assert set(document["paths"]) == {
         "/health",
         "/ready",

@@ -33,7 +33,7 @@ def process(*flags: str, env: dict[str, str] | None = None) -> Iterator[tuple[su
     """``foretoken serve builtin`` in a process of its own, ready."""
     port = free_port()
     command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--dtype", "float32", "--port", str(port), *flags]
-    found = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**QUIET, **(env or {})})
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**QUIET, **(env or {})})
     url = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + 120
@@ -43,12 +43,12 @@ def process(*flags: str, env: dict[str, str] | None = None) -> Iterator[tuple[su
                     break
             except httpx.TransportError:
                 pass
-            assert found.poll() is None, found.stderr.read() if found.stderr else ""
+            assert child.poll() is None, child.stderr.read() if child.stderr else ""
             time.sleep(0.1)
-        yield found, url
+        yield child, url
     finally:
-        found.kill()
-        found.wait(30)
+        child.kill()
+        child.wait(30)
 
 
 def test_a_signal_drains() -> None:
@@ -87,11 +87,11 @@ def test_a_signal_drains() -> None:
         assert data[-1] == "[DONE]"
         assert json.loads(data[-2])["choices"][0]["finish_reason"] == "length"
         logged = [json.loads(line) for line in (running.stderr or []) if line.startswith("{")]
-        assert any(one.get("route") == "/v1/completions" and one["status"] == 200 for one in logged)
+        assert any(entry.get("route") == "/v1/completions" and entry["status"] == 200 for entry in logged)
 
 
 def test_what_takes_longer_than_the_drain_ends_with_an_error() -> None:
-    """R5: a stream that is cut says so; it has no ``[DONE]`` and does not break off in the middle."""
+    """R5: a stream that is cut says so: it has no ``[DONE]`` and does not break off in the middle."""
     with process("--drafter", "none", "--shutdown-timeout", "0.2") as (running, url):
         body = {"model": "builtin", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
         lines: list[str] = []
@@ -131,8 +131,8 @@ def test_a_signal_does_not_wait_for_a_model_that_is_loading() -> None:
             assert running.poll() is None, running.stderr.read() if running.stderr else ""
             time.sleep(0.1)
         running.send_signal(signal.SIGTERM)
-        _, said = running.communicate(timeout=60)
-        assert running.returncode == 0 and said == "stopped while the model was loading\n"
+        _, stderr = running.communicate(timeout=60)
+        assert running.returncode == 0 and stderr == "stopped while the model was loading\n"
     finally:
         running.kill()
         running.wait(30)
@@ -146,8 +146,8 @@ def test_a_signal_does_not_wait_for_what_is_imported(number: signal.Signals) -> 
     try:
         assert running.stderr is not None and running.stderr.readline() == "loading builtin ...\n"
         running.send_signal(number)
-        _, said = running.communicate(timeout=60)
-        assert running.returncode == 0 and said == "stopped while the model was loading\n"
+        _, stderr = running.communicate(timeout=60)
+        assert running.returncode == 0 and stderr == "stopped while the model was loading\n"
     finally:
         running.kill()
         running.wait(30)
@@ -197,12 +197,12 @@ def _ignored(url: str, body: dict[str, Any]) -> None:
 
 def refused(*flags: str) -> str:
     """The one line that a start with these flags ends with."""
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "foretoken", "serve", *flags], capture_output=True, text=True, env=QUIET, timeout=120
     )
-    assert found.returncode == 2, (found.returncode, found.stderr)
-    lines = [line for line in found.stderr.splitlines() if line and not line.startswith("loading")]
-    assert len(lines) == 1, found.stderr
+    assert result.returncode == 2, (result.returncode, result.stderr)
+    lines = [line for line in result.stderr.splitlines() if line and not line.startswith("loading")]
+    assert len(lines) == 1, result.stderr
     return lines[0]
 
 
@@ -229,10 +229,10 @@ def test_a_variable_below_a_flag_is_not_read() -> None:
     """Kubernetes sets FORETOKEN_PORT to an address beside a Service named foretoken."""
     from foretoken.server.config import settings_from
 
-    theirs = {"FORETOKEN_PORT": "tcp://10.0.0.1:80"}
-    assert settings_from({"port": 8080}, None, theirs).port == 8080
+    environ = {"FORETOKEN_PORT": "tcp://10.0.0.1:80"}
+    assert settings_from({"port": 8080}, None, environ).port == 8080
     with pytest.raises(ValueError, match="FORETOKEN_PORT: port must be a whole number"):
-        settings_from({"port": None}, None, theirs)
+        settings_from({"port": None}, None, environ)
 
 
 def test_settings_come_from_flags_then_environment_then_file(tmp_path: Path) -> None:
@@ -240,10 +240,10 @@ def test_settings_come_from_flags_then_environment_then_file(tmp_path: Path) -> 
 
     file = tmp_path / "serve.yaml"
     file.write_text("max-running: 3\nmax_queued: 4\nport: 5\napi_keys: [a, b]\n")
-    found = settings_from(
+    settings = settings_from(
         {"max_running": 1, "port": None}, file, {"FORETOKEN_MAX_QUEUED": "2", "FORETOKEN_ONLINE": "yes"}
     )
-    assert (found.max_running, found.max_queued, found.port, found.api_keys, found.online) == (
+    assert (settings.max_running, settings.max_queued, settings.port, settings.api_keys, settings.online) == (
         1,
         2,
         5,
@@ -297,7 +297,7 @@ def test_a_client_that_goes_away_frees_its_place(server: Running, stream: bool) 
 def test_a_client_that_leaves_a_stream_is_noticed_within_the_round(
     server: Running, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R4: no token comes after it has gone, so that nothing that is sent to it tells the server."""
+    """R4: no token comes after the client has gone, so that no failed send tells the server."""
     engine, go = server.serving.llm.engine, threading.Event()
     step, first = engine.step, engine.rounds
 
@@ -311,9 +311,9 @@ def test_a_client_that_leaves_a_stream_is_noticed_within_the_round(
     head = f"POST /v1/completions HTTP/{version}\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.serving.settings.port), timeout=60) as sock:
         sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode())
-        found = b""
-        while found.count(b"data: ") < 2:
-            found += sock.recv(65536)
+        reply = b""
+        while reply.count(b"data: ") < 2:
+            reply += sock.recv(65536)
     # All of it was read: the client's system sends an end and no reset.
     try:
         end = time.monotonic() + 20
@@ -330,7 +330,7 @@ def test_a_client_that_leaves_a_stream_is_noticed_within_the_round(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_dies_is_noticed() -> None:
-    """R6: health says so, and who listens is told by an error, not by an end."""
+    """R6: health says so, and listeners get an error, not an end."""
     with served() as running:
         engine = running.serving.llm.engine
         step, rounds = engine.step, iter(range(100))

@@ -22,10 +22,10 @@ from foretoken.server.limits import deeper_than
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     """The error object of an answer with this status."""
     assert answer.status_code == status, (answer.status_code, answer.text[:500])
-    found = answer.json()
-    assert set(found) == {"error"} and set(found["error"]) == {"message", "type", "param", "code"}
-    assert 0 < len(found["error"]["message"]) <= 1000
-    return dict(found["error"])
+    content = answer.json()
+    assert set(content) == {"error"} and set(content["error"]) == {"message", "type", "param", "code"}
+    assert 0 < len(content["error"]["message"]) <= 1000
+    return dict(content["error"])
 
 
 GZIPPED = gzip.compress(b'{"prompt": "x"}', mtime=0)
@@ -279,9 +279,9 @@ def test_what_limits_the_context_is_said(server: Running, monkeypatch: pytest.Mo
         {"prompt": [5] * 1024, "max_tokens": 1},
         {"prompt": "x" * 2_000_000, "max_tokens": 1},
     ):
-        said = error_of(server.post("/v1/completions", **body), 400)
-        assert said["code"] == "context_length_exceeded"
-        assert said["message"].endswith(" (the tables of frequencies end there)")
+        error = error_of(server.post("/v1/completions", **body), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].endswith(" (the tables of frequencies end there)")
 
 
 def test_the_context_is_a_limit(server: Running) -> None:
@@ -297,7 +297,7 @@ def test_unknown_fields_are_named_in_a_header(server: Running) -> None:
 
 
 def test_unknown_fields_inside_of_others_are_named_once(server: Running) -> None:
-    """Without what says nothing, and without what a client sends back as it came from here."""
+    """Fields that say nothing, and fields that a client sends back as it got them, are not named."""
     call = {"id": "1", "type": "function", "index": 0, "function": {"name": "look", "arguments": "{}", "mood": "good"}}
     body = schemas.ChatRequest.model_validate(
         {
@@ -389,13 +389,13 @@ def raw(url: str, data: bytes, then: float = 0.0) -> bytes:
         sock.sendall(data)
         time.sleep(then)
         sock.settimeout(30)
-        found = b""
+        reply = b""
         try:
             while part := sock.recv(65536):
-                found += part
+                reply += part
         except (TimeoutError, ConnectionResetError):
             pass
-        return found
+        return reply
 
 
 def test_slow_and_endless_headers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

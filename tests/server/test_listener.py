@@ -15,16 +15,16 @@ def nodelay(sock: socket.socket) -> bool:
     """Whether asyncio sends small chunks of connections to this socket at once."""
 
     async def run() -> bool:
-        found: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             accepted = writer.get_extra_info("socket")
-            found.set_result(bool(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+            future.set_result(bool(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
             writer.close()
 
         async with await asyncio.start_server(connected, sock=sock):
             _, writer = await asyncio.open_connection(*sock.getsockname()[:2])
-            result = await asyncio.wait_for(found, 5)
+            result = await asyncio.wait_for(future, 5)
             writer.close()
             return result
 

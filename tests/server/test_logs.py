@@ -1,4 +1,4 @@
-"""The log of a server: nobody waits for who reads it."""
+"""The log of a server: no request waits for the log's reader."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def test_lines_that_nobody_reads_stop_nobody_and_are_counted() -> None:
     teller.start()
     teller.join(60)
     assert not teller.is_alive()
-    found, lost = 0, 0
+    num_written, lost = 0, 0
     with os.fdopen(read_end) as lines:
         for line in lines:
             message = json.loads(line)["message"]
             if "were lost" in message:
                 lost += int(message.split()[0])
             else:
-                found += 1
-            if found + lost == 2000:
+                num_written += 1
+            if num_written + lost == 2000:
                 break
-        assert lost > 1000 and found >= 50
+        assert lost > 1000 and num_written >= 50
         handler.handle(record("and on"))
         handler.flush()
         assert json.loads(lines.readline())["message"] == "and on"

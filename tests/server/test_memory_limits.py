@@ -1,4 +1,4 @@
-"""What requests may ask of a server whose keys and values have little memory."""
+"""Limits on requests where a server has little memory for keys and values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_limit_that_nobody_named_is_cut_to_what_fits(small: Running, path: str) -> None:
-    """So is one that is cut to the context anyway."""
+    """A limit that is cut to the context is cut to the memory, too."""
     most = SLOTS - SCRATCH
     body = ROUTES[path] if path != "/v1/completions" else {"prompt": [5] * (most - 4)}
     answer = small.post(path, **body)
@@ -61,8 +61,8 @@ def test_a_limit_that_nobody_named_is_cut_to_what_fits(small: Running, path: str
     usage = {name: value for name, value in answer.json()["usage"].items() if isinstance(value, int)}
     usage.pop("total_tokens", None)
     assert sum(usage.values()) == most
-    said = answer.text.replace(" ", "")
-    assert any(f'"{word}"' in said for word in ("length", "max_output_tokens", "model_context_window_exceeded"))
+    text = answer.text.replace(" ", "")
+    assert any(f'"{word}"' in text for word in ("length", "max_output_tokens", "model_context_window_exceeded"))
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_a_default_fits_behind_a_prompt_that_almost_fills_the_context(server: Ru
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
 
 
-def told(start: Callable[[], None], caplog: pytest.LogCaptureFixture) -> str:
-    """What is logged of memory."""
+def memory_warnings(start: Callable[[], None], caplog: pytest.LogCaptureFixture) -> str:
+    """The warnings about memory that a start logs."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, "foretoken.server"):
         start()
@@ -119,12 +119,12 @@ def test_the_start_says_how_many_run_at_once(
     settings = ServerSettings(kv_memory=limit, **more)
     llm = make_llm(settings)
     llm.engine.requests.limit_memory(settings.kv_bytes, 0)
-    said = told(lambda: tell_memory(settings, llm), caplog)
+    warnings = memory_warnings(lambda: tell_memory(settings, llm), caplog)
     if count is None:
-        assert not said
+        assert not warnings
     else:
-        assert f"only {count} of --max-running 16 requests" in said and f"reserves up to {each} tokens" in said
-        assert "--default-max-tokens" in said
+        assert f"only {count} of --max-running 16 requests" in warnings and f"reserves up to {each} tokens" in warnings
+        assert "--default-max-tokens" in warnings
 
 
 def test_a_cap_on_requests_that_name_no_limit() -> None:

@@ -30,7 +30,7 @@ def client(tools: Running) -> Any:
 
 
 def prompt_of(running: Running, monkeypatch: pytest.MonkeyPatch, **body: Any) -> str:
-    """What a request was turned into."""
+    """The prompt that a request was turned into."""
     from foretoken.server.turn import ChatTurn
 
     seen: list[str] = []
@@ -42,18 +42,18 @@ def prompt_of(running: Running, monkeypatch: pytest.MonkeyPatch, **body: Any) ->
 
 
 def test_an_answer_is_what_chat_completions_say(tools: Running, client: Any) -> None:
-    wanted = tools.post(
+    expected = tools.post(
         "/v1/chat/completions",
         messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
         max_tokens=20,
         temperature=0,
     ).json()
-    found = client.messages.create(**{**ASKED, "max_tokens": 20}, system="Be brief.", extra_body=GREEDY)
-    assert [block.text for block in found.content] == [wanted["choices"][0]["message"]["content"]]
-    assert found.role == "assistant" and found.type == "message" and found.id.startswith("msg_")
-    assert (found.stop_reason, found.model) == ("max_tokens", "builtin")
-    whole = found.usage.input_tokens + found.usage.cache_read_input_tokens
-    assert (whole, found.usage.output_tokens) == (wanted["usage"]["prompt_tokens"], 20)
+    message = client.messages.create(**{**ASKED, "max_tokens": 20}, system="Be brief.", extra_body=GREEDY)
+    assert [block.text for block in message.content] == [expected["choices"][0]["message"]["content"]]
+    assert message.role == "assistant" and message.type == "message" and message.id.startswith("msg_")
+    assert (message.stop_reason, message.model) == ("max_tokens", "builtin")
+    whole = message.usage.input_tokens + message.usage.cache_read_input_tokens
+    assert (whole, message.usage.output_tokens) == (expected["usage"]["prompt_tokens"], 20)
 
 
 def test_a_stream_has_the_events_of_one_piece(client: Any) -> None:
@@ -62,10 +62,10 @@ def test_a_stream_has_the_events_of_one_piece(client: Any) -> None:
     with client.messages.stream(**ASKED, extra_body=GREEDY) as stream:
         for event in stream:
             kinds.append(event.type)
-        found = stream.get_final_message()
-    assert [block.text for block in found.content] == [block.text for block in whole.content]
-    assert found.stop_reason == whole.stop_reason
-    assert found.usage.output_tokens == whole.usage.output_tokens
+        message = stream.get_final_message()
+    assert [block.text for block in message.content] == [block.text for block in whole.content]
+    assert message.stop_reason == whole.stop_reason
+    assert message.usage.output_tokens == whole.usage.output_tokens
     raw = [kind for kind in kinds if kind not in ("text", "input_json")]
     assert raw[:2] == ["message_start", "content_block_start"]
     assert raw[-3:] == ["content_block_stop", "message_delta", "message_stop"]
@@ -75,26 +75,26 @@ def test_a_stream_has_the_events_of_one_piece(client: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_text_and_calls_are_blocks_in_order(client: Any, script: Callable[[str], None], stream: bool) -> None:
     script(f"So.\n{CALL}\n{CALL}")
-    asked = {**ASKED, "tools": [TOOL], "max_tokens": 200}
+    options = {**ASKED, "tools": [TOOL], "max_tokens": 200}
     if stream:
-        with client.messages.stream(**asked) as events:
-            found = events.get_final_message()
+        with client.messages.stream(**options) as events:
+            message = events.get_final_message()
     else:
-        found = client.messages.create(**asked)
-    assert found.stop_reason == "tool_use"
-    assert [block.type for block in found.content] == ["text", "tool_use", "tool_use"]
-    assert found.content[0].text == "So."
-    assert [(block.name, block.input) for block in found.content[1:]] == [("look", {"x": 1})] * 2
-    assert len({block.id for block in found.content[1:]}) == 2
+        message = client.messages.create(**options)
+    assert message.stop_reason == "tool_use"
+    assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
+    assert message.content[0].text == "So."
+    assert [(block.name, block.input) for block in message.content[1:]] == [("look", {"x": 1})] * 2
+    assert len({block.id for block in message.content[1:]}) == 2
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "look"}])
 def test_a_call_is_forced(client: Any, choice: dict[str, Any]) -> None:
     pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
     choice = {**choice, "disable_parallel_tool_use": True}
-    found = client.messages.create(**{**ASKED, "max_tokens": 200}, tools=[TOOL], tool_choice=choice)
-    (block,) = found.content
-    assert found.stop_reason == "tool_use" and block.name == "look" and 0 <= block.input["x"] <= 9
+    message = client.messages.create(**{**ASKED, "max_tokens": 200}, tools=[TOOL], tool_choice=choice)
+    (block,) = message.content
+    assert message.stop_reason == "tool_use" and block.name == "look" and 0 <= block.input["x"] <= 9
 
 
 def test_a_conversation_reaches_the_template(tools: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,28 +127,28 @@ def test_a_conversation_reaches_the_template(tools: Running, monkeypatch: pytest
 
 
 def test_tokens_are_counted(tools: Running, client: Any) -> None:
-    asked = {name: ASKED[name] for name in ("model", "messages")}
-    bare = client.messages.count_tokens(**asked).input_tokens
+    options = {name: ASKED[name] for name in ("model", "messages")}
+    bare = client.messages.count_tokens(**options).input_tokens
     assert bare == client.messages.create(**ASKED).usage.input_tokens
-    assert client.messages.count_tokens(**asked, tools=[TOOL], system="Be brief.").input_tokens > bare
+    assert client.messages.count_tokens(**options, tools=[TOOL], system="Be brief.").input_tokens > bare
 
 
 def test_what_does_not_fit_is_counted(client: Any) -> None:
-    """Agents ask so whether they must shorten it, and by how much."""
-    asked = {"model": "builtin", "messages": [{"role": "user", "content": "word " * 5000}]}
+    """Agents ask this way whether they must shorten a text, and by how much."""
+    body = {"model": "builtin", "messages": [{"role": "user", "content": "word " * 5000}]}
     twice = {"model": "builtin", "messages": [{"role": "user", "content": "word " * 10_000}]}
     with pytest.raises(anthropic.BadRequestError, match="the model's context is 1024"):
-        client.messages.create(**asked, max_tokens=1)
-    once = client.messages.count_tokens(**asked).input_tokens
+        client.messages.create(**body, max_tokens=1)
+    once = client.messages.count_tokens(**body).input_tokens
     assert 5000 <= once < client.messages.count_tokens(**twice).input_tokens <= 2 * once
 
 
 def test_why_an_answer_ended(client: Any, script: Callable[[str], None]) -> None:
     script("one two three")
-    found = client.messages.create(**ASKED, stop_sequences=["two"])
-    assert (found.stop_reason, found.stop_sequence, found.content[0].text) == ("stop_sequence", "two", "one ")
-    found = client.messages.create(**ASKED)
-    assert (found.stop_reason, found.content[0].text) == ("end_turn", "one two three")
+    message = client.messages.create(**ASKED, stop_sequences=["two"])
+    assert (message.stop_reason, message.stop_sequence, message.content[0].text) == ("stop_sequence", "two", "one ")
+    message = client.messages.create(**ASKED)
+    assert (message.stop_reason, message.content[0].text) == ("end_turn", "one two three")
 
 
 def test_more_tokens_than_the_context_has_left_are_an_upper_limit(client: Any, script: Callable[[str], None]) -> None:
@@ -158,8 +158,8 @@ def test_more_tokens_than_the_context_has_left_are_an_upper_limit(client: Any, s
     for text, reason in (("one two three", "end_turn"), ("one two three " * 80, "model_context_window_exceeded")):
         script(text)
         with client.messages.stream(**long) as stream:
-            found = stream.get_final_message()
-        assert found.stop_reason == reason and text.startswith(found.content[0].text)
+            message = stream.get_final_message()
+        assert message.stop_reason == reason and text.startswith(message.content[0].text)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_more_tokens_than_the_context_has_left_are_an_upper_limit(client: Any, s
 )
 def test_what_is_not_served_is_an_error_in_anthropics_shape(tools: Running, body: dict[str, Any], words: str) -> None:
     answer = tools.client.post("/v1/messages", json={**ASKED, **body})
-    found = answer.json()
+    content = answer.json()
     assert answer.status_code == 400, answer.text
-    assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
-    assert words in found["error"]["message"]
+    assert (content["type"], content["error"]["type"]) == ("error", "invalid_request_error")
+    assert words in content["error"]["message"]
 
 
 def test_errors_reach_the_client_as_its_own(tools: Running, client: Any) -> None:
@@ -207,14 +207,14 @@ def test_errors_reach_the_client_as_its_own(tools: Running, client: Any) -> None
 
 def test_ids_of_requests(tools: Running, client: Any) -> None:
     """Anthropic's client reads another header than OpenAI's."""
-    mine = {"extra_headers": {"X-Request-Id": "mine-1"}}
-    assert client.messages.create(**ASKED, **mine)._request_id == "mine-1"
+    options = {"extra_headers": {"X-Request-Id": "mine-1"}}
+    assert client.messages.create(**ASKED, **options)._request_id == "mine-1"
     counted = {name: ASKED[name] for name in ("model", "messages")}
     assert len(client.messages.count_tokens(**counted)._request_id) == 32
-    with client.messages.stream(**ASKED, **mine) as stream:
+    with client.messages.stream(**ASKED, **options) as stream:
         assert stream.request_id == "mine-1"
     with pytest.raises(anthropic.NotFoundError) as caught:
-        client.messages.create(**{**ASKED, "model": "claude"}, **mine)
+        client.messages.create(**{**ASKED, "model": "claude"}, **options)
     assert caught.value.request_id == "mine-1"
     # What is refused before it reaches a route
     refused = tools.client.post("/v1/messages", content="[" * 100)
@@ -255,10 +255,10 @@ def test_ignored_fields_are_named(tools: Running) -> None:
 def test_a_form_of_the_answer(client: Any) -> None:
     pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    found = client.messages.create(**ASKED, output_config=form)
-    assert 0 <= json.loads(found.content[0].text)["x"] <= 9
+    message = client.messages.create(**ASKED, output_config=form)
+    assert 0 <= json.loads(message.content[0].text)["x"] <= 9
 
 
 def test_models_are_listed_for_both_vendors(client: Any) -> None:
-    (found,) = client.models.list().data
-    assert (found.id, found.type, found.display_name) == ("builtin", "model", "builtin")
+    (model,) = client.models.list().data
+    assert (model.id, model.type, model.display_name) == ("builtin", "model", "builtin")

@@ -1,4 +1,4 @@
-"""Options through HTTP: what contradicts itself is a 400 that names the field, or has a defined end; never a 500."""
+"""Options through HTTP: a contradiction is a 400 that names the field, or has a defined end; never a 500."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def twice(server: Running, **body: Any) -> dict[str, Any]:
     plain = server.complete(**body, return_token_ids=True, speculative=PLAIN)["choices"][0]
     for name in ("text", "token_ids", "finish_reason", "stop_reason"):
         assert choice[name] == plain[name]
-    asked = {"model": "builtin", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **body, "stream": True}
-    lines = server.client.post("/v1/completions", json=asked).text.splitlines()
+    request = {"model": "builtin", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **body, "stream": True}
+    lines = server.client.post("/v1/completions", json=request).text.splitlines()
     parts = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
     assert "".join(part["text"] for part in parts) == choice["text"]
     assert parts[-1]["finish_reason"] == choice["finish_reason"]
-    found: dict[str, Any] = choice
-    return found
+    result: dict[str, Any] = choice
+    return result
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -64,7 +64,7 @@ def test_structured_output_that_ends_before_the_least(server: Running) -> None:
 def test_a_grammar_that_the_allowed_tokens_cannot_spell(server: Running) -> None:
     pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
     tokenizer = server.serving.llm.tokenizer
-    letters = [tokenizer.convert_tokens_to_ids(one) for one in "abc"]
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abc"]
     for path, prompt in (
         ("/v1/completions", {"prompt": PROMPT}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
@@ -101,8 +101,8 @@ def test_a_text_that_brings_its_bos_gets_no_second(server: Running, monkeypatch:
     monkeypatch.setattr(server.serving.llm, "tokenizer", adding)
     for text in ("hi you", "<s>hi you"):
         assert server.post("/tokenize", prompt=text).json()["tokens"] == [0, 2, 3]
-        found = server.complete(text, max_tokens=1, return_token_ids=True)
-        assert found["choices"][0]["prompt_token_ids"] == [0, 2, 3]
+        answer = server.complete(text, max_tokens=1, return_token_ids=True)
+        assert answer["choices"][0]["prompt_token_ids"] == [0, 2, 3]
 
 
 @pytest.mark.parametrize(

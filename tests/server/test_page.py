@@ -26,7 +26,7 @@ from foretoken.server.pages import PATHS
 
 __all__ = ["open_tab", "server", "tab"]  # fixtures
 TOKENS = sum(len(choice["token_ids"]) for chunk in RECORDED for choice in chunk["choices"])
-ROUNDS = [one for chunk in RECORDED for choice in chunk["choices"] for one in choice["speculative"]["rounds"]]
+ROUNDS = [round_ for chunk in RECORDED for choice in chunk["choices"] for round_ in choice["speculative"]["rounds"]]
 ORIGINS = [origin for chunk in RECORDED for choice in chunk["choices"] for origin in choice["origins"]]
 
 
@@ -68,8 +68,8 @@ def test_browser_reports_what_the_policy_forbids(tab: Page) -> None:
     tab.run("document.body.insertAdjacentHTML('beforeend', '<p style=\"color:red\">x</p>')")
     tab.until("document.querySelector('p[style]') !== null")
     tab.run("new Promise((done) => { const i = new Image(); i.onerror = done; i.src = 'http://127.0.0.2:9/x.png'; })")
-    assert any("style" in one for one in tab.complaints)
-    assert any("127.0.0.2" in one for one in tab.complaints)
+    assert any("style" in complaint for complaint in tab.complaints)
+    assert any("127.0.0.2" in complaint for complaint in tab.complaints)
     tab.complaints.clear()
 
 
@@ -106,7 +106,7 @@ def test_request_is_what_the_form_says(tab: Page, server: Mock) -> None:
         put(tab, name, value)
     click(tab, "enabled")
     write(tab, "say it")
-    path, body = server.asked[-1]
+    path, body = server.requests[-1]
     assert path == "/v1/completions"
     assert body == {
         "model": "builtin",
@@ -127,29 +127,29 @@ def test_chat_keeps_the_conversation(tab: Page, server: Mock) -> None:
     tab.run("document.querySelector('input[value=chat]').click()")
     write(tab, "first")
     write(tab, "second")
-    path, body = server.asked[-1]
+    path, body = server.requests[-1]
     assert path == "/v1/chat/completions"
-    assert [one["role"] for one in body["messages"]] == ["user", "assistant", "user"]
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
     assert body["messages"][1]["content"] == "".join(c["text"] for chunk in RECORDED for c in chunk["choices"])
     click(tab, "forget")
     write(tab, "third")
-    assert [one["content"] for one in server.asked[-1][1]["messages"]] == ["third"]
+    assert [message["content"] for message in server.requests[-1][1]["messages"]] == ["third"]
 
 
 @needs_page
 def test_tree_of_any_round(tab: Page) -> None:
     write(tab)
-    index = next(i for i, one in enumerate(ROUNDS) if one["accepted"] and len(one["tokens"]) > 4)
+    index = next(i for i, round_ in enumerate(ROUNDS) if round_["accepted"] and len(round_["tokens"]) > 4)
     tab.run(f"document.getElementById('round-{index}').click()")
-    one = ROUNDS[index]
-    assert count(tab, "#tree .node") == len(one["tokens"]) + 1, "and the next token"
-    assert count(tab, "#tree .node.accepted") == len(one["accepted"])
-    assert count(tab, "#tree .edge.accepted") == len(one["accepted"])
-    assert count(tab, "#tree-table tbody tr") == len(one["tokens"]) + 1
+    round_ = ROUNDS[index]
+    assert count(tab, "#tree .node") == len(round_["tokens"]) + 1, "and the next token"
+    assert count(tab, "#tree .node.accepted") == len(round_["accepted"])
+    assert count(tab, "#tree .edge.accepted") == len(round_["accepted"])
+    assert count(tab, "#tree-table tbody tr") == len(round_["tokens"]) + 1
     tab.run("document.querySelector('#tree .node.rejected').dispatchEvent(new Event('click'))")
     assert "rejected; p/q = " in text(tab, "#why")
     struck = tab.run("[...document.querySelectorAll('#peek s')].length")
-    assert struck == len(one["tokens"]) - 1 - len(one["accepted"])
+    assert struck == len(round_["tokens"]) - 1 - len(round_["accepted"])
 
 
 @needs_page
@@ -170,8 +170,8 @@ def test_charts_count_what_was_recorded(tab: Page) -> None:
         "[...document.querySelectorAll('#position-table tbody tr')].map((row) =>"
         "[...row.children].map((cell) => cell.textContent))"
     )
-    tried = sum(1 for one in ROUNDS if 0 in one["parents"])
-    hits = sum(1 for one in ROUNDS if one["accepted"])
+    tried = sum(1 for round_ in ROUNDS if 0 in round_["parents"])
+    hits = sum(1 for round_ in ROUNDS if round_["accepted"])
     assert rows[0][:3] == ["1", str(tried), str(hits)]
     assert count(tab, "#position .whisker") == len(rows)
     histogram = tab.run(
@@ -188,8 +188,8 @@ def test_charts_count_what_was_recorded(tab: Page) -> None:
 @needs_page
 def test_wilson_by_hand(tab: Page) -> None:
     """The interval that the page draws, for 8 of 10 and 0 of 5."""
-    found = tab.run(f"{module(tab, 'statistics.js')}.then((one) => [...one.wilson(8, 10), ...one.wilson(0, 5)])")
-    assert found == pytest.approx([0.490162, 0.943318, 0.0, 0.434482], abs=1e-5)
+    bounds = tab.run(f"{module(tab, 'statistics.js')}.then((one) => [...one.wilson(8, 10), ...one.wilson(0, 5)])")
+    assert bounds == pytest.approx([0.490162, 0.943318, 0.0, 0.434482], abs=1e-5)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_wilson_by_hand(tab: Page) -> None:
 
 @needs_page
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "message"),
     [
         ("REFUSE", "400: max_new_tokens=9000 goes past the model's context"),
         ("BREAK", "the stream broke off before its end"),
@@ -206,9 +206,9 @@ def test_wilson_by_hand(tab: Page) -> None:
         ("BUSY", "503: the server is busy: all 256 places are taken; try again (try again in 7 s)"),
     ],
 )
-def test_errors_are_shown_as_text(tab: Page, prompt: str, said: str) -> None:
+def test_errors_are_shown_as_text(tab: Page, prompt: str, message: str) -> None:
     write(tab, prompt)
-    assert text(tab, "#problem") == said
+    assert text(tab, "#problem") == message
     assert tab.run("document.getElementById('problem').hidden") is False
     write(tab)
     assert tab.run("document.getElementById('problem').hidden") is True

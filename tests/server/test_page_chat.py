@@ -10,19 +10,19 @@ from page_steps import Page, chat, click, count, needs_page, open_tab, put, send
 
 __all__ = ["chat", "open_tab", "server", "tab"]  # fixtures
 ANSWER = "".join(choice["text"] for chunk in RECORDED for choice in chunk["choices"])
-ROUNDS = [one for chunk in RECORDED for choice in chunk["choices"] for one in choice["speculative"]["rounds"]]
+ROUNDS = [round_ for chunk in RECORDED for choice in chunk["choices"] for round_ in choice["speculative"]["rounds"]]
 
 
-def said(tab: Page) -> list[str]:
+def history(tab: Page) -> list[str]:
     """Texts of the history, without buttons and notes."""
-    found: list[str] = tab.run("[...document.querySelectorAll('#history .text')].map((one) => one.textContent)")
-    return found
+    texts: list[str] = tab.run("[...document.querySelectorAll('#history .text')].map((one) => one.textContent)")
+    return texts
 
 
 def messages(server: Mock) -> list[Any]:
-    path, body = server.asked[-1]
+    path, body = server.requests[-1]
     assert path == "/v1/chat/completions"
-    return [(one["role"], one["content"]) for one in body["messages"]]
+    return [(message["role"], message["content"]) for message in body["messages"]]
 
 
 def value(tab: Page, name: str) -> Any:
@@ -49,7 +49,7 @@ def test_a_model_without_one_opens_a_completion(tab: Page, server: Mock) -> None
     assert text(tab, "#run") == "Write" and value(tab, "prompt").startswith("def fibonacci")
     assert tab.run("[...document.querySelectorAll('.drawer')].every((one) => one.open)") is True
     write(tab)
-    assert server.asked[-1][0] == "/v1/completions"
+    assert server.requests[-1][0] == "/v1/completions"
 
 
 @needs_page
@@ -58,7 +58,7 @@ def test_each_kind_of_page_keeps_its_fields(chat: Page, server: Mock) -> None:
     chat.run("document.querySelector('input[value=completion]').click()")
     assert value(chat, "prompt").startswith("def fibonacci") and value(chat, "tokens") == "64"
     write(chat, "a text")
-    assert server.asked[-1][0] == "/v1/completions"
+    assert server.requests[-1][0] == "/v1/completions"
     chat.run("document.querySelector('input[value=chat]').click()")
     assert value(chat, "prompt") == "a message" and value(chat, "tokens") == "512"
 
@@ -74,7 +74,7 @@ def test_the_kind_does_not_change_under_an_answer(chat: Page, server: Mock) -> N
         == ["chat"] * 2
     )
     chat.until("document.getElementById('status').textContent.includes('ended by')")
-    assert said(chat) == ["hello", ANSWER]
+    assert history(chat) == ["hello", ANSWER]
 
 
 @needs_page
@@ -86,7 +86,7 @@ def test_a_key_can_be_given_before_the_model_is_known(tab: Page, server: Mock) -
     put(tab, "key", "secret")
     tab.until("document.body.dataset.mode === 'chat'")
     send(tab, "hello")
-    assert said(tab) == ["hello", ANSWER]
+    assert history(tab) == ["hello", ANSWER]
 
 
 @needs_page
@@ -108,35 +108,35 @@ def test_the_model_is_told_of_all_that_was_said(chat: Page, server: Mock) -> Non
     assert value(chat, "prompt") == ""
     send(chat, "second")
     assert messages(server)[1:] == [("user", "first"), ("assistant", ANSWER), ("user", "second")]
-    assert said(chat) == ["first", ANSWER, "second", ANSWER]
+    assert history(chat) == ["first", ANSWER, "second", ANSWER]
     click(chat, "forget")
-    assert said(chat) == []
+    assert history(chat) == []
     send(chat, "third")
     assert messages(server) == [("system", "Be brief."), ("user", "third")]
 
 
 @needs_page
 def test_settings_are_sent(chat: Page, server: Mock) -> None:
-    for name, given in (("temperature", "0.25"), ("seed", "11"), ("tokens", "32")):
-        put(chat, name, given)
+    for name, setting in (("temperature", "0.25"), ("seed", "11"), ("tokens", "32")):
+        put(chat, name, setting)
     send(chat, "hello")
-    body = server.asked[-1][1]
+    body = server.requests[-1][1]
     assert [body["temperature"], body["seed"], body["max_tokens"]] == [0.25, 11, 32]
     put(chat, "temperature", "9")
     put(chat, "prompt", "again")
     click(chat, "run")
     assert chat.run("document.getElementById('settings').open") is True, "where the wrong field is"
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 @needs_page
 def test_enter_sends_and_shift_enter_starts_a_line(chat: Page, server: Mock) -> None:
     chat.run("document.getElementById('prompt').focus()")
     chat.press("Enter")
-    assert server.asked == [], "there is nothing to be sent"
+    assert server.requests == [], "there is nothing to be sent"
     chat.type("one")
     chat.press("Enter", shift=True)
-    assert server.asked == []
+    assert server.requests == []
     chat.type("two")
     chat.press("Enter")
     chat.until("document.getElementById('status').textContent.includes('ended by')")
@@ -146,7 +146,7 @@ def test_enter_sends_and_shift_enter_starts_a_line(chat: Page, server: Mock) -> 
 @needs_page
 def test_a_message_is_text_and_nothing_else(chat: Page) -> None:
     send(chat, "<img src=x onerror=alert(1)> **bold**")
-    assert said(chat)[0] == "<img src=x onerror=alert(1)> **bold**"
+    assert history(chat)[0] == "<img src=x onerror=alert(1)> **bold**"
     assert count(chat, "#history img") == 0
 
 
@@ -167,7 +167,7 @@ def test_stop_keeps_what_was_written(chat: Page, server: Mock, how: str) -> None
         chat.press("Escape")
     chat.until("document.getElementById('status').textContent === 'Stopped.'")
     assert text(chat, "#run") == "Send"
-    part = said(chat)[1]
+    part = history(chat)[1]
     assert part and part != ANSWER and ANSWER.startswith(part)
     server.pause_s = 0.0
     send(chat, "go on")
@@ -181,7 +181,7 @@ def test_a_double_click_does_not_stop(chat: Page, server: Mock) -> None:
     click(chat, "run")
     chat.run("document.getElementById('run').dispatchEvent(new (globalThis.MouseEvent ?? Event)('click', {detail: 2}))")
     chat.until("document.getElementById('status').textContent.includes('ended by')")
-    assert said(chat) == ["twice", ANSWER] and len(server.asked) == 1
+    assert history(chat) == ["twice", ANSWER] and len(server.requests) == 1
 
 
 # -- copying ----------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_an_error_is_one_line_and_loses_nothing(chat: Page, server: Mock, messag
     assert text(chat, "#problem") == problem and "\n" not in problem
     assert value(chat, "prompt") == message, "what was typed is there again"
     is_broken = message in ("BREAK", "FAIL")
-    assert len(said(chat)) == (4 if is_broken else 2), "what came of a broken answer can be read"
+    assert len(history(chat)) == (4 if is_broken else 2), "what came of a broken answer can be read"
     assert count(chat, ".failed") == (2 if is_broken else 0)
     send(chat, "after")
     assert messages(server) == [("user", "before"), ("assistant", ANSWER), ("user", "after")]

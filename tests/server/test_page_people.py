@@ -13,7 +13,7 @@ from page_mock import RECORDED, Mock
 from page_steps import Page, count, needs_browser, needs_page, open_tab, put, raced, send, server, tab, text, write
 
 __all__ = ["open_tab", "server", "tab"]  # fixtures
-ROUNDS = [one for chunk in RECORDED for choice in chunk["choices"] for one in choice["speculative"]["rounds"]]
+ROUNDS = [round_ for chunk in RECORDED for choice in chunk["choices"] for round_ in choice["speculative"]["rounds"]]
 
 
 def tab_to(tab: Tab, name: str) -> None:
@@ -33,7 +33,7 @@ def test_everything_works_by_keyboard(tab: Tab, server: Mock) -> None:
     tab_to(tab, "run")
     tab.press("Enter")
     tab.until("document.getElementById('status').textContent.includes('ended by')")
-    assert server.asked[-1][1]["prompt"] == "by keys"
+    assert server.requests[-1][1]["prompt"] == "by keys"
     assert tab.run("document.activeElement.id") == "run", "the focus must not be lost"
     tab_to(tab, "ribbon")
     before = text(tab, "#tree-which")
@@ -139,12 +139,12 @@ def real() -> Iterator[str]:
     from foretoken.server.config import ServerSettings
 
     settings = ServerSettings(model="builtin", drafter="model,tree=3x2x1x1", controller="constant", dtype="float32")
-    found = uvicorn.Server(uvicorn.Config(create_app(settings), log_config=None, lifespan="on"))
+    http_server = uvicorn.Server(uvicorn.Config(create_app(settings), log_config=None, lifespan="on"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=found.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread = threading.Thread(target=http_server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        found.should_exit = True
+        http_server.should_exit = True
         thread.join(timeout=60)
 
 

@@ -38,13 +38,13 @@ def test_race_repeats_until_the_interval_excludes_one(
     low, high, pairs = re.findall(r"interval ([\d.]+) to ([\d.]+), (\d+) pairs", verdict)[0]
     assert float(low) > 1 if word == "faster: " else float(high) < 1
     assert 3 <= int(pairs) < 12
-    asked = [body for _, body in server.asked]
-    assert len(asked) == 2 * (int(pairs) + 1), "and a pair to warm up"
-    lanes = [body["speculative"] for body in asked]
-    assert all(one in ({"enabled": True}, {"enabled": False}) for one in lanes), "no lane explains itself: that costs"
+    bodies = [body for _, body in server.requests]
+    assert len(bodies) == 2 * (int(pairs) + 1), "and a pair to warm up"
+    lanes = [body["speculative"] for body in bodies]
+    assert all(lane in ({"enabled": True}, {"enabled": False}) for lane in lanes), "no lane explains itself: that costs"
     assert lanes[0] == lanes[3] != lanes[1] == lanes[2], "who runs first must change"
-    assert all(one["seed"] == other["seed"] for one, other in zip(asked[::2], asked[1::2], strict=True))
-    assert len({body["cache_salt"] for body in asked}) == len(asked), "none must read another's cache"
+    assert all(body["seed"] == other["seed"] for body, other in zip(bodies[::2], bodies[1::2], strict=True))
+    assert len({body["cache_salt"] for body in bodies}) == len(bodies), "none must read another's cache"
     assert text(tab, "#identical").startswith(f"identical: yes, {int(pairs) * TOKENS} of {int(pairs) * TOKENS} tokens")
     assert text(tab, "#plain-text") == text(tab, "#spec-text") != ""
 
@@ -54,7 +54,7 @@ def test_race_ends_undecided_after_twelve_pairs(tab: Page, server: Mock) -> None
     server.delay_s = lambda body: 0.04 + 0.08 * (body["speculative"]["enabled"] == (body["seed"] % 2 == 0))
     verdict = raced(tab)
     assert verdict.startswith("No difference can be told") and "the interval contains 1" in verdict
-    assert "12 pairs" in verdict and len(server.asked) == 26
+    assert "12 pairs" in verdict and len(server.requests) == 26
 
 
 @needs_page
@@ -64,15 +64,15 @@ def test_race_says_that_no_draft_was_used(tab: Page, server: Mock) -> None:
     verdict = raced(tab)
     assert verdict.startswith("No draft was used: the controller chose plain decoding in every round.")
     assert "faster" not in verdict and "slower" not in verdict
-    assert len(server.asked) == 8, "more pairs would tell nothing"
+    assert len(server.requests) == 8, "more pairs would tell nothing"
 
 
 @needs_page
 def test_race_says_where_texts_differ(tab: Page) -> None:
     put(tab, "prompt", "DIFFER")
     raced(tab)
-    said = text(tab, "#identical")
-    assert said == f"identical: no, in pair 1 they differ from token {TOKENS} of {TOKENS}."
+    line = text(tab, "#identical")
+    assert line == f"identical: no, in pair 1 they differ from token {TOKENS} of {TOKENS}."
     assert tab.run("document.getElementById('identical').className") == "differ"
 
 
@@ -101,13 +101,13 @@ def test_race_stops(tab: Page, server: Mock) -> None:
 def test_race_of_a_chat_is_about_the_last_question(chat: Page, server: Mock) -> None:
     click(chat, "race")
     chat.until("document.getElementById('problem').hidden === false")
-    assert "write a message first" in text(chat, "#problem") and server.asked == []
+    assert "write a message first" in text(chat, "#problem") and server.requests == []
     send(chat, "first")
-    server.asked.clear()
+    server.requests.clear()
     raced(chat)
-    assert {path for path, _ in server.asked} == {"/v1/chat/completions"}
-    assert all(body["messages"] == [{"role": "user", "content": "first"}] for _, body in server.asked)
-    assert all(body["max_tokens"] == 128 for _, body in server.asked), "a long answer is not waited for 26 times"
+    assert {path for path, _ in server.requests} == {"/v1/chat/completions"}
+    assert all(body["messages"] == [{"role": "user", "content": "first"}] for _, body in server.requests)
+    assert all(body["max_tokens"] == 128 for _, body in server.requests), "a long answer is not waited for 26 times"
     assert chat.run("document.getElementById('race-drawer').open") is True
 
 
@@ -117,11 +117,11 @@ def test_interval_by_hand(tab: Page) -> None:
     quantile = {3: 14.089, 5: 5.598, 12: 3.497}
     for count, t in quantile.items():
         ratios = [1.2 + 0.01 * index for index in range(count)]
-        found = tab.run(f"{module(tab, 'statistics.js')}.then((one) => one.ratioInterval({ratios}))")
-        logs = [math.log(one) for one in ratios]
+        interval = tab.run(f"{module(tab, 'statistics.js')}.then((one) => one.ratioInterval({ratios}))")
+        logs = [math.log(ratio) for ratio in ratios]
         half = t * statistics.stdev(logs) / math.sqrt(count)
         middle = statistics.mean(logs)
-        assert [found["ratio"], found["low"], found["high"]] == pytest.approx(
+        assert [interval["ratio"], interval["low"], interval["high"]] == pytest.approx(
             [math.exp(middle), math.exp(middle - half), math.exp(middle + half)], rel=1e-9
         )
 

@@ -32,9 +32,9 @@ def cached(answer: httpx.Response) -> int:
 
 def error(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
-    found: dict[str, Any] = answer.json()["error"]
-    assert found["code"] == code
-    return found
+    details: dict[str, Any] = answer.json()["error"]
+    assert details["code"] == code
+    return details
 
 
 def test_a_gateway_keeps_texts_of_two_keys_apart() -> None:
@@ -52,7 +52,7 @@ def test_a_gateway_keeps_texts_of_two_keys_apart() -> None:
             assert await ask("one") > 20 and await ask("two") > 20
             assert await ask("one", cache_salt="s") == 0
             assert await ask("two", cache_salt="s") == 0
-            assert len(set(replicas.asked[:2])) == 2, "texts of two keys need no replica in common"
+            assert len(set(replicas.sessions[:2])) == 2, "texts of two keys need no replica in common"
 
     asyncio.run(run())
 
@@ -109,7 +109,7 @@ def test_entries_of_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "said"),
+    ("entries", "words"),
     [
         (["same", "other", "same running=1"], "API key 3 is given twice"),
         (["a name=x", "b name=x"], "two API keys have the name 'x'"),
@@ -123,8 +123,8 @@ def test_entries_of_keys() -> None:
         (["running=3"], "write options behind their key"),
     ],
 )
-def test_wrong_entries_are_refused_without_the_key(entries: list[str], said: str) -> None:
-    with pytest.raises(ValueError, match=said) as refused:
+def test_wrong_entries_are_refused_without_the_key(entries: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
         ServerSettings(api_keys=tuple(entries))
     assert "secret" not in str(refused.value) and "same" not in str(refused.value)
 
@@ -215,9 +215,9 @@ def test_what_waits_of_a_key_does_not_hold_up_others() -> None:
 
         def slow_step() -> Any:
             go.wait(60)
-            found = step()
+            results = step()
             seen.append([run.request.owner for run in engine.running])
-            return found
+            return results
 
         engine.step = slow_step  # type: ignore[method-assign]
         answers: list[tuple[str, httpx.Response]] = []
@@ -261,10 +261,10 @@ def test_a_key_cannot_hold_all_places() -> None:
         go, step, seen = threading.Event(), engine.step, []
 
         def held_step() -> Any:
-            found = step()
+            results = step()
             seen.append([run.request.owner for run in engine.running])
             go.wait(60)
-            return found
+            return results
 
         engine.step = held_step  # type: ignore[method-assign]
         answers: list[tuple[str, int]] = []
@@ -312,8 +312,8 @@ def test_only_keys_that_may_come_first() -> None:
 
 def test_the_engine_lets_one_owner_run_so_many() -> None:
     engine = make_llm(ServerSettings()).engine
-    wanted = [("a", 1), ("a", 1), ("b", 0), ("b", 0)]
-    for owner, most in wanted:
+    owners = [("a", 1), ("a", 1), ("b", 0), ("b", 0)]
+    for owner, most in owners:
         engine.add(Request([5, 6, 7], max_new_tokens=2, owner=owner, owner_running=most))
     engine.step()
     assert [run.request.owner for run in engine.running] == ["a", "b", "b"]

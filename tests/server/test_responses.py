@@ -29,14 +29,14 @@ def client(tools: Running) -> Any:
 
 def test_an_answer_is_what_chat_completions_say(tools: Running, client: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    wanted = tools.post("/v1/chat/completions", messages=messages, max_tokens=20, temperature=0).json()
-    found = client.responses.create(
+    expected = tools.post("/v1/chat/completions", messages=messages, max_tokens=20, temperature=0).json()
+    response = client.responses.create(
         model="builtin", input="Hi", instructions="Be brief.", max_output_tokens=20, temperature=0, metadata={"a": "b"}
     )
-    assert found.output_text == wanted["choices"][0]["message"]["content"]
-    assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert found.id.startswith("resp_") and found.instructions == "Be brief." and found.metadata == {"a": "b"}
-    assert found.usage.input_tokens == wanted["usage"]["prompt_tokens"] and found.usage.output_tokens == 20
+    assert response.output_text == expected["choices"][0]["message"]["content"]
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.id.startswith("resp_") and response.instructions == "Be brief." and response.metadata == {"a": "b"}
+    assert response.usage.input_tokens == expected["usage"]["prompt_tokens"] and response.usage.output_tokens == 20
 
 
 def test_ignored_fields_are_named(tools: Running) -> None:
@@ -48,9 +48,9 @@ def test_ignored_fields_are_named(tools: Running) -> None:
 
 
 def test_a_stream_has_the_events_of_one_piece(client: Any) -> None:
-    asked: dict[str, Any] = {"model": "builtin", "input": "Hi", "max_output_tokens": 30, "temperature": 0}
-    whole = client.responses.create(**asked)
-    events = list(client.responses.create(**asked, stream=True))
+    body: dict[str, Any] = {"model": "builtin", "input": "Hi", "max_output_tokens": 30, "temperature": 0}
+    whole = client.responses.create(**body)
+    events = list(client.responses.create(**body, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     assert kinds[:4] == [
@@ -87,33 +87,33 @@ def test_only_the_message_that_was_cut_is_incomplete(
 ) -> None:
     """Calls are whole, and so are messages before others; the space behind a call is no message."""
     script(text)
-    asked: dict[str, Any] = {"model": "builtin", "input": "Hi", "tools": [TOOL], "max_output_tokens": 100}
+    body: dict[str, Any] = {"model": "builtin", "input": "Hi", "tools": [TOOL], "max_output_tokens": 100}
     if stream:
-        events = list(client.responses.create(**asked, stream=True))
-        assert [one.item.status for one in events if one.type == "response.output_item.done"] == statuses
-        found = events[-1].response
+        events = list(client.responses.create(**body, stream=True))
+        assert [event.item.status for event in events if event.type == "response.output_item.done"] == statuses
+        response = events[-1].response
     else:
-        found = client.responses.create(**asked)
-    assert (found.status, [item.status for item in found.output]) == (whole, statuses)
+        response = client.responses.create(**body)
+    assert (response.status, [item.status for item in response.output]) == (whole, statuses)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_text_and_calls_are_items_in_order(client: Any, script: Callable[[str], None], stream: bool) -> None:
     script(f"So.\n{CALL}\n{CALL}")
-    asked: dict[str, Any] = {"model": "builtin", "input": "Hi", "tools": [TOOL], "max_output_tokens": 200}
+    body: dict[str, Any] = {"model": "builtin", "input": "Hi", "tools": [TOOL], "max_output_tokens": 200}
     if stream:
-        with client.responses.stream(**asked) as events:
+        with client.responses.stream(**body) as events:
             kinds = [event.type for event in events]
-            found = events.get_final_response()
+            response = events.get_final_response()
         assert kinds.count("response.function_call_arguments.done") == 2
         assert kinds[-1] == "response.completed"
     else:
-        found = client.responses.create(**asked)
-    assert found.status == "completed"
-    assert [item.type for item in found.output] == ["message", "function_call", "function_call"]
-    assert found.output_text == "So."
-    assert [(item.name, json.loads(item.arguments)) for item in found.output[1:]] == [("look", {"x": 1})] * 2
-    assert len({item.call_id for item in found.output[1:]}) == 2
+        response = client.responses.create(**body)
+    assert response.status == "completed"
+    assert [item.type for item in response.output] == ["message", "function_call", "function_call"]
+    assert response.output_text == "So."
+    assert [(item.name, json.loads(item.arguments)) for item in response.output[1:]] == [("look", {"x": 1})] * 2
+    assert len({item.call_id for item in response.output[1:]}) == 2
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_text_and_calls_are_items_in_order(client: Any, script: Callable[[str], 
 )
 def test_a_call_is_forced(client: Any, choice: Any) -> None:
     pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
-    found = client.responses.create(
+    response = client.responses.create(
         model="builtin", input="Hi", tools=[TOOL], tool_choice=choice, parallel_tool_calls=False
     )
-    (item,) = found.output
+    (item,) = response.output
     assert item.type == "function_call" and 0 <= json.loads(item.arguments)["x"] <= 9
 
 
@@ -162,20 +162,20 @@ def test_a_conversation_reaches_the_template(tools: Running, monkeypatch: pytest
 def test_probabilities_and_a_form(client: Any) -> None:
     pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
     form = {"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA}}
-    asked: dict[str, Any] = {
+    body: dict[str, Any] = {
         "model": "builtin",
         "input": "Hi",
         "text": form,
         "top_logprobs": 2,
         "include": ["message.output_text.logprobs"],
     }
-    found = client.responses.create(**asked)
-    assert 0 <= json.loads(found.output_text)["x"] <= 9
-    values = found.output[0].content[0].logprobs
-    assert len(values) == found.usage.output_tokens and all(len(one.top_logprobs) == 2 for one in values)
-    events = list(client.responses.create(**asked, stream=True))
-    parts = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
-    assert len("".join(one.token for one in parts)) >= len(found.output_text)
+    response = client.responses.create(**body)
+    assert 0 <= json.loads(response.output_text)["x"] <= 9
+    values = response.output[0].content[0].logprobs
+    assert len(values) == response.usage.output_tokens and all(len(value.top_logprobs) == 2 for value in values)
+    events = list(client.responses.create(**body, stream=True))
+    parts = [part for event in events if event.type == "response.output_text.delta" for part in event.logprobs]
+    assert len("".join(part.token for part in parts)) >= len(response.output_text)
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,12 @@ libc.fclose(file)
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries have no arenas")
 def test_threads_share_two_arenas(tmp_path: Path) -> None:
     """What each keeps for itself looks like a leak: a thread that comes late brings eight megabytes."""
-    found = {}
+    arenas = {}
     for ways in ("all", "two"):
         file = tmp_path / ways
         subprocess.run([sys.executable, "-c", ARENAS, ways, str(file)], check=True, timeout=120)
-        found[ways] = file.read_text().count("<heap nr=")
-    assert found["two"] <= 2 < found["all"], found
+        arenas[ways] = file.read_text().count("<heap nr=")
+    assert arenas["two"] <= 2 < arenas["all"], arenas
 
 
 def rss_mb() -> float:
@@ -106,8 +106,8 @@ def test_bodies_of_two_megabytes_leave_nothing_behind(server: Running) -> None:
     server.post("/tokenize", prompt=text[:1000])
     before = rss_mb()
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: server.post("/tokenize", prompt=text).status_code, range(12)))
-    assert found == [200] * 12
+        statuses = list(pool.map(lambda _: server.post("/tokenize", prompt=text).status_code, range(12)))
+    assert statuses == [200] * 12
     end = time.monotonic() + 60
     while rss_mb() - before > 64 and time.monotonic() < end:
         time.sleep(0.1)

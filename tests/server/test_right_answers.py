@@ -38,7 +38,7 @@ def chat(running: Running, **body: Any) -> httpx.Response:
 
 
 def prompt_of(running: Running, **body: Any) -> str:
-    """What a chat request was turned into."""
+    """The prompt that a chat request was turned into."""
     answer = chat(running, return_token_ids=True, **body)
     assert answer.status_code == 200, answer.text
     return str(running.serving.llm.tokenizer.decode(answer.json()["choices"][0]["prompt_token_ids"]))
@@ -78,11 +78,11 @@ def test_ids_that_a_template_refuses_are_made_fit() -> None:
         return llm
 
     with served(make) as running:
-        for given in ("call_0123456789", None, "abcdefghi"):
-            text = prompt_of(running, messages=history(id=given, function={"name": "look", "arguments": "{}"}))
+        for call_id in ("call_0123456789", None, "abcdefghi"):
+            text = prompt_of(running, messages=history(id=call_id, function={"name": "look", "arguments": "{}"}))
             shown = text.partition("[TOOL_CALLS]look")[2][:9]
-            assert shown.isalnum() and (given is None or text.endswith(f"seen{shown}<assistant>"))
-            assert given != "abcdefghi" or shown == given
+            assert shown.isalnum() and (call_id is None or text.endswith(f"seen{shown}<assistant>"))
+            assert call_id != "abcdefghi" or shown == call_id
 
 
 def test_a_template_without_a_place_for_tools_refuses_them() -> None:
@@ -121,7 +121,7 @@ def test_a_developer_speaks_as_the_system_where_a_template_knows_none(templated:
 
 
 def test_an_earlier_refusal_is_text(templated: Running) -> None:
-    """Which clients send back as they got it."""
+    """Clients send a refusal back as they got it."""
     parts = [{"type": "text", "text": "No: "}, {"type": "refusal", "refusal": "I cannot."}]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}]
     messages.append({"role": "user", "content": "Why?"})
@@ -132,7 +132,7 @@ def test_an_earlier_refusal_is_text(templated: Running) -> None:
 
 
 def test_strict_is_named_where_no_schema_is_enforced(templated: Running) -> None:
-    """In each API; the answer of /v1/responses does not repeat it then."""
+    """Each API names it; the answer of /v1/responses does not repeat ``strict`` then."""
     strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
     flat = {"type": "function", "name": "look", "parameters": SCHEMA, "strict": True}
     other = {"type": "function", "name": "hear", "parameters": SCHEMA}
@@ -182,17 +182,17 @@ def test_offsets_never_pass_the_text(server: Running, more: dict[str, Any], stre
     """Characters of several tokens, an end of the text, and a stop string."""
     pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
     text = "a\u4f60b\U0001f600c"
-    asked = {"max_tokens": 40, "logprobs": 2, "structured_outputs": {"choice": [text]}, "prompt": text, **more}
+    body = {"max_tokens": 40, "logprobs": 2, "structured_outputs": {"choice": [text]}, "prompt": text, **more}
     if more.get("echo"):
-        del asked["structured_outputs"]
+        del body["structured_outputs"]
     if stream:
-        lines = server.post("/v1/completions", temperature=0, stream=True, **asked).text.splitlines()
+        lines = server.post("/v1/completions", temperature=0, stream=True, **body).text.splitlines()
         choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
     else:
-        choices = [server.complete(**asked)["choices"][0]]
+        choices = [server.complete(**body)["choices"][0]]
     whole = "".join(choice["text"] for choice in choices)
-    offsets = [one for choice in choices for one in choice["logprobs"]["text_offset"]]
-    tokens = [one for choice in choices for one in choice["logprobs"]["tokens"]]
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
     assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] <= len(whole)
     for offset, token in zip(offsets, tokens, strict=True):
         if token in ("a", "b", "c") and offset < len(whole):
@@ -202,18 +202,18 @@ def test_offsets_never_pass_the_text(server: Running, more: dict[str, Any], stre
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("stop", ["a long stop string", slice(10, 18), slice(9, 17), None])
 def test_a_stream_has_the_values_of_one_piece(server: Running, stop: str | slice | None, kept: bool) -> None:
-    """Also where text waits for a stop string, which then never comes, or cuts off several tokens."""
-    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "logprobs": 1}
-    text = server.complete(**asked)["choices"][0]["text"]
+    """This also holds where text waits for a stop string that never comes, or that cuts off several tokens."""
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "logprobs": 1}
+    text = server.complete(**body)["choices"][0]["text"]
     if stop is not None:
-        asked |= {"stop": [text[stop] if isinstance(stop, slice) else stop], "include_stop_str_in_output": kept}
-    whole = server.complete(**asked)["choices"][0]
-    lines = server.post("/v1/completions", prompt="def fib(n):", stream=True, **asked).text.splitlines()
+        body |= {"stop": [text[stop] if isinstance(stop, slice) else stop], "include_stop_str_in_output": kept}
+    whole = server.complete(**body)["choices"][0]
+    lines = server.post("/v1/completions", prompt="def fib(n):", stream=True, **body).text.splitlines()
     choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     for name in ("tokens", "text_offset"):
-        told = list(itertools.chain.from_iterable(choice["logprobs"][name] for choice in choices))
-        assert told == whole["logprobs"][name]
+        streamed = list(itertools.chain.from_iterable(choice["logprobs"][name] for choice in choices))
+        assert streamed == whole["logprobs"][name]
 
 
 def test_bytes_add_up_to_the_text(server: Running) -> None:
@@ -229,17 +229,17 @@ def test_bytes_add_up_to_the_text(server: Running) -> None:
     ).json()["choices"][0]
     ends = server.serving.llm.target.eos_token_ids
     content = [
-        one for one, token in zip(choice["logprobs"]["content"], choice["token_ids"], strict=True) if token not in ends
+        row for row, token in zip(choice["logprobs"]["content"], choice["token_ids"], strict=True) if token not in ends
     ]
-    assert bytes(itertools.chain.from_iterable(one["bytes"] for one in content)) == text.encode()
+    assert bytes(itertools.chain.from_iterable(row["bytes"] for row in content)) == text.encode()
     assert len(content) > len(text)  # some are parts of a character
-    for one in choice["logprobs"]["content"]:
-        assert len(one["top_logprobs"]) == 20 and len({entry["token"] for entry in one["top_logprobs"]}) == 20
-        assert "\ufffd" not in one["token"]
+    for row in choice["logprobs"]["content"]:
+        assert len(row["top_logprobs"]) == 20 and len({entry["token"] for entry in row["top_logprobs"]}) == 20
+        assert "\ufffd" not in row["token"]
 
 
 def test_the_likeliest_tokens_are_all_there(server: Running) -> None:
-    """Parts of characters had one text, and one place in the object."""
+    """Parts of characters shared one text, and so one place in the object."""
     parts = [
         token
         for token in range(server.serving.llm.target.vocab_size)
@@ -259,9 +259,9 @@ def test_the_likeliest_tokens_are_all_there(server: Running) -> None:
 def test_messages_are_tokenised_as_chat_does(templated: Running) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     for more in ({}, {"tools": [TOOL]}, {"add_generation_prompt": False}):
-        wanted = chat(templated, messages=messages, return_token_ids=True, **more).json()
-        found = templated.client.post("/tokenize", json={"messages": messages, **more}).json()
-        assert found["tokens"] == wanted["choices"][0]["prompt_token_ids"]
+        expected = chat(templated, messages=messages, return_token_ids=True, **more).json()
+        tokenized = templated.client.post("/tokenize", json={"messages": messages, **more}).json()
+        assert tokenized["tokens"] == expected["choices"][0]["prompt_token_ids"]
 
 
 def test_messages_have_one_beginning_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,8 +281,8 @@ def test_messages_have_one_beginning_of_text(monkeypatch: pytest.MonkeyPatch) ->
 
     with served(make) as running:
         mark = running.serving.llm.tokenizer.eos_token_id
-        found = running.client.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
-        assert found["tokens"].count(mark) == 1 and found["tokens"][0] == mark
+        tokenized = running.client.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
+        assert tokenized["tokens"].count(mark) == 1 and tokenized["tokens"][0] == mark
 
 
 def test_a_gguf_file_is_served_like_any_model(tmp_path: Path) -> None:
@@ -295,11 +295,11 @@ def test_a_gguf_file_is_served_like_any_model(tmp_path: Path) -> None:
         return ft.load(str(file), "ngram", controller="constant", known=True)
 
     with served(make, model=str(file), served_name="builtin") as running:
-        found = running.client.post("/tokenize", json={"prompt": "def f", "return_token_strs": True}).json()
-        assert len(found["token_strs"]) == found["count"] and "def" in "".join(found["token_strs"])
+        tokenized = running.client.post("/tokenize", json={"prompt": "def f", "return_token_strs": True}).json()
+        assert len(tokenized["token_strs"]) == tokenized["count"] and "def" in "".join(tokenized["token_strs"])
         assert running.client.get("/tokenizer_info").json()["eos_token"]
-        one = running.complete(structured_outputs={"choice": ["red", "green"]}, max_tokens=8)["choices"][0]
-        assert one["text"] in ("red", "green") and one["finish_reason"] == "stop"
+        choice = running.complete(structured_outputs={"choice": ["red", "green"]}, max_tokens=8)["choices"][0]
+        assert choice["text"] in ("red", "green") and choice["finish_reason"] == "stop"
         form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
         text = running.complete(response_format=form, max_tokens=30, logprobs=3)["choices"][0]["text"]
         assert 0 <= json.loads(text)["x"] <= 9

@@ -32,28 +32,28 @@ def recorded(llm: Llm) -> int:
 
 
 def test_the_ladder_is_captured_before_the_first_request(caplog: pytest.LogCaptureFixture) -> None:
-    kept: list[Llm] = []
+    llms: list[Llm] = []
 
     def make(settings: ServerSettings) -> Llm:
-        kept.append(graphed_llm(settings))
-        return kept[-1]
+        llms.append(graphed_llm(settings))
+        return llms[-1]
 
     with caplog.at_level(logging.INFO, "foretoken.server"), served(make, max_running=4) as running:
-        graphs: Any = kept[0].target.graphs  # type: ignore[attr-defined]
+        graphs: Any = llms[0].target.graphs  # type: ignore[attr-defined]
         (draft,) = graphs.followers
-        for one, widths in ((graphs, (1, 2, 4)), (draft, (1, 2, 4, 8, 16, 32))):
-            assert {(b.batch, b.width) for b in one.buckets} >= {(b, w) for b in (1, 2, 4) for w in widths}
-        before = recorded(kept[0])
-        asked = [{"prompt": prompt} for prompt in ("def fib(n):", "class A:", "import os")]
-        for body in asked:
+        for ladder, widths in ((graphs, (1, 2, 4)), (draft, (1, 2, 4, 8, 16, 32))):
+            assert {(b.batch, b.width) for b in ladder.buckets} >= {(b, w) for b in (1, 2, 4) for w in widths}
+        before = recorded(llms[0])
+        bodies = [{"prompt": prompt} for prompt in ("def fib(n):", "class A:", "import os")]
+        for body in bodies:
             running.complete(**body)
         assert running.post("/v1/completions", prompt=["a =", "b =", "c ="], max_tokens=6).status_code == 200
-        assert recorded(kept[0]) == before  # nobody has waited for a capture
+        assert recorded(llms[0]) == before  # nobody has waited for a capture
         text = running.client.get("/metrics").text
         spec = running.client.get("/v1/spec").json()
     assert 'foretoken:cuda_graphs{model_name="builtin"} 1.0' in text and spec["graphs_off"] == ""
-    told = f"captured {len(graphs) + len(draft)} CUDA graphs in "
-    assert any(line.getMessage().startswith(told) for line in caplog.records)
+    message = f"captured {len(graphs) + len(draft)} CUDA graphs in "
+    assert any(line.getMessage().startswith(message) for line in caplog.records)
 
 
 def test_a_server_without_graphs_says_why() -> None:
@@ -82,8 +82,8 @@ def test_a_ladder_that_does_not_fit_turns_graphs_off_and_serves(
     with caplog.at_level(logging.WARNING, "foretoken"):
         asyncio.run(run())
     assert target.graphs_off == "CUDA out of memory. Tried to allocate 21.00 MiB."
-    assert [one.path for one in target.refused] == ["CUDA graphs"]
-    told = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+    assert [refusal.path for refusal in target.refused] == ["CUDA graphs"]
+    warnings = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
     assert any(
-        line.startswith("CUDA graphs: refused, CUDA out of memory. Tried to allocate 21.00 MiB.;") for line in told
+        line.startswith("CUDA graphs: refused, CUDA out of memory. Tried to allocate 21.00 MiB.;") for line in warnings
     )

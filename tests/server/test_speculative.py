@@ -30,8 +30,8 @@ def auto() -> Iterator[Running]:
 
 
 def rounds(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = answer["choices"][0]["speculative"]["rounds"]
-    return found
+    result: list[dict[str, Any]] = answer["choices"][0]["speculative"]["rounds"]
+    return result
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,14 @@ def rounds(answer: dict[str, Any]) -> list[dict[str, Any]]:
 )
 def test_a_request_names_its_drafter(auto: Running, method: str, drafter: str) -> None:
     plain = auto.complete(max_tokens=40, speculative={"enabled": False, "explain": True})
-    assert {len(one["tokens"]) for one in rounds(plain)} == {1}
+    assert {len(round_["tokens"]) for round_ in rounds(plain)} == {1}
     assert plain["choices"][0]["speculative"]["why"] == "plain: the request asked for it"
-    wanted = {"method": method, "num_speculative_tokens": 3, "explain": True}
-    found = auto.complete(max_tokens=40, speculative=wanted)
-    assert found["choices"][0]["text"] == plain["choices"][0]["text"]
-    assert {one["drafter"] for one in rounds(found)} - {"none"} == {drafter}
-    assert max(len(one["tokens"]) - 1 for one in rounds(found)) == 3
-    assert found["choices"][0]["speculative"]["why"] == f"drafts: the request named {drafter}"
+    options = {"method": method, "num_speculative_tokens": 3, "explain": True}
+    answer = auto.complete(max_tokens=40, speculative=options)
+    assert answer["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert {round_["drafter"] for round_ in rounds(answer)} - {"none"} == {drafter}
+    assert max(len(round_["tokens"]) - 1 for round_ in rounds(answer)) == 3
+    assert answer["choices"][0]["speculative"]["why"] == f"drafts: the request named {drafter}"
 
 
 @pytest.mark.parametrize("body", [{"temperature": 0}, {"temperature": 1, "seed": 5}], ids=["greedy", "seeded"])
@@ -54,29 +54,29 @@ def test_a_request_names_its_drafter(auto: Running, method: str, drafter: str) -
 def test_whoever_drafts_the_answer_is_plain_decodings(auto: Running, method: str, body: dict[str, Any]) -> None:
     """R10: text, ids, usage and finish reason, whole and streamed; ``benchmarks/http_lossless.py`` has all drafters."""
     prompts = ["def fib(n):", "The river", "class A:\n    x = 1\n\nclass B:", "import os\nimport "]
-    asked = {"prompt": prompts, "max_tokens": 24, "stop": ["zz", "\n\n\n"], "return_token_ids": True, **body}
-    plain = auto.complete(**asked, speculative={"enabled": False})
-    found = auto.complete(**asked, speculative={"method": method})
+    request = {"prompt": prompts, "max_tokens": 24, "stop": ["zz", "\n\n\n"], "return_token_ids": True, **body}
+    plain = auto.complete(**request, speculative={"enabled": False})
+    drafted = auto.complete(**request, speculative={"method": method})
 
-    def said(answer: dict[str, Any]) -> Any:
+    def summary(answer: dict[str, Any]) -> Any:
         names = ("text", "token_ids", "finish_reason", "stop_reason")
         usage = [answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
         return [[choice[name] for name in names] for choice in answer["choices"]], usage
 
-    assert said(found) == said(plain)
-    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0 or method == "auto"
-    text = auto.post("/v1/completions", **asked, speculative={"method": method}, stream=True).text
+    assert summary(drafted) == summary(plain)
+    assert drafted["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0 or method == "auto"
+    text = auto.post("/v1/completions", **request, speculative={"method": method}, stream=True).text
     chunks = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
     for index, choice in enumerate(plain["choices"]):
-        mine = [chunk for chunk in chunks if chunk["index"] == index]
-        assert "".join(chunk["text"] for chunk in mine) == choice["text"]
-        assert [token for chunk in mine for token in chunk["token_ids"]] == choice["token_ids"]
-        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        pieces = [chunk for chunk in chunks if chunk["index"] == index]
+        assert "".join(chunk["text"] for chunk in pieces) == choice["text"]
+        assert [token for chunk in pieces for token in chunk["token_ids"]] == choice["token_ids"]
+        assert pieces[-1]["finish_reason"] == choice["finish_reason"]
 
 
 def test_a_drafter_that_is_not_there_is_refused(auto: Running) -> None:
-    for wanted in ({"method": "telepathy"}, {"tree": "2x2"}):
-        answer = auto.post("/v1/completions", prompt="x", speculative=wanted)
+    for options in ({"method": "telepathy"}, {"tree": "2x2"}):
+        answer = auto.post("/v1/completions", prompt="x", speculative=options)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "speculative"
     assert "model,k=4" in auto.post("/v1/completions", prompt="x", speculative={"method": "m"}).text
 
@@ -88,7 +88,7 @@ def test_a_drafter_with_a_path_is_named_without_it(grouped: bool) -> None:
     with served(lambda settings: ft.load("builtin", spec, dtype="float32", known=True)) as running:
         for method in ("model", path, f"{path},k=4"):
             answer = running.complete(max_tokens=6, speculative={"method": method, "explain": True})
-            assert {one["drafter"] for one in rounds(answer)} <= {"model", f"{path},k=4", "none"}
+            assert {round_["drafter"] for round_ in rounds(answer)} <= {"model", f"{path},k=4", "none"}
         for method in ("mod", f"{path}x", "known"):
             assert running.post("/v1/completions", prompt="x", speculative={"method": method}).status_code == 400
 
@@ -97,12 +97,12 @@ def test_the_server_says_why_it_drafts(auto: Running) -> None:
     answer = auto.complete(max_tokens=100, speculative={"explain": True})
     why = answer["choices"][0]["speculative"]["why"]
     assert why.startswith(("drafts: a round with", "plain: a round with")) and "plain rounds and brings" in why
-    told = auto.client.get("/v1/spec").json()
-    assert [one["name"] for one in told["drafters"]] == MEMBERS
-    assert all(one["shape"] == "chain" and one["max_depth"] in (4, 6) for one in told["drafters"])
-    costs = told["state"]["controller"]
-    assert {one["drafter"] for one in costs["options"]} == set(MEMBERS)
-    assert all(one["cost"] > 0 and one["tokens"] >= 1 for one in costs["options"])
+    spec = auto.client.get("/v1/spec").json()
+    assert [drafter["name"] for drafter in spec["drafters"]] == MEMBERS
+    assert all(drafter["shape"] == "chain" and drafter["max_depth"] in (4, 6) for drafter in spec["drafters"])
+    costs = spec["state"]["controller"]
+    assert {option["drafter"] for option in costs["options"]} == set(MEMBERS)
+    assert all(option["cost"] > 0 and option["tokens"] >= 1 for option in costs["options"])
     assert costs["predicted_speedup"] >= 1.0 or costs["plan"]
     assert answer["metrics"]["speculative_decoding"]["predicted_speedup"] > 0
     text = auto.client.get("/metrics").text
@@ -115,17 +115,17 @@ def test_rejections_come_with_the_test_that_they_failed(auto: Running) -> None:
     """Unseeded, so that the rules toss coins; what was accepted passed its tests and what was not did not."""
     answer = auto.complete(max_tokens=60, temperature=1, speculative={"method": "model", "explain": True})
     seen = 0
-    for one in rounds(answer):
-        path = [0, *one["accepted"]]
-        children = [node for node, parent in enumerate(one["parents"]) if parent in path]
-        assert one["rejected"] == [node for node in children if node not in path]
-        if len(one["tokens"]) == 1:
+    for round_ in rounds(answer):
+        path = [0, *round_["accepted"]]
+        children = [node for node, parent in enumerate(round_["parents"]) if parent in path]
+        assert round_["rejected"] == [node for node in children if node not in path]
+        if len(round_["tokens"]) == 1:
             continue
-        assert one["verifier"] in ("block", "rejection")
-        assert all(0 <= test["u"] < 1 and 0 <= test["chance"] <= 1 for test in one["tests"])
-        assert one["tests"]
-        passed = [test["u"] < test["chance"] for test in one["tests"]]
-        assert any(passed) == bool(one["accepted"])  # block verification takes the longest beginning that passes
+        assert round_["verifier"] in ("block", "rejection")
+        assert all(0 <= test["u"] < 1 and 0 <= test["chance"] <= 1 for test in round_["tests"])
+        assert round_["tests"]
+        passed = [test["u"] < test["chance"] for test in round_["tests"]]
+        assert any(passed) == bool(round_["accepted"])  # block verification takes the longest beginning that passes
         seen += not passed[0]
     assert seen
 
@@ -133,8 +133,8 @@ def test_rejections_come_with_the_test_that_they_failed(auto: Running) -> None:
 def test_greedy_and_seeded_rounds_leave_nothing_to_chance(auto: Running) -> None:
     for body in ({"temperature": 0}, {"temperature": 1, "seed": 3}):
         answer = auto.complete(max_tokens=30, **body, speculative={"method": "model", "explain": True})
-        assert all(one["tests"] == [] for one in rounds(answer))
-        assert any(one["rejected"] for one in rounds(answer))
+        assert all(round_["tests"] == [] for round_ in rounds(answer))
+        assert any(round_["rejected"] for round_ in rounds(answer))
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -148,16 +148,16 @@ def test_padded_chunks_tell_nothing_by_their_size(chat: bool) -> None:
         body = {"model": "builtin", **prompt, "max_tokens": 40, "temperature": 0}
         whole = running.client.post(path, json=body).json()["choices"][0]
         sizes, texts, counts = [], [], []
-        asked = {**body, "stream": True, "return_token_ids": True}
-        with running.client.stream("POST", path, json=asked) as answer:
+        request = {**body, "stream": True, "return_token_ids": True}
+        with running.client.stream("POST", path, json=request) as answer:
             frames = answer.read().split(b"\n\n")
-        held = b""
+        pending = b""
         for frame in frames:
-            held += frame + b"\n\n"
+            pending += frame + b"\n\n"
             if not frame.startswith(b"data: {"):
                 continue
-            sizes.append(len(held))
-            held = b""
+            sizes.append(len(pending))
+            pending = b""
             choice = json.loads(frame[6:])["choices"][0]
             texts.append((choice.get("delta") or {}).get("content", "") if chat else choice["text"])
             counts.append(len(choice.get("token_ids", [])))

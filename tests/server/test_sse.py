@@ -21,8 +21,8 @@ async def sent_by(stream: EventStream) -> list[bytes]:
 
     await stream.stream_response(send)
     assert messages[0]["type"] == "http.response.start"
-    assert [one.get("more_body") for one in messages[1:]] == [True] * (len(messages) - 2) + [False]
-    return [one["body"] for one in messages[1:-1]]
+    assert [message.get("more_body") for message in messages[1:]] == [True] * (len(messages) - 2) + [False]
+    return [message["body"] for message in messages[1:-1]]
 
 
 def test_a_silent_stream_is_kept_open_by_comments() -> None:
@@ -38,9 +38,9 @@ def test_a_silent_stream_is_kept_open_by_comments() -> None:
         asyncio.get_running_loop().call_later(0.5, go.set)
         return await sent_by(stream)
 
-    found = asyncio.run(run())
-    assert found[0] == event({"number": 1}) and found[-2:] == [event({"number": 2}), DONE]
-    assert 2 <= len(found) - 3 <= 50 and set(found[1:-2]) == {PING}
+    bodies = asyncio.run(run())
+    assert bodies[0] == event({"number": 1}) and bodies[-2:] == [event({"number": 2}), DONE]
+    assert 2 <= len(bodies) - 3 <= 50 and set(bodies[1:-2]) == {PING}
 
 
 def test_a_stream_that_is_never_silent_has_no_comments() -> None:
@@ -49,8 +49,8 @@ def test_a_stream_that_is_never_silent_has_no_comments() -> None:
             await asyncio.sleep(0)
             yield number
 
-    found = asyncio.run(sent_by(EventStream(events(), 60.0, 0, {})))
-    assert found == [*(event(number) for number in range(20)), DONE]
+    bodies = asyncio.run(sent_by(EventStream(events(), 60.0, 0, {})))
+    assert bodies == [*(event(number) for number in range(20)), DONE]
 
 
 def test_no_comment_in_the_middle_of_a_large_event() -> None:
@@ -60,18 +60,18 @@ def test_no_comment_in_the_middle_of_a_large_event() -> None:
         yield "x"
 
     async def run() -> list[bytes]:
-        found: list[bytes] = []
+        order: list[bytes] = []
 
         async def send(message: Any) -> None:
             if message.get("body") == event("x"):
-                found.append(b"begins")
+                order.append(b"begins")
                 await asyncio.sleep(0.2)
-                found.append(b"ends")
+                order.append(b"ends")
             elif message.get("body") == PING:
-                found.append(PING)
+                order.append(PING)
 
         await EventStream(events(), 0.01, 0, {}).stream_response(send)
-        return found
+        return order
 
     assert asyncio.run(run()) == [b"begins", b"ends"]
 
@@ -86,13 +86,13 @@ def test_after_an_error_there_is_no_end() -> None:
         finally:
             closed.append(True)
 
-    found = asyncio.run(sent_by(EventStream(events(), 60.0, 0, {})))
-    assert found == [event(1), event(bad("no").body)] and closed == [True]
+    bodies = asyncio.run(sent_by(EventStream(events(), 60.0, 0, {})))
+    assert bodies == [event(1), event(bad("no").body)] and closed == [True]
 
 
 @pytest.mark.parametrize("where", ["events", "send"])
 def test_who_goes_away_ends_the_events(where: str) -> None:
-    """Whether nothing has come yet, or what came could not be sent yet; no task is left behind."""
+    """This holds whether nothing has come yet or an event could not be sent yet; no task is left behind."""
     closed = []
 
     async def events() -> AsyncIterator[Any]:

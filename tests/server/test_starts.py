@@ -1,4 +1,4 @@
-"""Starts of a server's process: what is said, to whomever, and whoever is there to read it."""
+"""Starts of a server's process: its messages, whoever reads them."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_nobody_need_read_stderr(stderr: str) -> None:
 
 
 def test_an_empty_key_is_no_key() -> None:
-    """Who sets the variable means to have a key: an open server would be the opposite."""
+    """A user who sets the variable means to have a key: an open server would be the opposite."""
     command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--port", str(free_port())]
-    for more, said in (({"FORETOKEN_API_KEY": ""}, "set and empty"), ({"FORETOKEN_API_KEYS": ","}, "set and empty")):
+    for more, words in (({"FORETOKEN_API_KEY": ""}, "set and empty"), ({"FORETOKEN_API_KEYS": ","}, "set and empty")):
         ended = subprocess.run(command, capture_output=True, text=True, env={**QUIET, **more}, timeout=120)
-        assert ended.returncode == 2 and said in ended.stderr and ended.stderr.count("\n") == 1
+        assert ended.returncode == 2 and words in ended.stderr and ended.stderr.count("\n") == 1
     ended = subprocess.run(
         [*command, "--api-key", "same", "--api-key", "same"], capture_output=True, text=True, env=QUIET, timeout=120
     )

@@ -94,14 +94,14 @@ def tools() -> Iterator[Running]:
 
 def ask(running: Running, question: str = "Hi", **body: Any) -> httpx.Response:
     messages = [{"role": "user", "content": question}]
-    asked = {"messages": messages, "max_tokens": 300, "temperature": 0, **body}
-    return running.post("/v1/chat/completions", **asked)
+    fields = {"messages": messages, "max_tokens": 300, "temperature": 0, **body}
+    return running.post("/v1/chat/completions", **fields)
 
 
 def choice_of(answer: httpx.Response) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()["choices"][0]
-    return found
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
 
 
 def streamed(answer: httpx.Response) -> tuple[str, list[dict[str, Any]], str]:
@@ -133,7 +133,7 @@ def test_forced_calls_are_valid(
     most: int | None,
     temperature: float,
 ) -> None:
-    """Whatever the model would rather say: one that was not trained for it."""
+    """The grammar decides, whatever the model would rather say: this one was not trained for calls."""
     monkeypatch.setattr(call_formats, "MOST_CALLS", 3)
     body = {"tools": offered, "tool_choice": "required", "temperature": temperature, "seed": 1}
     body |= {} if most is None else {"parallel_tool_calls": False}
@@ -166,12 +166,12 @@ def test_a_forced_call_is_the_same_with_and_without_drafts(tools: Running) -> No
             "temperature": temperature,
         }
         body |= {"return_token_ids": True, "parallel_tool_calls": False}
-        one, two = (choice_of(ask(tools, speculative={"enabled": on}, **body)) for on in (True, False))
-        assert one["token_ids"] == two["token_ids"]
+        drafted, plain = (choice_of(ask(tools, speculative={"enabled": on}, **body)) for on in (True, False))
+        assert drafted["token_ids"] == plain["token_ids"]
 
 
 def test_values_of_earlier_calls_are_drafted(tools: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a call is forced; the last one first, and none of other tools.  They are no prediction of the client's."""
+    """Drafted where a call is forced: the last call first, no other tool's, and not as a client's prediction."""
     seen: list[Any] = []
     inner = turn.engine_requests
     monkeypatch.setattr(turn, "engine_requests", lambda *a, **k: seen.append(k["prediction"]) or inner(*a, **k))
@@ -183,15 +183,15 @@ def test_values_of_earlier_calls_are_drafted(tools: Running, monkeypatch: pytest
     messages.append({"role": "user", "content": "Again"})
     body = {"tools": [LOOK, AREA], "messages": messages, "parallel_tool_calls": False}
     chosen = {"type": "function", "function": {"name": "look"}}
-    found = ask(tools, tool_choice=chosen, **body).json()
+    answer = ask(tools, tool_choice=chosen, **body).json()
     ask(tools, **body, max_tokens=1)
-    mine = {"type": "content", "content": "else"}
-    ask(tools, tool_choice=chosen, prediction=mine, **body)
+    prediction = {"type": "content", "content": "else"}
+    ask(tools, tool_choice=chosen, prediction=prediction, **body)
     written = [HERMES.written("look", {"x": x}) for x in (2, 1)]
     assert seen == ["\n".join(written), None, "else"]
-    details = found["usage"]["completion_tokens_details"]
+    details = answer["usage"]["completion_tokens_details"]
     assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (0, 0)
-    drafts = found["metrics"]["speculative_decoding"]
+    drafts = answer["metrics"]["speculative_decoding"]
     assert drafts["num_accepted_draft_tokens"] > 0
 
 
@@ -292,7 +292,7 @@ NO_TYPE = {"type": "object", "properties": {"city": {"type": "nothing"}}}
     ],
 )
 def test_an_error_in_a_schema_names_its_tool(tools: Running, path: str, body: dict[str, Any], place: str) -> None:
-    """And not a grammar that the client has never seen."""
+    """The error does not name a grammar that the client has never seen."""
     answer = tools.post(path, **body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == (

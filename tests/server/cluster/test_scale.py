@@ -60,30 +60,30 @@ def test_a_named_session_comes_before_the_text() -> None:
     assert session_of({}, body(prompt="one", prompt_cache_key="s")) == session_of(named, {})
 
 
-@pytest.mark.parametrize("given", [b"", b"{", b"[]", b"null", b'{"prompt": 3}', b'{"messages": []}', b"\xff\xfe"])
-def test_what_has_no_beginning_has_no_session(given: bytes) -> None:
-    assert session_of({}, asked_of(given)) == ""
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'{"prompt": 3}', b'{"messages": []}', b"\xff\xfe"])
+def test_what_has_no_beginning_has_no_session(raw: bytes) -> None:
+    assert session_of({}, asked_of(raw)) == ""
 
 
 def test_when_a_replica_leaves_only_its_sessions_move() -> None:
     sessions = [f"session {i}" for i in range(400)]
-    before = {one: ranked(one, NAMES)[0] for one in sessions}
-    after = {one: ranked(one, NAMES[:-1])[0] for one in sessions}
-    assert all(after[one] == home for one, home in before.items() if home != "d")
+    before = {session: ranked(session, NAMES)[0] for session in sessions}
+    after = {session: ranked(session, NAMES[:-1])[0] for session in sessions}
+    assert all(after[session] == home for session, home in before.items() if home != "d")
     shares = Counter(before.values())
     assert set(shares) == set(NAMES)
     assert min(shares.values()) > 60  # 100 expected, standard deviation 9
 
 
 def test_a_session_stays_until_its_replica_has_far_more_than_its_share() -> None:
-    mine = ranked("s", NAMES)
+    ranking = ranked("s", NAMES)
     loads = dict.fromkeys(NAMES, 0)
-    assert order("s", loads) == mine
-    loads[mine[0]] = 1  # of 2 requests on 4 replicas 1 is the most
-    assert order("s", loads) == [*mine[1:], mine[0]]
+    assert order("s", loads) == ranking
+    loads[ranking[0]] = 1  # of 2 requests on 4 replicas 1 is the most
+    assert order("s", loads) == [*ranking[1:], ranking[0]]
     even = dict.fromkeys(NAMES, 4)
-    assert order("s", {**even, mine[0]: 6})[0] == mine[0]  # of 19 requests: 7.1
-    assert order("s", {**even, mine[0]: 8}) == [*mine[1:], mine[0]]
+    assert order("s", {**even, ranking[0]: 6})[0] == ranking[0]  # of 19 requests: 7.1
+    assert order("s", {**even, ranking[0]: 8}) == [*ranking[1:], ranking[0]]
     assert order("s", {"a": 1, "b": 0})[0] == ranked("s", ["a", "b"])[0], "two at once may share a replica of two"
 
 
@@ -92,10 +92,10 @@ def test_a_burst_is_shared_out() -> None:
     for number in range(64):
         loads[order(f"session {number}", loads)[0]] += 1
     assert max(loads.values()) <= 24  # 1.5 times the share
-    one = dict.fromkeys(NAMES, 0)
+    single_loads = dict.fromkeys(NAMES, 0)
     for _ in range(64):
-        one[order("always the same", one)[0]] += 1
-    assert max(one.values()) <= 24
+        single_loads[order("always the same", single_loads)[0]] += 1
+    assert max(single_loads.values()) <= 24
 
 
 def test_without_a_session_the_least_busy_serves() -> None:
@@ -131,11 +131,11 @@ class InMemory:
     def __init__(self, settings: ServerSettings, script: list[str] | None = None) -> None:
         self.num_ready = 0
         self.script = script or []
-        self.asked: list[str] = []
+        self.sessions: list[str] = []
         self.cancelled = 0
         self._settings = settings
         with mock.patch("foretoken.server.logs.install"):  # for a process of its own: it takes over the log for good
-            self._replica = Replica(settings, "one", lambda given: Serving(given, make_llm))
+            self._replica = Replica(settings, "one", lambda options: Serving(options, make_llm))
 
     async def start(self) -> None:
         await self._replica.start()
@@ -144,7 +144,7 @@ class InMemory:
     async def answer(
         self, scope: dict[str, Any], body: bytes, session: str, caller: Caller
     ) -> AsyncGenerator[list[Mapping[str, Any]], None]:
-        self.asked.append(session)
+        self.sessions.append(session)
         fate = self.script.pop(0) if self.script else "well"
         if fate == "lost at once":
             raise ReplicaLost("gone")
@@ -202,7 +202,7 @@ ASKED = {"model": "builtin", "prompt": "def fib(n):", "max_tokens": 12, "tempera
 
 
 def check_error(answer: httpx.Response, status: int, code: str | None) -> None:
-    """OpenAI's shape, and the seconds to wait where waiting helps."""
+    """The error has OpenAI's shape, and a Retry-After header where waiting helps."""
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
@@ -226,7 +226,7 @@ def test_a_unary_call_survives_its_replica(script: list[str], whole: str) -> Non
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"][0]["text"] == whole
             assert answer.headers["x-replica"] == "one" and answer.headers["x-request-id"]
-            assert len(replicas.asked) == len(script) + 1 and len(set(replicas.asked)) == 1
+            assert len(replicas.sessions) == len(script) + 1 and len(set(replicas.sessions)) == 1
             assert fleet.metrics.retried == len(script) and fleet.num_open == 0
 
     asyncio.run(run())
@@ -248,7 +248,7 @@ def test_a_stream_is_the_same_as_the_whole(whole: str) -> None:
             answer = await client.post("/v1/completions", json={**ASKED, "stream": True})
             data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
             assert data.pop() == "[DONE]"
-            assert "".join(json.loads(one)["choices"][0]["text"] for one in data) == whole
+            assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in data) == whole
 
     asyncio.run(run())
 
@@ -257,8 +257,8 @@ def test_a_stream_is_the_same_as_the_whole(whole: str) -> None:
 def test_a_stream_that_breaks_ends_with_an_error(fate: str) -> None:
     async def run() -> None:
         async with gateway(SETTINGS, fate) as (client, _, fleet):
-            asked = {**ASKED, "max_tokens": 64, "stream": True, "ignore_eos": True}
-            answer = await client.post("/v1/completions", json=asked)
+            request = {**ASKED, "max_tokens": 64, "stream": True, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json=request)
             data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
             assert json.loads(data[-1])["error"]["code"] == "replica_lost" and "[DONE]" not in data
             assert json.loads(data[0])["choices"][0]["text"]
@@ -303,7 +303,7 @@ def test_keys_are_the_gateways_business() -> None:
     async def run() -> None:
         async with gateway(ServerSettings(dtype="float32", api_keys=("secret",))) as (client, replicas, _):
             check_error(await client.post("/v1/completions", json=ASKED), 401, "invalid_api_key")
-            assert not replicas.asked
+            assert not replicas.sessions
             key = {"Authorization": "Bearer secret"}
             assert (await client.post("/v1/completions", json=ASKED, headers=key)).status_code == 200
             assert (await client.get("/ready")).status_code == 200
@@ -325,7 +325,7 @@ def test_health_readiness_and_counters() -> None:
             assert (await client.post("/v1/completions", content=b"x" * 3_000_000)).status_code == 413
             lines = (await client.get("/metrics")).text.splitlines()
             for replica, reason in (("one", "invalid_value"), ("gateway", "invalid_request_error")):
-                (line,) = [one for one in lines if f'foretoken:request_failure_total{{replica="{replica}"' in one]
+                (line,) = [line for line in lines if f'foretoken:request_failure_total{{replica="{replica}"' in line]
                 assert f'reason="{reason}"' in line and float(line.split()[-1]) == 1
             heads = [line for line in lines if line.startswith("# TYPE")]
             assert len(heads) == len(set(heads))
@@ -344,8 +344,8 @@ def test_a_client_that_leaves_ends_the_request() -> None:
             app = create_gateway(fleet)
             sent: list[Any] = []
             some, messages = asyncio.Event(), asyncio.Queue[Any]()
-            asked = {**ASKED, "max_tokens": 900, "stream": True, "ignore_eos": True}
-            messages.put_nowait({"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False})
+            request = {**ASKED, "max_tokens": 900, "stream": True, "ignore_eos": True}
+            messages.put_nowait({"type": "http.request", "body": json.dumps(request).encode(), "more_body": False})
 
             async def send(message: Any) -> None:
                 sent.append(message)

@@ -29,7 +29,7 @@ def test_the_arithmetic_prints_what_it_says() -> None:
 
 def test_the_samples_are_yaml_with_options_that_exist() -> None:
     samples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.S)]
-    assert [one["kind"] for one in samples] == ["InferenceService", "InferencePool"]
+    assert [sample["kind"] for sample in samples] == ["InferenceService", "InferencePool"]
     (container,) = samples[0]["spec"]["predictor"]["containers"]
     options = {arg.removeprefix("--").replace("-", "_") for arg in container["args"] if arg.startswith("--")}
     known = set(ServerSettings.__dataclass_fields__) | {"api_key_file"}

@@ -59,19 +59,19 @@ class Cluster:
 
     def replica_pids(self) -> list[int]:
         """Processes of replicas that live."""
-        found = []
+        pids = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 if process.status() != psutil.STATUS_ZOMBIE and "ServeReplica" in "".join(process.cmdline()):
-                    found.append(process.pid)
+                    pids.append(process.pid)
             except psutil.NoSuchProcess:
                 continue
-        return found
+        return pids
 
     def complete(self, prompt: str, **fields: Any) -> httpx.Response:
         """A greedy completion."""
-        asked = {"model": "builtin", "prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
-        return self.client.post("/v1/completions", json=asked)
+        body = {"model": "builtin", "prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
+        return self.client.post("/v1/completions", json=body)
 
     def close(self) -> None:
         """End everything, whatever state it is in."""
@@ -86,20 +86,20 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    found = Cluster()
+    started = Cluster()
     try:
-        found.wait_until_ready()
-        yield found
+        started.wait_until_ready()
+        yield started
     finally:
-        found.close()
+        started.close()
 
 
 def test_replicas_write_what_one_model_writes(cluster: Cluster) -> None:
     llm = make_llm(ServerSettings())
     prompts = [f"def f{i}(x):" for i in range(6)]
-    wanted = [llm.generate(prompt, max_new_tokens=16, temperature=0.0).text for prompt in prompts]
+    expected = [llm.generate(prompt, max_new_tokens=16, temperature=0.0).text for prompt in prompts]
     answers = [cluster.complete(prompt, max_tokens=16) for prompt in prompts]
-    assert [answer.json()["choices"][0]["text"] for answer in answers] == wanted
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == expected
     assert len({answer.headers["x-replica"] for answer in answers}) == 2, "six sessions, one replica: 1 in 32"
 
 
@@ -107,11 +107,11 @@ def test_the_second_turn_finds_its_cache(cluster: Cluster) -> None:
     homes = set()
     for number in range(6):
         messages = [{"role": "user", "content": f"Explain in many words what the number {number} means to a baker."}]
-        asked = {"model": "builtin", "max_tokens": 24, "temperature": 0}
-        first = cluster.client.post("/v1/chat/completions", json={**asked, "messages": messages})
-        said = first.json()["choices"][0]["message"]["content"]
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And to a miller?"}]
-        second = cluster.client.post("/v1/chat/completions", json={**asked, "messages": messages})
+        body = {"model": "builtin", "max_tokens": 24, "temperature": 0}
+        first = cluster.client.post("/v1/chat/completions", json={**body, "messages": messages})
+        content = first.json()["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "And to a miller?"}]
+        second = cluster.client.post("/v1/chat/completions", json={**body, "messages": messages})
         assert first.headers["x-replica"] == second.headers["x-replica"]
         usage = second.json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= first.json()["usage"]["prompt_tokens"] - 1 > 8
@@ -121,7 +121,7 @@ def test_the_second_turn_finds_its_cache(cluster: Cluster) -> None:
 
 def test_a_named_session_stays_where_it_is(cluster: Cluster) -> None:
     for session in ("one", "two", "three"):
-        asked = [
+        answers = [
             cluster.client.post(
                 "/v1/completions",
                 json={"model": "builtin", "prompt": f"{number} bottles", "max_tokens": 1},
@@ -129,7 +129,7 @@ def test_a_named_session_stays_where_it_is(cluster: Cluster) -> None:
             )
             for number in range(4)
         ]
-        assert len({answer.headers["x-replica"] for answer in asked}) == 1
+        assert len({answer.headers["x-replica"] for answer in answers}) == 1
 
 
 def test_errors_and_counters_are_the_servers(cluster: Cluster) -> None:
@@ -165,10 +165,10 @@ def test_a_killed_replica_loses_no_unary_call_and_breaks_streams_loudly(cluster:
                 errors.append(error)
 
     def read(number: int) -> None:
-        asked = {"model": "builtin", "prompt": f"stream {number}", "max_tokens": 900, "temperature": 1, "seed": number}
+        body = {"model": "builtin", "prompt": f"stream {number}", "max_tokens": 900, "temperature": 1, "seed": number}
         lines: list[str] = []
         with cluster.client.stream(
-            "POST", "/v1/completions", json={**asked, "stream": True, "ignore_eos": True}
+            "POST", "/v1/completions", json={**body, "stream": True, "ignore_eos": True}
         ) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
@@ -200,9 +200,9 @@ def test_a_killed_replica_loses_no_unary_call_and_breaks_streams_loudly(cluster:
 
 def test_a_stream_of_a_killed_replica_is_no_whole_answer(cluster: Cluster) -> None:
     cluster.wait_until_ready(2)
-    asked = {"model": "builtin", "prompt": "long", "max_tokens": 900, "temperature": 1, "seed": 1, "ignore_eos": True}
+    body = {"model": "builtin", "prompt": "long", "max_tokens": 900, "temperature": 1, "seed": 1, "ignore_eos": True}
     lines = []
-    with cluster.client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer:
+    with cluster.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: "):
                 lines.append(line[6:])
@@ -222,8 +222,8 @@ def test_a_signal_drains_and_leaves_nothing(cluster: Cluster) -> None:
     begun = threading.Event()
 
     def read() -> None:
-        asked = {"model": "builtin", "prompt": "drain", "max_tokens": 300, "temperature": 1, "ignore_eos": True}
-        with cluster.client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer:
+        body = {"model": "builtin", "prompt": "drain", "max_tokens": 300, "temperature": 1, "ignore_eos": True}
+        with cluster.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
             for line in answer.iter_lines():
                 lines.append(line)
                 begun.set()
@@ -241,7 +241,7 @@ def test_a_signal_drains_and_leaves_nothing(cluster: Cluster) -> None:
     assert cluster.process.wait(60) == 0
     assert [line for line in lines if line][-1] == "data: [DONE]"
     _, alive = psutil.wait_procs(below, timeout=5)
-    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize("waits_s", [0.0, 4.0])
@@ -260,10 +260,10 @@ def test_a_signal_does_not_wait_for_replicas_that_are_starting(waits_s: float) -
         time.sleep(waits_s)
         below = main.children(recursive=True)
         starting.process.send_signal(signal.SIGTERM)
-        _, said = starting.process.communicate(timeout=20)
-        assert starting.process.returncode == 0 and "stopped while the model was loading\n" in said
+        _, stderr = starting.process.communicate(timeout=20)
+        assert starting.process.returncode == 0 and "stopped while the model was loading\n" in stderr
         _, alive = psutil.wait_procs(below, timeout=5)
-        assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     finally:
         starting.close()
 
@@ -271,10 +271,10 @@ def test_a_signal_does_not_wait_for_replicas_that_are_starting(waits_s: float) -
 def refused(*flags: str, code: str = "import sys; from foretoken.cli.main import main; sys.exit(main())") -> str:
     """The last line of a start that fails."""
     command = [sys.executable, "-c", code, "serve", *flags, "--replicas", "2"]
-    found = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=200)
-    assert found.returncode == 2, (found.returncode, found.stderr)
-    lines = [line for line in found.stderr.splitlines() if line and not line.startswith("starting")]
-    assert len(lines) == 1, found.stderr
+    result = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=200)
+    assert result.returncode == 2, (result.returncode, result.stderr)
+    lines = [line for line in result.stderr.splitlines() if line and not line.startswith("starting")]
+    assert len(lines) == 1, result.stderr
     return lines[0]
 
 

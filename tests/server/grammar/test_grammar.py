@@ -63,11 +63,11 @@ def test_the_output_fits_and_is_plain_decodings(plain: Llm, drafter: str, temper
     fast = speculative(plain, drafter)
     for seed in range(3):
         options: dict[str, Any] = {"max_new_tokens": 80, "temperature": temperature, "seed": seed}
-        wanted = plain.generate(PROMPT, constraint=constraint(plain), **options)
-        found = fast.generate(PROMPT, constraint=constraint(plain), **options)
-        assert found.token_ids == wanted.token_ids
-        assert found.finish_reason == "eos"
-        jsonschema.validate(json.loads(found.text), SCHEMA)
+        expected = plain.generate(PROMPT, constraint=constraint(plain), **options)
+        output = fast.generate(PROMPT, constraint=constraint(plain), **options)
+        assert output.token_ids == expected.token_ids
+        assert output.finish_reason == "eos"
+        jsonschema.validate(json.loads(output.text), SCHEMA)
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram", "model,k=4", "known,inner=(model,k=3)", "model,tree=2x2"])
@@ -76,11 +76,11 @@ def test_the_grammar_wins_over_the_least_length(plain: Llm, drafter: str | None,
     """The end of the text lies inside drafts that go on, and before ``min_tokens``."""
     llm = plain if drafter is None else speculative(plain, drafter)
     options: dict[str, Any] = {"max_new_tokens": 80, "temperature": temperature, "seed": 2}
-    wanted = plain.generate(PROMPT, constraint=constraint(plain), **options)
-    assert wanted.finish_reason == "eos" and len(wanted.token_ids) < 70
+    expected = plain.generate(PROMPT, constraint=constraint(plain), **options)
+    assert expected.finish_reason == "eos" and len(expected.token_ids) < 70
     for more in ({"min_tokens": 70}, {"ignore_eos": True}):
-        found = llm.generate(PROMPT, constraint=constraint(plain), **options, **more)
-        assert (found.token_ids, found.finish_reason) == (wanted.token_ids, "eos")
+        output = llm.generate(PROMPT, constraint=constraint(plain), **options, **more)
+        assert (output.token_ids, output.finish_reason) == (expected.token_ids, "eos")
     longer = llm.generate(PROMPT, constraint=constraint(plain, "regex", "[a-z ]{3,40}"), **options, min_tokens=12)
     again = plain.generate(PROMPT, constraint=constraint(plain, "regex", "[a-z ]{3,40}"), **options, min_tokens=12)
     assert longer.token_ids == again.token_ids
@@ -97,8 +97,8 @@ def test_a_grammar_that_the_allowed_tokens_cannot_spell(plain: Llm, drafter: str
         with pytest.raises(ValueError, match=words) as error:
             llm.generate(PROMPT, constraint=constraint(plain, "regex", spec), **options)
         assert "the constraint and allowed_token_ids" in str(error.value)
-    found = llm.generate(PROMPT, constraint=constraint(plain, "regex", "[abc]{3}x?"), **options)
-    assert len(found.text) == 3 and found.finish_reason == "eos"
+    output = llm.generate(PROMPT, constraint=constraint(plain, "regex", "[abc]{3}x?"), **options)
+    assert len(output.text) == 3 and output.finish_reason == "eos"
 
 
 def test_forced_tokens_are_drafted_and_accepted(plain: Llm) -> None:
@@ -113,18 +113,18 @@ def test_forced_tokens_are_drafted_and_accepted(plain: Llm) -> None:
 
 def test_a_batch_of_different_grammars(plain: Llm) -> None:
     fast = speculative(plain, "known,inner=ngram")
-    asked = [("regex", r"[0-9]{3}-[a-f]{2}"), ("json_object", None), ("grammar", 'start: "yes" | "no"')]
+    specs = [("regex", r"[0-9]{3}-[a-f]{2}"), ("json_object", None), ("grammar", 'start: "yes" | "no"')]
     requests = [
-        plain.request(PROMPT, constraint=constraint(plain, *one), max_new_tokens=24, temperature=1.0, seed=i)
-        for i, one in enumerate(asked)
+        plain.request(PROMPT, constraint=constraint(plain, *spec), max_new_tokens=24, temperature=1.0, seed=i)
+        for i, spec in enumerate(specs)
     ]
     alone = [plain._run([request])[0] for request in requests]
     again = [
-        plain.request(PROMPT, constraint=constraint(plain, *one), max_new_tokens=24, temperature=1.0, seed=i)
-        for i, one in enumerate(asked)
+        plain.request(PROMPT, constraint=constraint(plain, *spec), max_new_tokens=24, temperature=1.0, seed=i)
+        for i, spec in enumerate(specs)
     ]
     together = fast._run(again)
-    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
     assert together[2].text in ("yes", "no")
     assert together[1].text.lstrip().startswith("{")
 
@@ -132,9 +132,9 @@ def test_a_batch_of_different_grammars(plain: Llm) -> None:
 def test_one_constraint_for_several_requests(plain: Llm) -> None:
     """Prompts of different lengths, and a stream that begins while another is written."""
     prompts, options = ["A person: ", "Write one person as JSON and nothing else: "], {"max_new_tokens": 24}
-    alone = [plain.generate(one, constraint=constraint(plain), **options).token_ids for one in prompts]
+    alone = [plain.generate(prompt, constraint=constraint(plain), **options).token_ids for prompt in prompts]
     shared = constraint(plain)
-    assert [one.token_ids for one in plain.generate(prompts, constraint=shared, **options)] == alone
+    assert [output.token_ids for output in plain.generate(prompts, constraint=shared, **options)] == alone
     first = plain.stream(prompts[0], constraint=shared, **options)
     written = list(next(first).token_ids)
     second = [token for part in plain.stream(prompts[1], constraint=shared, **options) for token in part.token_ids]
@@ -150,27 +150,27 @@ def test_every_prefix_is_answered_as_if_it_were_the_first(plain: Llm) -> None:
         ids = plain.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
         fresh = constraint(plain)
         output = torch.tensor([ids], dtype=torch.long)
-        wanted = fresh(output, scores)
-        assert torch.equal(moving(output, scores), wanted)
-        assert torch.isfinite(wanted).any()
+        expected = fresh(output, scores)
+        assert torch.equal(moving(output, scores), expected)
+        assert torch.isfinite(expected).any()
 
 
 def test_a_grammar_by_enumeration(plain: Llm) -> None:
     """The distribution is the target's own, restricted to what may follow and normalised."""
-    made = constraint(plain, "regex", "(ab|ac|b)")
+    rule = constraint(plain, "regex", "(ab|ac|b)")
     scores = torch.randn(1, plain.target.vocab_size)
-    kept = made(NOTHING_YET, scores)
-    allowed = {plain.tokenizer.decode([i]) for i in torch.isfinite(kept[0]).nonzero().flatten().tolist()}  # type: ignore[union-attr]
+    masked = rule(NOTHING_YET, scores)
+    allowed = {plain.tokenizer.decode([i]) for i in torch.isfinite(masked[0]).nonzero().flatten().tolist()}  # type: ignore[union-attr]
     assert allowed == {"a", "b", "ab", "ac"}
-    inside = torch.isfinite(kept)
-    assert torch.equal(kept[inside], scores[inside])
+    inside = torch.isfinite(masked)
+    assert torch.equal(masked[inside], scores[inside])
 
 
 def test_logits_that_are_wider_than_the_tokenizer(plain: Llm) -> None:
     wide = plain.target.vocab_size + 100
-    made = compile_constraint("regex", "[a-z]+", plain.tokenizer, wide)
-    kept = made(NOTHING_YET, torch.zeros(1, wide))
-    assert not torch.isfinite(kept[0, plain.target.vocab_size :]).any()
+    rule = compile_constraint("regex", "[a-z]+", plain.tokenizer, wide)
+    masked = rule(NOTHING_YET, torch.zeros(1, wide))
+    assert not torch.isfinite(masked[0, plain.target.vocab_size :]).any()
 
 
 TOLD = {
@@ -199,7 +199,7 @@ def test_formats_that_are_enforced_are_those_that_llguidance_knows() -> None:
 
 
 def test_another_format_is_an_annotation(plain: Llm) -> None:
-    """Wherever a schema stands; a property of that name, and values that look like a schema, are left alone."""
+    """It holds wherever a schema stands; a property of that name and values that look like a schema are kept."""
     secret = {"type": "string", "format": "password"}
     value = {"format": "password"}
     schema: dict[str, Any] = {
@@ -211,19 +211,19 @@ def test_another_format_is_an_annotation(plain: Llm) -> None:
         "default": value,
         "examples": [value],
     }
-    found = without_unknown_formats(schema)
+    cleaned = without_unknown_formats(schema)
     text = {"type": "string"}
-    assert found["$defs"] == {"format": text} and found["properties"]["list"]["items"] == text
-    assert found["patternProperties"] == {"^x": {"anyOf": [text, {"type": "null"}]}}
-    assert (found["properties"]["format"], found["default"], found["examples"]) == (
+    assert cleaned["$defs"] == {"format": text} and cleaned["properties"]["list"]["items"] == text
+    assert cleaned["patternProperties"] == {"^x": {"anyOf": [text, {"type": "null"}]}}
+    assert (cleaned["properties"]["format"], cleaned["default"], cleaned["examples"]) == (
         {"$ref": "#/$defs/format"},
         value,
         [value],
     )
     assert schema["$defs"] == {"format": secret}
-    made = constraint(plain, "json_schema", schema)
+    rule = constraint(plain, "json_schema", schema)
     written = spelled(plain, '{"format": "any", "list": ["x"], "x": null}')
-    assert made.fits([], written) == len(written) and made.may_end(written)
+    assert rule.fits([], written) == len(written) and rule.may_end(written)
     only = constraint(plain, "json_schema", {"const": value})
     written = spelled(plain, '{"format": "password"}')
     assert only.fits([], written) == len(written) and only.may_end(written)
@@ -277,8 +277,8 @@ def test_a_grammar_that_ended_the_trial_leaves_it_working(plain: Llm) -> None:
     with pytest.raises(ValueError, match="too much time or memory"):
         constraint(plain, "regex", ".*" * 19_000)
     assert TRIAL._process is None  # it was ended, and the next grammar gets another one
-    made = constraint(plain, "regex", "[0-9]{3}")
-    assert made.fits([], spelled(plain, "123")) > 0
+    rule = constraint(plain, "regex", "[0-9]{3}")
+    assert rule.fits([], spelled(plain, "123")) > 0
 
 
 ENDLESS = ["a{1000000000}", "(ab){1000000000}"]
@@ -298,13 +298,13 @@ def spelled(llm: Llm, text: str) -> list[int]:
 
 
 def test_how_many_drafts_fit(plain: Llm) -> None:
-    made = constraint(plain, "regex", "abc (yes|no)")
+    rule = constraint(plain, "regex", "abc (yes|no)")
     good, bad = spelled(plain, "abc yes"), spelled(plain, "abc maybe")
     end = plain.tokenizer.eos_token_id  # type: ignore[union-attr]
-    assert made.fits([], [*good, end]) == len(good) + 1
-    assert 0 < made.fits([], bad) < len(bad)
-    assert made.fits(bad, good) == 0
-    assert made.fits(good, [end]) == 1
+    assert rule.fits([], [*good, end]) == len(good) + 1
+    assert 0 < rule.fits([], bad) < len(bad)
+    assert rule.fits(bad, good) == 0
+    assert rule.fits(good, [end]) == 1
 
 
 class Guessing(Drafter):
@@ -327,11 +327,11 @@ class Guessing(Drafter):
 
 def test_guesses_that_the_grammar_refuses_are_cut(plain: Llm) -> None:
     good, bad = spelled(plain, "hello, world"), spelled(plain, "[1, 2]")
-    made = constraint(plain, "regex", "(hello, world|hello, moon|x)")
+    rule = constraint(plain, "regex", "(hello, world|hello, moon|x)")
     inner = Guessing(good, bad)
     known = KnownDrafter(inner)
-    sampler = Sampler(SamplingParams(processors=(OfAnswer(made.processor, 1),)), 1)
-    context = Context(0, [7], 1, sampler, Rng(0), constraint=made)
+    sampler = Sampler(SamplingParams(processors=(OfAnswer(rule.processor, 1),)), 1)
+    context = Context(0, [7], 1, sampler, Rng(0), constraint=rule)
     tree = known.propose(context, Budget(max_depth=2, max_nodes=8))
     assert list(tree.tokens[1:]) == [*good[:2], 5] and list(tree.probes) == [False, False, False, True]
     free = Context(1, [7], 1, Sampler(SamplingParams(), 1), Rng(0))
@@ -340,7 +340,7 @@ def test_guesses_that_the_grammar_refuses_are_cut(plain: Llm) -> None:
 
 @pytest.mark.parametrize(("kind", "spec"), HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_grammars_are_answered(plain: Llm, kind: str, spec: Any) -> None:
-    """Either refused with one line, or compiled; never longer than a request may take to find out."""
+    """Each is refused with one line or compiled, within the time that a request may take."""
     answer: list[Any] = []
 
     def attempt() -> None:
@@ -358,12 +358,12 @@ def test_hostile_grammars_are_answered(plain: Llm, kind: str, spec: Any) -> None
 
 def test_a_grammar_with_very_many_states_costs_its_own_request_at_most(plain: Llm) -> None:
     """It compiles, since its states are made when they are reached; what a step may cost is bounded."""
-    made = constraint(plain, "regex", "(a{1,5000}){1,5000}")
+    rule = constraint(plain, "regex", "(a{1,5000}){1,5000}")
     finished: list[Any] = []
 
     def attempt() -> None:
         try:
-            finished.append(plain.generate(PROMPT, constraint=made, max_new_tokens=12, temperature=1.0, seed=1))
+            finished.append(plain.generate(PROMPT, constraint=rule, max_new_tokens=12, temperature=1.0, seed=1))
         except ValueError as error:
             finished.append(error)
 

@@ -65,13 +65,15 @@ def language(llm: Llm, kind: str, spec: Any) -> FiniteLanguage:
 
 @pytest.mark.parametrize(("kind", "spec", "strings"), FINITE)
 def test_all_strings_are_found(llm: Llm, kind: str, spec: Any, strings: Sequence[str]) -> None:
-    found = language(llm, kind, spec)
+    compiled = language(llm, kind, spec)
     tokenizer: Any = llm.tokenizer
-    assert sorted(tokenizer.decode(one) for one in found.strings) == sorted(strings)
-    assert all(tokenizer(tokenizer.decode(one), add_special_tokens=False)["input_ids"] == one for one in found.strings)
-    assert found.ends == {0}
+    assert sorted(tokenizer.decode(ids) for ids in compiled.strings) == sorted(strings)
+    assert all(
+        tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] == ids for ids in compiled.strings
+    )
+    assert compiled.ends == {0}
     rule = compile_constraint(kind, spec, llm.tokenizer, llm.target.vocab_size)
-    assert all(rule.fits([], one) == len(one) and rule.may_end(one) for one in found.strings)
+    assert all(rule.fits([], ids) == len(ids) and rule.may_end(ids) for ids in compiled.strings)
 
 
 @pytest.mark.parametrize(("kind", "spec", "words"), BAD, ids=range(len(BAD)))
@@ -92,15 +94,15 @@ def test_outputs_are_strings_whatever_drafts(llm: Llm, drafter: str | None) -> N
     other = llm if drafter is None else ft.load("builtin", drafter, dtype="float32", prefix_cache=False)
     names = language(llm, "choice", NAMES)
     pattern = language(llm, "regex", "[0-9]{2}")  # 111 nodes: in pieces
-    asked: list[dict[str, Any]] = [
+    cases: list[dict[str, Any]] = [
         {"temperature": t, "seed": seed, "constraint": rule}
         for rule in (names, pattern)
         for t, seed in ((0.0, None), (1.5, 1), (1.5, 2))
     ]
-    for options in asked:
-        wanted = llm.generate("The tool is ", max_new_tokens=8, logprobs=1, **options)
-        found = other.generate("The tool is ", max_new_tokens=8, logprobs=1, **options)
-        assert found.token_ids == wanted.token_ids and found.finish_reason == "eos"
-        assert found.text in NAMES or re.fullmatch("[0-9]{2}", found.text)
-        assert found.logprobs is not None and len(found.logprobs) == len(found.token_ids)
-        assert found.stats.num_drafts == 1
+    for options in cases:
+        expected = llm.generate("The tool is ", max_new_tokens=8, logprobs=1, **options)
+        output = other.generate("The tool is ", max_new_tokens=8, logprobs=1, **options)
+        assert output.token_ids == expected.token_ids and output.finish_reason == "eos"
+        assert output.text in NAMES or re.fullmatch("[0-9]{2}", output.text)
+        assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
+        assert output.stats.num_drafts == 1
