@@ -42,4 +42,4 @@ with tempfile.TemporaryDirectory() as folder:
         print(f"killed after {len(finished_ids(out))} answers")
     run(source, out, most=99)
     answers = [json.loads(line) for line in out.read_text().splitlines()]
-    print(f"{len(answers)} answers, no id twice: {len({one['id'] for one in answers}) == len(prompts)}")
+    print(f"{len(answers)} answers, no id twice: {len({answer['id'] for answer in answers}) == len(prompts)}")

@@ -25,5 +25,5 @@ for drafter in (None, "ngram", "known,inner=ngram"):
     llm = ft.load("builtin", drafter=drafter, dtype="float32")
     rule = compile_constraint("json_schema", schema, llm.tokenizer, llm.target.vocab_size)  # one for each request
     out = llm.generate(prompt, constraint=rule, max_new_tokens=80)
-    found = json.loads(out.text)
-    print(f"{drafter or 'plain':18} {out.stats.mean_acceptance_length:.2f} tokens a round: {json.dumps(found)}")
+    answer = json.loads(out.text)
+    print(f"{drafter or 'plain':18} {out.stats.mean_acceptance_length:.2f} tokens a round: {json.dumps(answer)}")

@@ -34,14 +34,14 @@ def vllm(text):  # answers of a server with --per-request-spec-decode-metrics de
 
 def vllm_log(text):  # one line per interval
     for when, length, accepted, drafted, shares in INTERVAL.findall(text):
-        told = {"tokens_per_round": float(length), "accepted": int(accepted), "drafted": int(drafted)}
-        yield {"type": "total", "label": when, **told, "per_position": [float(share) for share in shares.split(", ")]}
+        counts = {"tokens_per_round": float(length), "accepted": int(accepted), "drafted": int(drafted)}
+        yield {"type": "total", "label": when, **counts, "per_position": [float(share) for share in shares.split(", ")]}
 
 
 def sglang(text):  # one line per interval
     for when, length, rate, speed in BATCH.findall(text):
-        told = {"tokens_per_round": float(length), "acceptance_rate": float(rate), "tokens_per_s": float(speed)}
-        yield {"type": "total", "label": when, **told}
+        counts = {"tokens_per_round": float(length), "acceptance_rate": float(rate), "tokens_per_s": float(speed)}
+        yield {"type": "total", "label": when, **counts}
 
 
 def llama_cpp(text):  # a block of lines per request: its task, its speed, then its drafts
@@ -49,8 +49,8 @@ def llama_cpp(text):  # a block of lines per request: its task, its speed, then 
     for number, rate, accepted, drafted in TASK.findall(text):
         task, speed = number or task, rate or speed
         if drafted:
-            told = {"accepted": int(accepted), "drafted": int(drafted), "tokens_per_s": float(speed)}
-            yield {"type": "total", "request": f"task {task}", **told}
+            counts = {"accepted": int(accepted), "drafted": int(drafted), "tokens_per_s": float(speed)}
+            yield {"type": "total", "request": f"task {task}", **counts}
 
 
 READERS = {"vllm": vllm, "vllm-log": vllm_log, "sglang": sglang, "llama.cpp": llama_cpp}

@@ -51,7 +51,7 @@ class FakeCuda(Tensor):
     @staticmethod
     def __new__(cls, real: Tensor) -> FakeCuda:
         """Over ``real``, whose memory it shares."""
-        made = Tensor._make_wrapper_subclass(
+        wrapper = Tensor._make_wrapper_subclass(
             cls,
             real.size(),
             strides=real.stride(),
@@ -59,8 +59,8 @@ class FakeCuda(Tensor):
             dtype=real.dtype,
             device=torch.device(KIND, 0),
         )
-        made.on_cpu = real
-        return made
+        wrapper.on_cpu = real
+        return wrapper
 
     def __repr__(self, **_: Any) -> str:
         return f"FakeCuda({self.on_cpu})"
@@ -180,8 +180,8 @@ class _Functions(TorchFunctionMode):
                 raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
             del kwargs["device"]
             COUNTED.sends += func in (torch.tensor, torch.as_tensor, Tensor.new_tensor)
-            made = func(*args, **kwargs)
-            return tree_map(lambda x: _moved(x) if isinstance(x, Tensor) else x, made)
+            result = func(*args, **kwargs)
+            return tree_map(lambda x: _moved(x) if isinstance(x, Tensor) else x, result)
         return func(*args, **kwargs)
 
 
@@ -201,9 +201,9 @@ def _moved(x: Tensor) -> Tensor:
 
 def _note_index(index: Any) -> None:
     """An index that is not on the device is sent there; one of truth values is counted there, and read."""
-    for one in index if isinstance(index, tuple) else (index,):
-        COUNTED.sends += isinstance(one, list) or (isinstance(one, Tensor) and not isinstance(one, FakeCuda))
-        COUNTED.reads += isinstance(one, FakeCuda) and one.dtype == torch.bool
+    for part in index if isinstance(index, tuple) else (index,):
+        COUNTED.sends += isinstance(part, list) or (isinstance(part, Tensor) and not isinstance(part, FakeCuda))
+        COUNTED.reads += isinstance(part, FakeCuda) and part.dtype == torch.bool
 
 
 def _to(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

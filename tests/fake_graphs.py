@@ -32,25 +32,25 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and note."""
-        found = func(*args, **(kwargs or {}))
-        made = [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)]
-        self.calls.append((func, args, kwargs or {}, made))
-        return found
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+        self.calls.append((func, args, kwargs or {}, tensors))
+        return result
 
     def replay(self) -> None:
         """Do everything again, with what the tensors hold now, into the tensors that were made then."""
         self.replays += 1
-        for func, args, kwargs, made in self.calls:
-            given = {id(x) for x in tree_flatten((args, kwargs))[0]}
+        for func, args, kwargs, outputs in self.calls:
+            inputs = {id(x) for x in tree_flatten((args, kwargs))[0]}
             again = [x for x in tree_flatten(func(*args, **kwargs))[0] if isinstance(x, Tensor)]
-            for old, new in zip(made, again, strict=True):
-                if id(old) not in given and not _same_memory(old, new):
+            for old, new in zip(outputs, again, strict=True):
+                if id(old) not in inputs and not _same_memory(old, new):
                     old.copy_(new)
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    one, other = (x.on_cpu if isinstance(x, FakeCuda) else x for x in (one, other))
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+def _same_memory(first: Tensor, second: Tensor) -> bool:
+    first, second = (x.on_cpu if isinstance(x, FakeCuda) else x for x in (first, second))
+    return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
 
 
 class Recordings:
@@ -69,13 +69,13 @@ class Recordings:
 
     def record(self, program: Run) -> Run:
         """What the program did, frozen."""
-        with Recording() as made:
-            left = program()
-        self.recordings.append(made)
+        with Recording() as recording:
+            outputs = program()
+        self.recordings.append(recording)
 
         def replay() -> tuple[Tensor, dict[str, Tensor]]:
-            made.replay()
-            return left
+            recording.replay()
+            return outputs
 
         return replay
 
@@ -97,11 +97,11 @@ class Capturing(TorchFunctionMode):
 class FakeGraph:
     """Stands in for ``torch.cuda.CUDAGraph``."""
 
-    made: list[FakeGraph] = []  # noqa: RUF012
+    graphs: list[FakeGraph] = []  # noqa: RUF012
 
     def __init__(self) -> None:
         self.recording = Recording()
-        self.made.append(self)
+        self.graphs.append(self)
 
     def replay(self) -> None:
         """Do what was captured."""
@@ -128,7 +128,7 @@ def _stream(stream: FakeStream) -> Iterator[None]:
 
 @contextmanager
 def _capture(graph: FakeGraph, pool: Any, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
-    """As in PyTorch, a capture that fails ends with an error of its own, before its stream is put back."""
+    """As in PyTorch, a capture that fails raises its own error before its stream is restored."""
     assert pool == "pool" and capture_error_mode == "thread_local"
     with _stream(stream):
         try:
@@ -141,7 +141,7 @@ def _capture(graph: FakeGraph, pool: Any, stream: FakeStream, capture_error_mode
 @contextmanager
 def fake_cuda_graphs() -> Iterator[list[FakeGraph]]:
     """Nested, ``cuda`` is there (:func:`fake_cuda.fake_cuda`) and can capture graphs; yields those that are made."""
-    FakeGraph.made = made = []
+    FakeGraph.graphs = graphs = []
     FakeStream.current = FakeStream()
     zeros = torch.zeros
 
@@ -163,4 +163,4 @@ def fake_cuda_graphs() -> Iterator[list[FakeGraph]]:
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
         stack.enter_context(mock.patch.object(torch, "zeros", unpinned))
-        yield made
+        yield graphs

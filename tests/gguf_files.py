@@ -77,7 +77,7 @@ def mamba(file: Path, vocab: int = 32, width: int = 32, layers: int = 2) -> Path
     }
     tensors = {"token_embd.weight": rng.normal(size=(vocab, width)), "output_norm.weight": np.ones(width)}
     for i in range(layers):
-        found = {
+        layer = {
             "attn_norm.weight": np.ones(width),
             "ssm_in.weight": rng.normal(size=(2 * inner, width)) / width**0.5,
             "ssm_conv1d.weight": rng.normal(size=(inner, kernel)) / 2,
@@ -89,7 +89,7 @@ def mamba(file: Path, vocab: int = 32, width: int = 32, layers: int = 2) -> Path
             "ssm_d": np.ones(inner),
             "ssm_out.weight": rng.normal(size=(width, inner)) / inner**0.5,
         }
-        tensors.update({f"blk.{i}.{name}": tensor for name, tensor in found.items()})
+        tensors.update({f"blk.{i}.{name}": tensor for name, tensor in layer.items()})
     return write(file, "mamba", numbers, tensors)
 
 

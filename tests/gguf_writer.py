@@ -65,11 +65,11 @@ def random_bytes(kind: str, out: int, width: int, seed: int = 0, size: float = 0
     """Any bytes [out, k] of a quantised type, but for scales, which are about ``size``."""
     rng = np.random.default_rng(seed)
     block, in_bytes = gguf.GGML_QUANT_SIZES[Quant[kind]]
-    found = rng.integers(0, 256, (out * width // block, in_bytes), dtype=np.uint8)
+    data = rng.integers(0, 256, (out * width // block, in_bytes), dtype=np.uint8)
     for place in SCALES[kind]:
-        scales = rng.normal(0, size, len(found)).astype(np.float16)
-        found[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return found.reshape(out, -1)
+        scales = rng.normal(0, size, len(data)).astype(np.float16)
+        data[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return data.reshape(out, -1)
 
 
 def stored(numbers: Tensor, kind: str) -> Stored:
@@ -139,42 +139,42 @@ def _rope(config: Any, head: int) -> dict[str, Any]:
     keys, rope = gguf.Keys.Rope, config.rope_parameters
     local = rope.get("sliding_attention")
     rope = rope.get("full_attention", rope)
-    found = {
+    fields = {
         keys.FREQ_BASE: float(rope["rope_theta"]),
         keys.DIMENSION_COUNT: int(head * rope.get("partial_rotary_factor", 1.0)),
     }
     if local is not None:
-        found[keys.FREQ_BASE_SWA] = float(local["rope_theta"])
+        fields[keys.FREQ_BASE_SWA] = float(local["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
-        found[keys.SCALING_TYPE], found[keys.SCALING_FACTOR] = rope["rope_type"], float(rope["factor"])
-        found[keys.SCALING_ORIG_CTX_LEN] = rope.get("original_max_position_embeddings")
+        fields[keys.SCALING_TYPE], fields[keys.SCALING_FACTOR] = rope["rope_type"], float(rope["factor"])
+        fields[keys.SCALING_ORIG_CTX_LEN] = rope.get("original_max_position_embeddings")
     elif rope["rope_type"] == "longrope":
-        found[keys.SCALING_ORIG_CTX_LEN] = config.original_max_position_embeddings
-    return found
+        fields[keys.SCALING_ORIG_CTX_LEN] = config.original_max_position_embeddings
+    return fields
 
 
 def _special(config: Any) -> dict[str, Any]:
     """Keys of some families."""
     llm, attention, kind = gguf.Keys.LLM, gguf.Keys.Attention, config.model_type
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if kind in ("granite", "granitemoe"):
-        found |= {
+        fields |= {
             attention.SCALE: float(config.attention_multiplier),
             llm.EMBEDDING_SCALE: float(config.embedding_multiplier),
             llm.RESIDUAL_SCALE: float(config.residual_multiplier),
             llm.LOGIT_SCALE: float(config.logits_scaling),
         }
     if kind in ("gemma2", "gemma3_text", "phi3"):
-        found[attention.SLIDING_WINDOW] = config.sliding_window
+        fields[attention.SLIDING_WINDOW] = config.sliding_window
     if kind == "gemma2":
-        found[llm.ATTN_LOGIT_SOFTCAPPING] = float(config.attn_logit_softcapping)
-        found[llm.FINAL_LOGIT_SOFTCAPPING] = float(config.final_logit_softcapping)
+        fields[llm.ATTN_LOGIT_SOFTCAPPING] = float(config.attn_logit_softcapping)
+        fields[llm.FINAL_LOGIT_SOFTCAPPING] = float(config.final_logit_softcapping)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if experts:
-        found |= {llm.EXPERT_COUNT: experts, llm.EXPERT_USED_COUNT: config.num_experts_per_tok}
+        fields |= {llm.EXPERT_COUNT: experts, llm.EXPERT_USED_COUNT: config.num_experts_per_tok}
     if kind == "qwen3_moe":
-        found[llm.EXPERT_FEED_FORWARD_LENGTH] = config.moe_intermediate_size
-    return found
+        fields[llm.EXPERT_FEED_FORWARD_LENGTH] = config.moe_intermediate_size
+    return fields
 
 
 def _tensors(model: Any, kind: str) -> Iterator[tuple[str, Stored]]:

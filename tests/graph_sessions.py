@@ -17,9 +17,9 @@ from foretoken.models.huggingface import HuggingFaceModel
 
 def graphed(model: Any, recorder: Recorder | None = None) -> HuggingFaceModel:
     """``model`` with fixed steps."""
-    found = with_graphs(HuggingFaceModel(model), True, recorder or Recordings())
-    assert isinstance(found, HuggingFaceModel) and found.graphs_off == ""
-    return found
+    result = with_graphs(HuggingFaceModel(model), True, recorder or Recordings())
+    assert isinstance(result, HuggingFaceModel) and result.graphs_off == ""
+    return result
 
 
 class Pair:
@@ -33,9 +33,9 @@ class Pair:
         score = self.models[1].graphs.score
 
         def counted(*args: Any) -> Any:
-            found = score(*args)
-            self.fixed += found is not None
-            return found
+            scores = score(*args)
+            self.fixed += scores is not None
+            return scores
 
         self.models[1].graphs.score = counted
 
@@ -57,11 +57,11 @@ class Pair:
             )
             for m, model in enumerate(self.models)
         ]
-        for mine, other in zip(*rows, strict=True):
-            torch.testing.assert_close(mine.logits, other.logits, rtol=0, atol=self.atol)
-            assert mine.taps.keys() == other.taps.keys()
-            for name, states in mine.taps.items():
-                torch.testing.assert_close(states, other.taps[name], rtol=0, atol=self.atol)
+        for plain, fixed in zip(*rows, strict=True):
+            torch.testing.assert_close(plain.logits, fixed.logits, rtol=0, atol=self.atol)
+            assert plain.taps.keys() == fixed.taps.keys()
+            for name, states in plain.taps.items():
+                torch.testing.assert_close(states, fixed.taps[name], rtol=0, atol=self.atol)
 
     def commit(self, index: int, path: Sequence[int]) -> None:
         for model, sequence in zip(self.models, self.texts[index], strict=True):
@@ -73,8 +73,8 @@ class Pair:
             n = len(a.tokens)
             assert a.tokens == b.tokens
             for stores in zip(*((text.cache.keys, text.cache.values) for text in (a, b)), strict=True):
-                for mine, other in zip(*stores, strict=True):
-                    torch.testing.assert_close(mine[a.row, :, :n], other[b.row, :, :n], rtol=0, atol=self.atol)
+                for plain, fixed in zip(*stores, strict=True):
+                    torch.testing.assert_close(plain[a.row, :, :n], fixed[b.row, :, :n], rtol=0, atol=self.atol)
 
 
 def random_path(rng: random.Random, sequence: SequenceState) -> list[int]:
@@ -116,7 +116,7 @@ def any_session(pair: Pair, rounds: int, seed: int) -> None:
 
 
 def growing_session(pair: Pair) -> None:
-    """A text that outgrows the cache twice, and a row more than there was: buffers move, and graphs are made anew."""
+    """A text outgrows the cache twice, and one row is added: buffers move, and graphs are captured anew."""
     graphs = pair.models[1].graphs
     pair.open([3, 4, 5] * 80)
     pair.forward([(0, [7, 8, 9], [-1, -1, 1], None)])

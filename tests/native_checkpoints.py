@@ -81,43 +81,43 @@ def save_target(folder: Path, family: str = "glm4_moe", **changes: Any) -> Any:
 
 def random_module(network: Any, seed: int = 0, scale: float = 0.3) -> NativeModule:
     """A module with random weights."""
-    made = NativeModule(network, experts=True)
+    module = NativeModule(network, experts=True)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in made.state_dict().values():
+        for weight in module.state_dict().values():
             weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
-    return made.eval()
+    return module.eval()
 
 
 def published(family: str, number: int, num_layers: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A module's tensors by the names of its checkpoint, experts one by one."""
     qwen = family.startswith("qwen")
-    names = {ours: theirs for theirs, ours in (QWEN if qwen else NEXTN).items()}
+    names = {module_name: published_name for published_name, module_name in (QWEN if qwen else NEXTN).items()}
     prefix = "" if qwen else f"model.layers.{num_layers + number}."
-    found = {}
+    named = {}
     for name, tensor in single_experts(tensors).items():
         if name in names:
-            found[prefix + names[name]] = tensor
+            named[prefix + names[name]] = tensor
         else:
             place = f"mtp.layers.{number}" if qwen else prefix.removesuffix(".")
-            found[f"{place}.{name.removeprefix('layer.')}"] = tensor
-    return found
+            named[f"{place}.{name.removeprefix('layer.')}"] = tensor
+    return named
 
 
 def single_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stacked experts taken apart."""
-    found: dict[str, Tensor] = {}
+    singles: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         place = name.rpartition(".")[0]
         if name.endswith(".experts.gate_up_proj"):
             for number, both in enumerate(tensor):
                 gate, up = both.chunk(2)
-                found |= {f"{place}.{number}.gate_proj.weight": gate, f"{place}.{number}.up_proj.weight": up}
+                singles |= {f"{place}.{number}.gate_proj.weight": gate, f"{place}.{number}.up_proj.weight": up}
         elif name.endswith(".experts.down_proj"):
-            found |= {f"{place}.{number}.down_proj.weight": down for number, down in enumerate(tensor)}
+            singles |= {f"{place}.{number}.down_proj.weight": down for number, down in enumerate(tensor)}
         else:
-            found[name] = tensor
-    return {name: tensor.contiguous().clone() for name, tensor in found.items()}
+            singles[name] = tensor
+    return {name: tensor.contiguous().clone() for name, tensor in singles.items()}
 
 
 def add_tensors(folder: Path, tensors: Mapping[str, Tensor], file: str = "model.safetensors") -> None:
@@ -144,5 +144,5 @@ def drop(folder: Path, names: Sequence[str], config: Mapping[str, Any] | None = 
     file = folder / "model.safetensors"
     kept = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(tuple(names))}
     save_file(kept, file, {"format": "pt"})
-    told = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**told, **(config or {})}))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, **(config or {})}))

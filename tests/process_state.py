@@ -37,7 +37,8 @@ def _log(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 
     # pytest's own handlers come and go with the phases of a test
     return lambda: (
-        [one for one in log.handlers if "pytest" not in type(one).__module__], log.level, log.propagate, log.disabled,
+        [handler for handler in log.handlers if "pytest" not in type(handler).__module__],
+        log.level, log.propagate, log.disabled,
     ), write  # fmt: skip
 
 

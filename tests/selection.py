@@ -30,8 +30,8 @@ def parameters(item: pytest.Item) -> dict[str, Any]:
 
 def drafter(item: pytest.Item) -> Hashable:
     """The drafter of a cell of the exactness matrix, whose id is ``drafter.case`` or ``drafter.case.verifier``."""
-    found = re.search(r"(\w+)\.", item.callspec.id if hasattr(item, "callspec") else "")
-    return found[1] if found else item.name
+    match = re.search(r"(\w+)\.", item.callspec.id if hasattr(item, "callspec") else "")
+    return match[1] if match else item.name
 
 
 def rule(item: pytest.Item) -> Hashable:
@@ -629,6 +629,6 @@ def in_other_parts(items: Iterable[pytest.Item], part: str) -> set[pytest.Item]:
     numbers = re.fullmatch(r"(\d+)/(\d+)", part)
     if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
         raise pytest.UsageError(f"--slow-part takes I/N with I from 1 to N, such as 1/2, not {part!r}")
-    mine, parts = int(numbers[1]) - 1, int(numbers[2])
+    index, parts = int(numbers[1]) - 1, int(numbers[2])
     slow_ones = (item for item in items if item.get_closest_marker("slow") is not None)
-    return {item for item in slow_ones if zlib.crc32(item.nodeid.encode()) % parts != mine}
+    return {item for item in slow_ones if zlib.crc32(item.nodeid.encode()) % parts != index}

@@ -40,9 +40,9 @@ def cuda() -> Iterator[Device]:
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_is_made_there_is_there(cuda: Device, make: Callable[[], Tensor], inference: bool) -> None:
     with torch.inference_mode(inference):
-        made = make()
-    assert isinstance(made, FakeCuda)
-    assert made.device == torch.device("cuda", 0) and made.is_cuda
+        tensor = make()
+    assert isinstance(tensor, FakeCuda)
+    assert tensor.device == torch.device("cuda", 0) and tensor.is_cuda
 
 
 @pytest.mark.parametrize(

@@ -64,5 +64,5 @@ def test_extras_are_made_of_extras_that_exist() -> None:
     extras = PROJECT["optional-dependencies"]
     for needed in extras.values():
         for requirement in needed:
-            found = re.fullmatch(r"foretoken\[(.*)\]", requirement)
-            assert found is None or set(found[1].split(",")) <= set(extras), requirement
+            match = re.fullmatch(r"foretoken\[(.*)\]", requirement)
+            assert match is None or set(match[1].split(",")) <= set(extras), requirement

@@ -87,8 +87,8 @@ def both(model: Any, ids: torch.Tensor, drafter: Any = "ngram", **options: Any) 
 @pytest.mark.parametrize("spec", ["auto", "ngram,n=2,k=4", None, "model", "object", "list"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_greedy_output_is_that_of_generate(model: Any, draft: Any, spec: Any, batch: int) -> None:
-    given = {"model": draft, "object": NgramDrafter(n=2), "list": ["ngram,n=2", JacobiDrafter(m=3)]}
-    drafter = given.get(str(spec), spec)
+    drafters = {"model": draft, "object": NgramDrafter(n=2), "list": ["ngram,n=2", JacobiDrafter(m=3)]}
+    drafter = drafters.get(str(spec), spec)
     ids, mask = (ONE, None) if batch == 1 else (THREE, MASK)
     plain, ours = both(model, ids, drafter, attention_mask=mask, do_sample=False)
     assert torch.equal(plain, ours)
@@ -249,11 +249,11 @@ def test_seeds_and_predictions_of_numpy_and_torch(model: Any, kind: Any) -> None
         rows: list[list[int]] = out.tolist()
         return rows
 
-    wanted = sample(seed=3)
-    assert sample(seed=kind(3)) == wanted == sample(seed=[kind(3), kind(4), kind(5)])
-    assert sample(seed=np.array([3, 4, 5])) == wanted == sample(seed=torch.tensor([3, 4, 5]))
+    expected = sample(seed=3)
+    assert sample(seed=kind(3)) == expected == sample(seed=[kind(3), kind(4), kind(5)])
+    assert sample(seed=np.array([3, 4, 5])) == expected == sample(seed=torch.tensor([3, 4, 5]))
     for prediction in ([kind(8), kind(3)], torch.tensor([8, 3]), np.array([[8], [3], [1]]), [torch.tensor([8])] * 3):
-        assert sample(seed=3, prediction=prediction) == wanted
+        assert sample(seed=3, prediction=prediction) == expected
     llm = ft.load(model, drafter=None)
     sampled = [llm.generate([5, 3, 9], temperature=1.0, seed=seed, max_new_tokens=6) for seed in (kind(3), 3)]
     assert sampled[0].token_ids == sampled[1].token_ids and type(sampled[0].seed) is int
@@ -338,17 +338,19 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("given", ["alone", "list", "kept"])
-def test_a_draft_model_in_training_stays_in_training(model: Any, given: str) -> None:
+@pytest.mark.parametrize("form", ["alone", "list", "kept"])
+def test_a_draft_model_in_training_stays_in_training(model: Any, form: str) -> None:
     draft = llama(noise=0.03, seed=0)
     draft.train()
     draft.model.layers[0].eval()
     modes = [module.training for module in draft.modules()]
-    drafter: Any = ["ngram", draft] if given == "list" else draft
-    kept = ft.CustomGenerate(drafter=drafter)
-    how = {"custom_generate": kept} if given == "kept" else {"custom_generate": ft.custom_generate, "drafter": drafter}
+    drafter: Any = ["ngram", draft] if form == "list" else draft
+    hook = ft.CustomGenerate(drafter=drafter)
+    options = (
+        {"custom_generate": hook} if form == "kept" else {"custom_generate": ft.custom_generate, "drafter": drafter}
+    )
     for _ in range(2):
-        model.generate(ONE, max_new_tokens=6, do_sample=False, **how)
+        model.generate(ONE, max_new_tokens=6, do_sample=False, **options)
         assert [module.training for module in draft.modules()] == modes
     with pytest.raises(ValueError, match="unknown verifier"):
         model.generate(ONE, max_new_tokens=6, custom_generate=ft.custom_generate, drafter=drafter, verifier="nosuch")
@@ -383,11 +385,11 @@ def test_what_was_learned_is_kept_between_calls() -> None:
 def test_a_prediction_is_drafted_first(model: Any) -> None:
     plain = model.generate(THREE, attention_mask=MASK, max_new_tokens=16)
     answers = [row[6:].tolist() for row in plain]
-    found = model.generate(
+    output = model.generate(
         THREE, attention_mask=MASK, max_new_tokens=16, custom_generate=ft.custom_generate, drafter=None,
         prediction=answers, return_dict_in_generate=True,
     )  # fmt: skip
-    assert torch.equal(found.sequences, plain)
+    assert torch.equal(output.sequences, plain)
 
 
 @pytest.mark.parametrize("exact", ["distribution", "bitwise"])
@@ -436,7 +438,7 @@ def test_masks_that_are_not_left_padding_are_refused(model: Any, mask: list[list
 
 
 def test_what_fails_in_a_round_is_raised(model: Any) -> None:
-    """Not a shorter text: the engine ends the one request, and its caller must hear of it."""
+    """The error is raised, not a shorter text returned: the engine ends the request, and its caller must hear of it."""
 
     def failing(context: Context, budget: Budget) -> TokenTree:
         raise ZeroDivisionError("planted")

@@ -126,30 +126,30 @@ def imports_of(file: Path, source: str | None = None) -> tuple[Import, ...]:
     return tuple(walk(ast.parse(file.read_text() if source is None else source), False))
 
 
-def objection(found: Import) -> str | None:
+def objection(statement: Import) -> str | None:
     """What is wrong with an import, if anything."""
-    package, inside = found.package, found.inside
+    package, inside = statement.package, statement.inside
     if inside is None:
-        return outside_objection(found)
-    wanted, *below = inside.split(".")
-    folder = found.folder
-    if wanted == package and below and folder and below[0] not in {folder, *INSIDE[package][folder]}:
+        return outside_objection(statement)
+    target, *below = inside.split(".")
+    folder = statement.folder
+    if target == package and below and folder and below[0] not in {folder, *INSIDE[package][folder]}:
         return f"{package}/{folder} must not import foretoken.{inside}"
-    if wanted == "models" and folder in MODELLESS:
+    if target == "models" and folder in MODELLESS:
         return f"methods/{folder} must not import foretoken.{inside}"
-    if wanted in {"", package} or wanted in MAY_IMPORT[package]:
+    if target in {"", package} or target in MAY_IMPORT[package]:
         return None
     return f"{package} must not import foretoken.{inside}"
 
 
-def outside_objection(found: Import) -> str | None:
-    library = found.module.split(".")[0]
-    if found.folder in {"trees", "verifiers"} and library in {"transformers", "tokenizers", "numpy", "safetensors"}:
-        return f"{found.folder} is pure tensor code: no {library}"
-    if found.package == "models":
+def outside_objection(statement: Import) -> str | None:
+    library = statement.module.split(".")[0]
+    if statement.folder in {"trees", "verifiers"} and library in {"transformers", "tokenizers", "numpy", "safetensors"}:
+        return f"{statement.folder} is pure tensor code: no {library}"
+    if statement.package == "models":
         return None
-    if found.module.startswith(TRANSFORMERS_INSIDES) or (
-        library == "transformers" and any("Cache" in n for n in found.names)
+    if statement.module.startswith(TRANSFORMERS_INSIDES) or (
+        library == "transformers" and any("Cache" in n for n in statement.names)
     ):
         return "only models/ touches a Transformers forward or cache"
     return None
@@ -157,24 +157,24 @@ def outside_objection(found: Import) -> str | None:
 
 def test_imports_follow_the_layers() -> None:
     wrong = [
-        f"{file.relative_to(ROOT)}: {found.module}: {reason}"
+        f"{file.relative_to(ROOT)}: {statement.module}: {reason}"
         for file in FILES
-        for found in imports_of(file)
-        if (reason := objection(found))
+        for statement in imports_of(file)
+        if (reason := objection(statement))
     ]
     assert not wrong
 
 
 def test_every_package_has_a_rule() -> None:
-    assert {found.package for file in FILES for found in imports_of(file)} <= set(MAY_IMPORT)
+    assert {statement.package for file in FILES for statement in imports_of(file)} <= set(MAY_IMPORT)
     for room, table in INSIDE.items():
         assert {file.parent.name for file in ROOT.glob(f"{room}/*/__init__.py")} == set(table)
 
 
-def files_of(found: Import, known: set[Path]) -> Iterator[Path]:
+def files_of(statement: Import, known: set[Path]) -> Iterator[Path]:
     """The files that an import of ours runs, packages above them left out."""
-    for name in found.names or ("",):
-        place = ROOT.parent.joinpath(*found.module.split("."))
+    for name in statement.names or ("",):
+        place = ROOT.parent.joinpath(*statement.module.split("."))
         candidates = (
             place / f"{name}.py",
             place / name / "__init__.py",
@@ -186,8 +186,8 @@ def files_of(found: Import, known: set[Path]) -> Iterator[Path]:
 
 def cycle_of(imports: dict[Path, set[Path]]) -> list[Path]:
     """Files that import each other in a circle; empty where none do."""
-    left = {file: set(wanted) for file, wanted in imports.items()}
-    while leaves := [file for file, wanted in left.items() if not wanted & left.keys()]:
+    left = {file: set(needed) for file, needed in imports.items()}
+    while leaves := [file for file, needed in left.items() if not needed & left.keys()]:
         for file in leaves:
             del left[file]
     return sorted(left)
@@ -196,7 +196,10 @@ def cycle_of(imports: dict[Path, set[Path]]) -> list[Path]:
 def imports_of_files() -> dict[Path, set[Path]]:
     """Every file with the files that it imports, at once or later."""
     known = set(FILES)
-    return {file: {other for found in imports_of(file) for other in files_of(found, known)} - {file} for file in FILES}
+    return {
+        file: {other for statement in imports_of(file) for other in files_of(statement, known)} - {file}
+        for file in FILES
+    }
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -206,8 +209,8 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_a_circle_is_seen() -> None:
     imports = imports_of_files()
     runner, layers = ROOT / "models/runner.py", ROOT / "models/network/layers.py"
-    (found,) = imports_of(layers, "def f():\n    from foretoken.models.runner import TreeRunner")
-    imports[layers] |= set(files_of(found, set(imports)))
+    (statement,) = imports_of(layers, "def f():\n    from foretoken.models.runner import TreeRunner")
+    imports[layers] |= set(files_of(statement, set(imports)))
     assert {runner, layers} <= set(cycle_of(imports))
 
 
@@ -229,12 +232,12 @@ print(*sorted(rooms))
 
 
 def test_the_protocol_of_models_imports_nothing_heavy() -> None:
-    """Whoever only names its types waits for no other library."""
-    modules = {found.module for found in imports_of(ROOT / "models/base.py")}
+    """Code that only names its types does not wait for another library."""
+    modules = {statement.module for statement in imports_of(ROOT / "models/base.py")}
     others = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
     assert others == {"foretoken.models.refusals"}
-    ours = {found.module.split(".")[0] for found in imports_of(ROOT / "models/refusals.py")}
-    assert ours <= sys.stdlib_module_names
+    roots = {statement.module.split(".")[0] for statement in imports_of(ROOT / "models/refusals.py")}
+    assert roots <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize(
@@ -287,8 +290,8 @@ def test_the_protocol_of_models_imports_nothing_heavy() -> None:
     ],
 )
 def test_wrong_imports_are_seen(place: str, source: str, words: str) -> None:
-    (found,) = imports_of(ROOT / place, source)
-    assert words in str(objection(found))
+    (statement,) = imports_of(ROOT / place, source)
+    assert words in str(objection(statement))
 
 
 @pytest.mark.parametrize(
@@ -307,4 +310,4 @@ def test_wrong_imports_are_seen(place: str, source: str, words: str) -> None:
     ],
 )
 def test_right_imports_pass(place: str, source: str) -> None:
-    assert [objection(found) for found in imports_of(ROOT / place, source) if objection(found)] == []
+    assert [objection(statement) for statement in imports_of(ROOT / place, source) if objection(statement)] == []

@@ -17,13 +17,17 @@ from foretoken import _moved
 
 def old_import(name: str) -> object:
     """The module of an old name, as for the first time."""
-    for loaded in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+    for loaded in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
         del sys.modules[loaded]
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module = importlib.import_module(name)
-    told = [str(one.message) for one in said if one.category is DeprecationWarning and "is now" in str(one.message)]
-    assert told[-1] == f"{name} is now {_moved.new_name(name)}"
+    messages = [
+        str(warning.message)
+        for warning in caught
+        if warning.category is DeprecationWarning and "is now" in str(warning.message)
+    ]
+    assert messages[-1] == f"{name} is now {_moved.new_name(name)}"
     return module
 
 
@@ -46,7 +50,7 @@ def test_modules_of_old_packages_are_loaded_once(name: str) -> None:
 
 
 def test_classes_of_old_names_are_the_same() -> None:
-    """In a process that imports the old name first."""
+    """A process imports the old name first."""
     code = """
 from foretoken.drafters.base import Drafter
 from foretoken.drafters import ngram

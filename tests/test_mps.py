@@ -28,12 +28,12 @@ def test_the_stand_in_has_no_float64() -> None:
 @pytest.mark.parametrize("drafter", [None, "ngram", "model,k=3", "model,tree=2x2", "medusa"])
 @pytest.mark.parametrize("seed", [None, 3], ids=["greedy", "seeded"])
 def test_the_built_in_model_loads_and_writes_as_on_the_cpu(drafter: str | None, seed: int | None) -> None:
-    asked = OPTIONS if seed is None else {**OPTIONS, "temperature": 1.0, "seed": seed}
-    wanted = ft.load(drafter=drafter, dtype="float32").generate("def read(path):", **asked).token_ids
+    options = OPTIONS if seed is None else {**OPTIONS, "temperature": 1.0, "seed": seed}
+    expected = ft.load(drafter=drafter, dtype="float32").generate("def read(path):", **options).token_ids
     with fake_mps():
         llm = ft.load(drafter=drafter, dtype="float32", device="mps")
         assert llm.target.device.type == "mps"  # type: ignore[attr-defined]
-        assert llm.generate("def read(path):", **asked).token_ids == wanted
+        assert llm.generate("def read(path):", **options).token_ids == expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -52,5 +52,5 @@ def test_sums_in_float64_are_refused() -> None:
 
 def test_states_are_compared_on_the_cpu() -> None:
     with fake_mps():
-        one = torch.tensor([1.0, 2.0], device="mps")
-        assert relative(one, one) == 0.0 and relative(one * 2, one) == pytest.approx(1.0)
+        tensor = torch.tensor([1.0, 2.0], device="mps")
+        assert relative(tensor, tensor) == 0.0 and relative(tensor * 2, tensor) == pytest.approx(1.0)

@@ -75,13 +75,13 @@ def test_texts_and_refusals_are_those_of_a_run_with_asserts() -> None:
     command = [sys.executable, "-O", "-c", SCRIPT, PROMPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["debug"] is False
-    wrong = {name: what for name, what in found["mistakes"].items() if not what.endswith(("Error", "UnknownName"))}
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["debug"] is False
+    wrong = {name: what for name, what in report["mistakes"].items() if not what.endswith(("Error", "UnknownName"))}
     assert not wrong
-    assert found["commands"] == [[2, 1]] * 3
+    assert report["commands"] == [[2, 1]] * 3
     plain = ft.load("builtin", drafter=None, dtype="float32")
-    assert found["texts"] == {
+    assert report["texts"] == {
         "greedy": plain.generate(PROMPT, max_new_tokens=16).token_ids,
         "seeded": plain.generate(PROMPT, max_new_tokens=16, temperature=1.0, seed=3).token_ids,
     }

@@ -65,8 +65,8 @@ def test_what_is_not_ready_is_said(tree: Path, change: Change, words: str) -> No
 
 
 def test_missing_pythons_are_named_and_unsupported_ones_are_not() -> None:
-    found, missing = RELEASE["pythons"](("3.1", HERE, "3.99"), f">={HERE}")
-    assert list(found) == [HERE] and missing == ["3.99"]
+    pythons, missing = RELEASE["pythons"](("3.1", HERE, "3.99"), f">={HERE}")
+    assert list(pythons) == [HERE] and missing == ["3.99"]
 
 
 def test_an_interpreter_that_says_another_version_does_not_count(
@@ -85,10 +85,10 @@ def test_an_interpreter_that_says_another_version_does_not_count(
 def test_weights_are_listed_with_their_checksums(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "model.safetensors").write_bytes(b"weights")
-    (one,) = RELEASE["weights"](tmp_path, ROOT)
-    wanted = subprocess.run(["sha256sum", tmp_path / "target" / "model.safetensors"], capture_output=True, text=True)
-    assert one["name"] == "target/model.safetensors" and one["type"] == "machine-learning-model"
-    assert one["hashes"] == [{"alg": "SHA-256", "content": wanted.stdout.split()[0]}]
+    (entry,) = RELEASE["weights"](tmp_path, ROOT)
+    checksum = subprocess.run(["sha256sum", tmp_path / "target" / "model.safetensors"], capture_output=True, text=True)
+    assert entry["name"] == "target/model.safetensors" and entry["type"] == "machine-learning-model"
+    assert entry["hashes"] == [{"alg": "SHA-256", "content": checksum.stdout.split()[0]}]
 
 
 @pytest.mark.parametrize("place", ["components", "metadata"])
@@ -96,9 +96,9 @@ def test_the_package_depends_on_its_weights(place: str) -> None:
     package = {"name": "foretoken", "bom-ref": "us"}
     bom: dict[str, Any] = {"dependencies": [{"ref": "torch"}, {"ref": "us", "dependsOn": ["torch"]}], "components": []}
     bom[place] = [package] if place == "components" else {"component": package}
-    found = RELEASE["with_weights"](bom, [{"bom-ref": "weights:a", "name": "a"}])
-    assert found["dependencies"] == [{"ref": "torch"}, {"ref": "us", "dependsOn": ["torch", "weights:a"]}]
-    assert found["components"][-1]["name"] == "a"
+    result = RELEASE["with_weights"](bom, [{"bom-ref": "weights:a", "name": "a"}])
+    assert result["dependencies"] == [{"ref": "torch"}, {"ref": "us", "dependsOn": ["torch", "weights:a"]}]
+    assert result["components"][-1]["name"] == "a"
     with pytest.raises(ValueError, match="does not name foretoken"):
         RELEASE["with_weights"]({"components": [{"name": "torch", "bom-ref": "torch"}]}, [])
 

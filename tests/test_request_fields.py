@@ -36,9 +36,9 @@ def test_the_table_has_what_can_be_asked() -> None:
 def test_a_plain_value_goes_into_the_request_as_it_is(name: str) -> None:
     field = PLAIN[name]
     value = OTHER[field.kind] if field.kind is not None else None
-    made: Any = make_request([0], None, **{"temperature": 1.0, name: value})  # type: ignore[misc]
-    assert getattr(made.params if field.sampling else made, name) == value
-    owner = made.params if field.sampling else made
+    request: Any = make_request([0], None, **{"temperature": 1.0, name: value})  # type: ignore[misc]
+    assert getattr(request.params if field.sampling else request, name) == value
+    owner = request.params if field.sampling else request
     usual = getattr(SamplingParams() if field.sampling else Request([0]), name)
     assert usual == field.default and getattr(owner, name) != usual
 
@@ -50,11 +50,11 @@ def test_ranges() -> None:
 
 
 def test_commands_have_the_fields_with_a_help() -> None:
-    made = {parameter.name: parameter for parameter in common_parameters()}
-    assert list(made)[-1] == "allow_lossy"
+    parameters = {parameter.name: parameter for parameter in common_parameters()}
+    assert list(parameters)[-1] == "allow_lossy"
     for name in options.COMMAND_LINE:
-        assert made[name].default == FIELDS[name].default
-        assert made[name].annotation.__metadata__[0].help == FIELDS[name].help
+        assert parameters[name].default == FIELDS[name].default
+        assert parameters[name].annotation.__metadata__[0].help == FIELDS[name].help
     common = Common()
     assert common.sampling == {name: FIELDS[name].default for name in options.COMMAND_LINE}
     assert common.filters == NO_FILTERS and common.request_options == {"max_new_tokens": 64, "seed": None}

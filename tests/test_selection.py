@@ -55,10 +55,10 @@ def quick(request: pytest.FixtureRequest) -> list[pytest.Item]:
 
 
 def by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
-    found: dict[str, list[pytest.Item]] = {}
+    groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        found.setdefault(selection.name_of(item)[1], []).append(item)
-    return found
+        groups.setdefault(selection.name_of(item)[1], []).append(item)
+    return groups
 
 
 def test_every_drafter_keeps_a_cell_of_every_kind(quick: list[pytest.Item]) -> None:
@@ -106,8 +106,8 @@ def item(function: str, **params: Any) -> Any:
 
 def left_out(keys: list[selection.Key], row: str = "a/test_b.py::test_c") -> list[int]:
     items = [item("test_c", x=x, y=y) for x in (1, 2) for y in (1, 2, 3)] + [item("test_d", x=0, y=0)]
-    found: list[Any] = list(selection.slow(items, {row: keys}))
-    return [items.index(one) for one in found]
+    slow_items: list[Any] = list(selection.slow(items, {row: keys}))
+    return [items.index(test) for test in slow_items]
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ class Named:
 
 def test_parts_of_the_slow_tests_are_all_of_them_once() -> None:
     items: list[Any] = [Named(f"a/test_b.py::test_c[{i}]", i % 3 > 0) for i in range(90)]
-    parts = [[one for one in items if one not in selection.in_other_parts(items, f"{i}/4")] for i in range(1, 5)]
-    slow_ones = [one for one in items if one.get_closest_marker("slow") is not None]
-    assert [sum(one in part for part in parts) for one in slow_ones] == [1] * len(slow_ones)
-    assert all(one in part for part in parts for one in items if one not in slow_ones)
-    assert all(len([one for one in part if one in slow_ones]) >= 10 for part in parts)
+    parts = [[test for test in items if test not in selection.in_other_parts(items, f"{i}/4")] for i in range(1, 5)]
+    slow_ones = [test for test in items if test.get_closest_marker("slow") is not None]
+    assert [sum(test in part for part in parts) for test in slow_ones] == [1] * len(slow_ones)
+    assert all(test in part for part in parts for test in items if test not in slow_ones)
+    assert all(len([test for test in part if test in slow_ones]) >= 10 for part in parts)
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b", ""])
@@ -177,9 +177,9 @@ def test_every_file_can_be_run_alone(request: pytest.FixtureRequest) -> None:
     folders: dict[str, set[Path]] = {}
     for path in tests.rglob("*.py"):
         folders.setdefault(path.stem, set()).add(path.parent)
-    found = []
+    problems = []
     for path in tests.rglob("*.py"):
         above = {folder for folder in path.parents if (folder / "conftest.py").is_file()} | {path.parent} | everywhere
         taken = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        found += [(path.name, name) for name in taken if name in folders and not folders[name] & above]
-    assert not found
+        problems += [(path.name, name) for name in taken if name in folders and not folders[name] & above]
+    assert not problems

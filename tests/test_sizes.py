@@ -34,16 +34,16 @@ def functions(source: str) -> dict[str, int]:
 
 
 def test_files_and_functions_are_small() -> None:
-    found = []
+    problems = []
     for file in FILES:
         name, source = str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
         count = len(source.splitlines())
         if count > LARGER_FILES.get(name, MOST_FILE):
-            found.append(f"{name} has {count} lines: split it by what it is about")
+            problems.append(f"{name} has {count} lines: split it by what it is about")
         for function, lines in functions(source).items():
             if lines > LARGER_FUNCTIONS.get(f"{name}:{function}", MOST_BODY):
-                found.append(f"{name}: {function} has {lines} lines: give its parts names")
-    assert not found
+                problems.append(f"{name}: {function} has {lines} lines: give its parts names")
+    assert not problems
 
 
 def test_the_allowance_only_shrinks() -> None:

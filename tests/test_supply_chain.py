@@ -34,35 +34,35 @@ METHODS = {
 
 
 def offences(tree: ast.AST) -> list[str]:
-    """What a file does that none may do."""
-    found: list[str] = []
+    """The forbidden operations in a file."""
+    messages: list[str] = []
     for node in ast.walk(tree):
         at = f"line {getattr(node, 'lineno', 0)}: "
         if isinstance(node, ast.Import):
-            found += [at + name.name for name in node.names if name.name.split(".")[0] in MODULES]
+            messages += [at + name.name for name in node.names if name.name.split(".")[0] in MODULES]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found += [at + node.module] if node.module.split(".")[0] in MODULES else []
-            found += [
+            messages += [at + node.module] if node.module.split(".")[0] in MODULES else []
+            messages += [
                 at + f"{node.module}.{name.name}" for name in node.names if f"{node.module}.{name.name}" in METHODS
             ]
         elif isinstance(node, ast.Call):
-            found += [at + name for name in (ast.unparse(node.func),) if name in CALLS | METHODS]
+            messages += [at + name for name in (ast.unparse(node.func),) if name in CALLS | METHODS]
             for word in node.keywords:
                 if not isinstance(word.value, ast.Constant):
                     continue
                 risky = {"trust_remote_code": True, "shell": True, "weights_only": False, "allow_pickle": True}
                 if word.arg in risky and word.value.value is risky[word.arg]:
-                    found.append(at + f"{word.arg}={word.value.value}")
+                    messages.append(at + f"{word.arg}={word.value.value}")
         elif isinstance(node, ast.Assert):
-            found.append(at + "assert, which python -O removes: raise an error")
+            messages.append(at + "assert, which python -O removes: raise an error")
         elif isinstance(node, ast.Name) and node.id == "__debug__":
-            found.append(at + "__debug__, which is another thing under python -O")
-    return found
+            messages.append(at + "__debug__, which is another thing under python -O")
+    return messages
 
 
 def test_no_file_runs_code_that_came_with_data() -> None:
-    found = {str(file.relative_to(ROOT)): offences(ast.parse(file.read_text(encoding="utf-8"))) for file in FILES}
-    assert {file: wrong for file, wrong in found.items() if wrong} == {}
+    by_file = {str(file.relative_to(ROOT)): offences(ast.parse(file.read_text(encoding="utf-8"))) for file in FILES}
+    assert {file: wrong for file, wrong in by_file.items() if wrong} == {}
 
 
 @pytest.mark.parametrize(

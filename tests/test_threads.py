@@ -21,7 +21,7 @@ PROMPTS = [[3 + i % 7, 9, 5 + i % 11, 3, 9] for i in range(CALLS)]
 
 @pytest.fixture(autouse=True)
 def often() -> Iterator[None]:
-    """Threads take turns much more often than usual, so that what can go wrong does."""
+    """Switch threads far more often than usual, so that races show."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -48,30 +48,30 @@ def plain_texts(model: Any) -> list[list[int]]:
 def test_the_hook_from_several_threads(public: None, kept: bool) -> None:
     model = llama(eos=None)
     model.model.layers[0].self_attn.attention_dropout = 0.5
-    wanted = plain_texts(model)
+    expected = plain_texts(model)
     model.train()
     before = [config._attn_implementation_internal for config in (model.config, model.model.config)]
     generate = ft.CustomGenerate(drafter="early_exit,layer=1") if kept else ft.custom_generate
 
-    def one(i: int) -> list[int]:
+    def text_of(i: int) -> list[int]:
         ids = torch.tensor([PROMPTS[i]])
         out: list[int] = model.generate(ids, max_new_tokens=12, do_sample=False, custom_generate=generate)[0].tolist()
         return out
 
-    assert at_once(one) == wanted
+    assert at_once(text_of) == expected
     assert [config._attn_implementation_internal for config in (model.config, model.model.config)] == before
     assert all(module.training for module in model.modules())
-    assert plain_texts(model.eval()) == wanted
+    assert plain_texts(model.eval()) == expected
 
 
 def test_wrapped_twice_and_used_at_once(public: None) -> None:
     """A hook in one thread, an ``Llm`` of the same network in another one: both write taps on it."""
     model = llama(eos=None)
-    wanted = plain_texts(model)
+    expected = plain_texts(model)
     llms = [ft.load(model, drafter=spec, prefix_cache=False) for spec in ("early_exit,layer=1", None)]
     before = model.config._attn_implementation_internal
 
-    def one(i: int) -> list[int]:
+    def text_of(i: int) -> list[int]:
         if i % 3 < 2:
             return [*PROMPTS[i], *llms[i % 3].generate(PROMPTS[i], max_new_tokens=12, ignore_eos=True).token_ids]
         ids = torch.tensor([PROMPTS[i]])
@@ -80,16 +80,16 @@ def test_wrapped_twice_and_used_at_once(public: None) -> None:
         )[0].tolist()
         return out
 
-    assert at_once(one) == wanted
+    assert at_once(text_of) == expected
     assert model.config._attn_implementation_internal == before
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram,n=2,k=3", "early_exit,layer=1"])
 def test_one_llm_from_several_threads(drafter: str | None) -> None:
     llm = ft.load(llama(eos=None), drafter=drafter)
-    wanted = [llm.generate(prompt, max_new_tokens=16, ignore_eos=True).token_ids for prompt in PROMPTS]
+    expected = [llm.generate(prompt, max_new_tokens=16, ignore_eos=True).token_ids for prompt in PROMPTS]
 
-    def one(i: int) -> list[int]:
+    def text_of(i: int) -> list[int]:
         options: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True}
         if i % 3 == 0:
             return [token for piece in llm.stream(PROMPTS[i], **options) for token in piece.token_ids]
@@ -98,7 +98,7 @@ def test_one_llm_from_several_threads(drafter: str | None) -> None:
         return list(llm.generate(PROMPTS[i], **options).token_ids)
 
     for _ in range(3):
-        assert at_once(one) == [list(tokens) for tokens in wanted]
+        assert at_once(text_of) == [list(tokens) for tokens in expected]
     assert not llm.engine.busy
 
 
@@ -127,13 +127,13 @@ def plain_logits(target: HuggingFaceModel, sequence: Any) -> torch.Tensor:
 @pytest.mark.parametrize("drafter", [None, "early_exit,layer=1"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_transformers_own_generate_beside_ours(public: None, drafter: str | None, attention: str) -> None:
-    """It knows nothing of us, so that it waits for nothing: what we switch for a forward must be ours alone."""
+    """Transformers' generate knows nothing of us and does not wait: our switches for a forward must be ours alone."""
     model = llama(eos=None)
     model.set_attn_implementation(attention)
-    wanted = plain_texts(model)
+    expected = plain_texts(model)
     llm = ft.load(model, drafter=drafter, controller="constant", prefix_cache=False)
 
-    def one(i: int) -> list[int]:
+    def text_of(i: int) -> list[int]:
         if i % 2:
             ids = torch.tensor([PROMPTS[i]])
             out: list[int] = model.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()
@@ -141,6 +141,6 @@ def test_transformers_own_generate_beside_ours(public: None, drafter: str | None
         return [*PROMPTS[i], *llm.generate(PROMPTS[i], max_new_tokens=12, ignore_eos=True).token_ids]
 
     for _ in range(2):
-        assert at_once(one) == wanted
+        assert at_once(text_of) == expected
     assert model.config._attn_implementation == attention
     assert "_attn_implementation" not in vars(type(model.config))  # the class is as it was, too

@@ -28,13 +28,13 @@ FILES = sorted(
 @pytest.mark.parametrize("old", OLD)
 def test_replaced_words_do_not_come_back(old: str) -> None:
     pattern = re.compile(old, re.IGNORECASE)
-    found = [
+    hits = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
         for path in [*FILES, ROOT / "README.md"]
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if pattern.search(line)
     ]
-    assert not found, f"say {OLD[old]}"
+    assert not hits, f"say {OLD[old]}"
 
 
 def test_the_patterns_find_what_they_are_for() -> None:

@@ -80,11 +80,11 @@ def test_the_drafters_for_smollm2_come_with_their_cards(
 ) -> None:
     assert has_drafter(method, "smollm2") and not has_drafter("medusa", "smollm2")
     folder = drafter_folder(method, "smollm2", "smollm2.gguf")
-    card, made = (folder / "README.md").read_text(), json.loads((folder / "drafter.json").read_text())
+    card, description = (folder / "README.md").read_text(), json.loads((folder / "drafter.json").read_text())
     for word in ("apache-2.0", f"foretoken train {method}", "Held-out acceptance", "## Data", "## Speed"):
         assert word in card, word
-    assert (made["target"]["hidden_size"], made["target"]["num_layers"]) == (576, 30)
-    load_weights(folder, network(made_of(**made["config"])))
+    assert (description["target"]["hidden_size"], description["target"]["num_layers"]) == (576, 30)
+    load_weights(folder, network(made_of(**description["config"])))
 
 
 def test_the_draft_model_for_smollm2_writes_frequent_words_as_its_target_does() -> None:
@@ -133,11 +133,11 @@ def test_the_target_that_was_trained_for_early_exits() -> None:
     accepted = {}
     for source in ("builtin", "builtin:early_exit"):
         llm = ft.load(source, dtype="float32", drafter="early_exit,layer=2,k=4", controller="constant")
-        found = [llm.generate(prompt, max_new_tokens=40) for prompt in (CODE, PROSE)]
-        assert [out.token_ids for out in found] == [
+        outputs = [llm.generate(prompt, max_new_tokens=40) for prompt in (CODE, PROSE)]
+        assert [out.token_ids for out in outputs] == [
             llm.plain.generate(prompt, max_new_tokens=40).token_ids for prompt in (CODE, PROSE)
         ]
-        accepted[source] = sum(out.stats.num_accepted_tokens for out in found)
+        accepted[source] = sum(out.stats.num_accepted_tokens for out in outputs)
     assert accepted["builtin:early_exit"] > accepted["builtin"]
     with_draft = ft.load("builtin:early_exit", dtype="float32", drafter="model,k=4", controller="constant")
     out = with_draft.generate(CODE, max_new_tokens=40)

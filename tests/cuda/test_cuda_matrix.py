@@ -54,9 +54,9 @@ def sampled() -> list[Request]:
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_plain_decoding_is_that_of_the_cpu(graphs: bool) -> None:
-    wanted = [outputs(engine(models("cpu")[0], max_batch=3), requests()) for requests in (greedy, sampled)]
+    expected = [outputs(engine(models("cpu")[0], max_batch=3), requests()) for requests in (greedy, sampled)]
     target, _ = models(graphs=graphs)
-    assert [outputs(engine(target, max_batch=3), requests()) for requests in (greedy, sampled)] == wanted
+    assert [outputs(engine(target, max_batch=3), requests()) for requests in (greedy, sampled)] == expected
 
 
 CASES = [(name, case) for name, case in rows() if case.label != "trained"]
@@ -67,10 +67,10 @@ CASES = [(name, case) for name, case in rows() if case.label != "trained"]
 def test_every_drafter(name: str, case: Case, graphs: bool) -> None:
     if name == "online" and isinstance(torch.zeros((), device="cuda"), FakeCuda):
         pytest.skip("gradients are beyond the stand-in")
-    wanted = [outputs(engine(models()[0], max_batch=3), requests()) for requests in (greedy, sampled)]
+    expected = [outputs(engine(models()[0], max_batch=3), requests()) for requests in (greedy, sampled)]
     target, draft = models(graphs=graphs, online=name == "online")
     serving = engine(target, case.build(target, draft), max_batch=3)
-    assert [outputs(serving, requests()) for requests in (greedy, sampled)] == wanted
+    assert [outputs(serving, requests()) for requests in (greedy, sampled)] == expected
     assert target.graphs_off == ("" if graphs else "not asked for")
 
 

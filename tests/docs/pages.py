@@ -17,7 +17,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of a page in one language."""
-    return [text for found, text in BLOCK.findall(page.read_text(encoding="utf-8")) if found == language]
+    return [text for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
 
 
 def prose(page: Path) -> str:
@@ -33,11 +33,11 @@ def links(page: Path) -> list[str]:
 def anchors(page: Path) -> set[str]:
     """Anchors of the headings, as GitHub and the site make them."""
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
-    found = set()
+    names = set()
     for heading in re.findall(r"^#+ (.+)$", text, re.M):
         words = re.sub(r"`|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
-        found.add(re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", words)))
-    return found
+        names.add(re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", words)))
+    return names
 
 
 def commands(text: str) -> Iterator[list[str]]:

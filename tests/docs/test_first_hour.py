@@ -81,10 +81,10 @@ def test_background_jobs_end_with_the_walk_and_the_cache_is_in_the_folder(tmp_pa
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not waited for does not."""
+    """Whether a process still runs; a zombie does not."""
     for _ in range(50):
-        found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-        if not found or found.startswith("Z"):
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+        if not state or state.startswith("Z"):
             return False
         time.sleep(0.1)
     return True

@@ -109,8 +109,8 @@ def test_a_recording_is_what_the_terminal_received() -> None:
         "import sys, time; print('\\x1b[32mgreen\\x1b[0m'); time.sleep(0.3); print('x' * 25 + str(sys.stdout.isatty()))"
     )
     events = terminal.record([sys.executable, "-c", program], 20, os.environ)
-    found = [(p.line, p.column, p.text, p.style) for p in terminal.pieces(events, 20)]
-    assert found == [(0, 0, "green", "green"), (1, 0, "x" * 20, ""), (2, 0, "xxxxxTrue", "")]
+    pieces = [(p.line, p.column, p.text, p.style) for p in terminal.pieces(events, 20)]
+    assert pieces == [(0, 0, "green", "green"), (1, 0, "x" * 20, ""), (2, 0, "xxxxxTrue", "")]
     assert events[-1][0] - events[0][0] > 0.2
     shown, slower = terminal.paced([(0.1, "a"), (0.4, "b")], 1.0)  # not as they came: a busy machine is slow itself
     assert slower > 1 and shown[-1][0] - shown[0][0] <= terminal.PAUSE_S + 0.1  # a silence is cut

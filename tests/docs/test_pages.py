@@ -43,7 +43,7 @@ def complaint(page: Path, link: str) -> str | None:
 
 @each_page
 def test_links_lead_somewhere(page: Path) -> None:
-    assert [found for link in links(page) if (found := complaint(page, link))] == []
+    assert [message for link in links(page) if (message := complaint(page, link))] == []
 
 
 def test_wrong_links_are_seen() -> None:

@@ -59,56 +59,56 @@ def worked_out() -> list[dict[str, Any]]:
         load = f"require({json.dumps(str(SCRIPT))}), JSON.parse(require('fs').readFileSync(0, 'utf8'))"
         code = f"console.log(JSON.stringify(({PROGRAM})({load})))"
         done = subprocess.run(["node", "-e", code], input=text, capture_output=True, text=True, check=True)
-        found = done.stdout
+        output = done.stdout
     else:
         with browser() as tab:
             source = SCRIPT.read_text(encoding="utf-8")
-            found = tab.run(f"(() => {{ {source}\nreturn JSON.stringify(({PROGRAM})(formulas, {text})); }})()")
-    result: list[dict[str, Any]] = json.loads(found)
+            output = tab.run(f"(() => {{ {source}\nreturn JSON.stringify(({PROGRAM})(formulas, {text})); }})()")
+    result: list[dict[str, Any]] = json.loads(output)
     return result
 
 
 def planned(point: tuple[Any, ...], positions: list[float] | None, trees: list[list[int]], ks: range) -> Plan:
     curve, alpha, c, overhead, batch = point
     v = Measured(TargetCost({int(n): ms for n, ms in CURVES[curve].items()}))
-    given = Assumptions(SHARES if alpha is None else alpha, c, overhead, v)
-    return plan(given, ks, (batch,), trees, positions)
+    assumptions = Assumptions(SHARES if alpha is None else alpha, c, overhead, v)
+    return plan(assumptions, ks, (batch,), trees, positions)
 
 
 @needs_engine
 def test_tokens_and_speed_ups_are_those_of_plan(worked_out: list[dict[str, Any]]) -> None:
     assert len(worked_out) == len(GRID) > 600
-    for point, found in zip(GRID, worked_out, strict=True):
-        made, batch = planned(point, None, [], range(1, LONGEST + 1)), point[-1]
-        assert found["tokens"] == pytest.approx([row.tokens for row in made.rows], rel=1e-12), point
-        speeds = [row.speedups[batch] for row in made.rows]
-        assert found["speedups"] == pytest.approx(speeds, rel=1e-12), point
-        assert speeds[found["best"]] == pytest.approx(made.best.speedups[batch], rel=1e-12), point
+    for point, computed in zip(GRID, worked_out, strict=True):
+        expected, batch = planned(point, None, [], range(1, LONGEST + 1)), point[-1]
+        assert computed["tokens"] == pytest.approx([row.tokens for row in expected.rows], rel=1e-12), point
+        speeds = [row.speedups[batch] for row in expected.rows]
+        assert computed["speedups"] == pytest.approx(speeds, rel=1e-12), point
+        assert speeds[computed["best"]] == pytest.approx(expected.best.speedups[batch], rel=1e-12), point
 
 
 @needs_engine
 def test_break_even_is_that_of_plan(worked_out: list[dict[str, Any]]) -> None:
     seen = dict.fromkeys(("alpha", "c", "overhead", "batch"), 0)
-    for point, found in zip(GRID, worked_out, strict=True):
+    for point, computed in zip(GRID, worked_out, strict=True):
         for k in (1, 4, LONGEST):
             limits = planned(point, None, [], range(k, k + 1)).limits
             assert limits is not None
-            theirs = found["even"][k - 1]
+            shown = computed["even"][k - 1]
             for name in seen:
-                ours = getattr(limits, name)
-                seen[name] += ours is not None
-                assert theirs[name] == (ours if ours is None else pytest.approx(ours, abs=1e-9)), (point, k, name)
+                limit = getattr(limits, name)
+                seen[name] += limit is not None
+                assert shown[name] == (limit if limit is None else pytest.approx(limit, abs=1e-9)), (point, k, name)
     assert min(seen.values()) > 30, "each kind of limit must occur"
 
 
 @needs_engine
 def test_trees_are_those_of_plan(worked_out: list[dict[str, Any]]) -> None:
-    for point, found in zip(GRID, worked_out, strict=True):
-        for (widths, positions), theirs in zip(TREES, found["trees"], strict=True):
-            (ours,) = planned(point, positions, [widths], range(1, 2)).trees
-            assert theirs["nodes"] == ours.nodes
-            assert theirs["tokens"] == pytest.approx(ours.tokens, rel=1e-12), (point, widths)
-            assert theirs["speedup"] == pytest.approx(ours.speedups[point[-1]], rel=1e-12), (point, widths)
+    for point, computed in zip(GRID, worked_out, strict=True):
+        for (widths, positions), tree in zip(TREES, computed["trees"], strict=True):
+            (expected,) = planned(point, positions, [widths], range(1, 2)).trees
+            assert tree["nodes"] == expected.nodes
+            assert tree["tokens"] == pytest.approx(expected.tokens, rel=1e-12), (point, widths)
+            assert tree["speedup"] == pytest.approx(expected.speedups[point[-1]], rel=1e-12), (point, widths)
 
 
 def test_the_curves_are_whole() -> None:
@@ -139,8 +139,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def tab() -> Iterator[Tab]:
-    with browser() as found:
-        yield found
+    with browser() as page:
+        yield page
 
 
 def put(tab: Tab, name: str, value: str) -> None:
