@@ -36,7 +36,7 @@ def process(*flags: str, env: dict[str, str] | None = None) -> Iterator[tuple[su
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**QUIET, **(env or {})})
     url = f"http://127.0.0.1:{port}"
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while time.monotonic() < end:
             try:
                 if httpx.get(f"{url}/ready").status_code == 200:
@@ -45,6 +45,8 @@ def process(*flags: str, env: dict[str, str] | None = None) -> Iterator[tuple[su
                 pass
             assert child.poll() is None, child.stderr.read() if child.stderr else ""
             time.sleep(0.1)
+        else:
+            pytest.fail(f"not ready after 240 s: {command}")
         yield child, url
     finally:
         child.kill()
