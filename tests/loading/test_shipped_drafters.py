@@ -1,16 +1,21 @@
-"""Trained drafters that come with the library for named models: found by the model's name and by ``NAME:MODEL``."""
+"""Trained drafters that come with the library for named models: found by the model's name, by its weights and by
+``NAME:MODEL``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from tests.named_models import NAME, register, wheel
 
 from foretoken.loading import drafters
 from foretoken.loading.drafters import drafter_folder, has_drafter
+from foretoken.methods.drafters.nets.store import save_drafter
+from foretoken.models import wrap
 from foretoken.models.base import CapabilityError
-from toys import llamas
+from foretoken.models.forward.parts import TargetParts
+from toys import llama, llamas
 
 
 @pytest.fixture
@@ -43,6 +48,26 @@ def test_a_models_name_stands_for_its_drafter(zoo: Path) -> None:
         drafter_folder("medusa", NAME, "some/where.gguf")
     Path(NAME).mkdir()
     assert drafter_folder("eagle3", NAME, "some/where.gguf") == Path(NAME)
+
+
+def test_the_same_weights_in_another_folder_have_it_too(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others do not, whatever their folder is called; of another shape no weight is read."""
+    trained, other = wrap(llama(seed=1)), wrap(llama(seed=2))
+    save_drafter(zoo / NAME / "eagle3", "eagle3", {}, torch.nn.Linear(2, 2), TargetParts(trained).fingerprint())
+    (zoo / NAME / "draft").mkdir()
+    Path(NAME).mkdir()
+    for source in ("my-model", NAME, trained):
+        context = drafters.LoadingContext(trained, source)
+        assert context.has_trained("eagle3") and context.folder("eagle3", None) == zoo / NAME / "eagle3"
+        assert not context.has_trained("medusa")
+        assert drafters._shipped("draft", source, trained) == zoo / NAME / "draft"
+        context = drafters.LoadingContext(other, source)
+        assert not context.has_trained("eagle3")
+        with pytest.raises(ValueError, match="drafter 'eagle3' needs a folder for this target"):
+            context.folder("eagle3", None)
+    monkeypatch.setattr(TargetParts, "fingerprint", lambda self: pytest.fail("weights were read"))
+    wider = wrap(llama(64, seed=1))
+    assert not drafters.LoadingContext(wider, "my-model").has_trained("eagle3")
 
 
 @pytest.mark.parametrize("drafter", ["shared_vocab", "retokenize"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foretoken.core import with_article
 from foretoken.core.io import named_models
 from foretoken.core.io.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
-from foretoken.core.io.drafter_folders import IMPORTED
+from foretoken.core.io.drafter_folders import IMPORTED, OURS
 from foretoken.core.io.named_models import named_model
 from foretoken.core.outside import fault_of, is_outside, line_of
 from foretoken.engine.errors import blamed
@@ -24,12 +24,14 @@ from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.known import KnownDrafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.nested import works_nested
+from foretoken.methods.drafters.nets.store import read_stored
 from foretoken.methods.drafters.outside import DrafterError
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.methods.verifiers.compatibility import inner_rule
 from foretoken.methods.verifiers.outside import check_verifier
-from foretoken.models.base import LanguageModel
+from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.cache.window import WHOLE_TEXT, Window
+from foretoken.models.forward.parts import TargetParts
 from foretoken.registry import construct, find, parse_spec, read_spec, rows, split_specs
 
 Part = str | Drafter | LanguageModel | nn.Module
@@ -66,7 +68,7 @@ class LoadingContext(BuildContext):
     def foreign_draft_model(
         self, name: str, path: str | None, *, quantize: str = "auto", window: Window = WHOLE_TEXT
     ) -> tuple[LanguageModel, Any]:
-        shipped = None if path is not None or is_builtin(self.source) else _shipped("draft", self.source)
+        shipped = None if path is not None or is_builtin(self.source) else _shipped("draft", self.source, self.target)
         path = path if shipped is None else str(shipped)
         draft, own = build_foreign_draft_model(
             name, path, self.target, self.source, self.tokenizer, self.device, quantize
@@ -137,10 +139,10 @@ class LoadingContext(BuildContext):
         return built
 
     def has_trained(self, name: str) -> bool:
-        return has_drafter(name, self.source)
+        return has_drafter(name, self.source, self.target)
 
     def folder(self, name: str, path: str | None) -> Path:
-        return drafter_folder(name, path, self.source)
+        return drafter_folder(name, path, self.source, self.target)
 
     def has_native_head(self) -> bool:
         network = getattr(self.target, "model", None)
@@ -269,25 +271,41 @@ def _has_draft(target_source: Any) -> bool:
     return str(target_source) == BUILTIN or is_adapter(Path(resolve(target_source)))
 
 
-def has_drafter(name: str, target_source: Any) -> bool:
-    """Whether the library ships a trained drafter of this method for a target, the built-in one or a named model."""
-    return _shipped(name, target_source) is not None
+def has_drafter(name: str, target_source: Any, target: LanguageModel | None = None) -> bool:
+    """Whether the library ships a trained drafter of this method for a target: the built-in one, or a named model by
+    its name or, once it is loaded, by its weights."""
+    return _shipped(name, target_source, target) is not None
 
 
-def _shipped(name: str, target_source: Any) -> Path | None:
+def _shipped(name: str, target_source: Any, target: LanguageModel | None = None) -> Path | None:
     """The folder of a trained drafter that comes with the library for a target."""
-    named = named_model(target_source)
-    within = ZOO if str(target_source) == BUILTIN else None if named is None else ZOO / named.name
-    return None if within is None or not (within / name).is_dir() else within / name
+    if str(target_source) == BUILTIN:
+        folders = [ZOO]
+    elif (named := named_model(target_source)) is not None:
+        folders = [ZOO / named.name]
+    else:
+        folders = [] if target is None else [ZOO / model for model in named_models.MODELS]
+        folders = [folder for folder in folders if (folder / name).is_dir() and _trained_for(folder, target)]
+    return next((folder / name for folder in folders if (folder / name).is_dir()), None)
 
 
-def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
+def _trained_for(folder: Path, target: Any) -> bool:
+    """Whether the weights of a target are those that the drafters in a folder of the zoo were trained for."""
+    try:
+        parts = TargetParts(target)
+    except CapabilityError:
+        return False
+    trained = [card.parent for card in folder.glob(f"*/{OURS}")]
+    return any(parts.fits(read_stored(drafter, drafter.name)[1]) for drafter in trained)
+
+
+def drafter_folder(name: str, path: str | None, target_source: Any, target: LanguageModel | None = None) -> Path:
     """Where a trained drafter of a ``NAME[:FOLDER]`` spec is: the folder, or the one that comes with the library.
 
-    ``NAME:MODEL`` is the one for a named model, for its files under other names.
+    ``NAME:MODEL`` is the one for a named model.
     """
     if path is None:
-        shipped = _shipped(name, target_source)
+        shipped = _shipped(name, target_source, target)
         if shipped is None:
             there = [model for model in named_models.MODELS.values() if _shipped(name, model.name)]
             ours = [f"; {name}:{model.name} comes with the library for {model.title.split(',')[0]}" for model in there]

@@ -164,6 +164,12 @@ class TargetParts:
             storage_of(self.network),
         )
 
+    def fits(self, trained_for: Fingerprint) -> bool:
+        """Whether a drafter with this fingerprint was trained for the target; of other shapes no weight is read."""
+        shape = self.hidden_size, self.vocab_size, self.num_layers
+        same = shape == (trained_for.hidden_size, trained_for.vocab_size, trained_for.num_layers)
+        return same and not trained_for.difference(self.fingerprint())
+
     def embedding(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """[n, D] embeddings of token ids, without gradient."""
         ids = tokens if isinstance(tokens, Tensor) else torch.tensor(list(tokens), device=self.device)
