@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import foretoken as ft
 from foretoken.loading import ZOO, build_drafter, check_folder, load_model, load_tokenizer
+from foretoken.loading.controllers import build_controller
 from foretoken.loading.drafters import drafter_folder, has_drafter
 from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
@@ -70,6 +72,18 @@ def test_built_in_pair_speculates_and_keeps_the_output() -> None:
         out = llm.generate(prompt, max_new_tokens=48)
         assert out.token_ids == llm.plain.generate(prompt, max_new_tokens=48).token_ids
         assert out.stats.mean_acceptance_length > 1.2
+
+
+def test_loading_what_is_trained_draws_no_random_numbers() -> None:
+    """A seed that was set before it gives the numbers that it gives without it."""
+    target = load_model("builtin", dtype="float32")
+    loaded = {name: partial(build_drafter, name, target) for name in TRAINED if has_drafter(name, "builtin")}
+    loaded["specdec_pp"] = partial(build_controller, "specdec_pp")
+    assert len(loaded) > 10
+    state = torch.get_rng_state()
+    for name, load in loaded.items():
+        load()
+        assert torch.equal(torch.get_rng_state(), state), name
 
 
 @pytest.mark.parametrize(

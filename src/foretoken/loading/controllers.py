@@ -10,7 +10,7 @@ from torch import nn
 from foretoken.core.io.checkpoints import ZOO
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.nets.specdec_pp import StopHead, StopHeadConfig
-from foretoken.methods.drafters.nets.store import load_weights, read_stored
+from foretoken.methods.drafters.nets.store import build_net, read_stored
 from foretoken.registry import make
 
 METHOD = "specdec_pp"
@@ -27,12 +27,7 @@ class ControllerContext:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder with a trained stop head: make one with `{TRAIN}`")
         described, draft = read_stored(folder, METHOD, "stop head")
-        try:
-            net = StopHead(StopHeadConfig(**described["config"]))
-        except (KeyError, TypeError):
-            raise ValueError(f"{folder} describes no stop head: train it again with `{TRAIN}`") from None
-        load_weights(folder, net)
-        return net.eval(), draft
+        return build_net(folder, StopHead, StopHeadConfig, described, "stop head").eval(), draft
 
 
 def build_controller(spec: str) -> Controller:

@@ -300,7 +300,7 @@ def test_wrong_folders(folder: Path, tmp_path: Path) -> None:
     described = json.loads((folder / "drafter.json").read_text())
     for change, words in (
         ({"config": {"hidden_size": 8}}, "must be"),
-        ({"config": {"layers": 8}}, "describes no stop head"),
+        ({"config": {"layers": 8}}, "describes no such stop head"),
         ({"format": 99}, "train it again"),
         ({"target": None}, "damaged"),
     ):

@@ -16,12 +16,12 @@ from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.features import FeatureDrafter
 from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
-from foretoken.methods.drafters.nets.store import load_weights, read_description
+from foretoken.methods.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.models.forward.heads.mtp import native_module
+from foretoken.models.forward.heads.mtp import FEEDS, native_module
 from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
 
@@ -70,6 +70,8 @@ class MtpDrafter(FeatureDrafter):
         ``feed`` is what a step hands to the next: ``post_norm`` or ``pre_norm``; as the module was trained by default
         (``post_norm`` for those of checkpoints).  ``vocab=N|FILE`` are the tokens that can be guessed, all by default.
         """
+        if feed not in ("", *FEEDS):
+            raise ValueError(f"mtp: feed must be {' or '.join(FEEDS)}, not {feed!r}")
         target = context.target
         parts = TargetParts(target)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
@@ -79,8 +81,8 @@ class MtpDrafter(FeatureDrafter):
         else:
             folder = context.folder(cls.name, path)
             description = read_description(folder, cls.name, parts.fingerprint())
-            net = module_for(MtpConfig(**{**description["config"], **({"feed": feed} if feed else {})}), parts.network)
-            load_weights(folder, net)
+            config = {**description["config"], **({"feed": feed} if feed else {})}
+            net = build_net(folder, lambda shape: module_for(shape, parts.network), MtpConfig, {"config": config})
         return cls(cls.model_of(net, parts, target, head), **options)
 
     @staticmethod

@@ -126,8 +126,14 @@ def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[
     return description, for_target
 
 
-def build_net(folder: Path, make: Callable[[Any], nn.Module], config: type[Any], description: Mapping[str, Any]) -> Any:
-    """The network that a description is of, with the stored weights.
+def build_net(
+    folder: Path,
+    make: Callable[[Any], nn.Module],
+    config: type[Any],
+    description: Mapping[str, Any],
+    what: str = "drafter",
+) -> Any:
+    """The network that a description is of, with the stored weights; PyTorch's random generator stays as it was.
 
     Args:
         make: the network of a configuration.
@@ -137,10 +143,11 @@ def build_net(folder: Path, make: Callable[[Any], nn.Module], config: type[Any],
         ValueError: the description is damaged, or :func:`load_weights` refuses the weights.
     """
     try:
-        net = make(config(**description["config"]))
+        with torch.random.fork_rng(devices=[]):  # a new network draws weights, which the stored ones replace
+            net = make(config(**description["config"]))
     except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         reason = str(error).strip().splitlines()[:1]
-        raise ValueError(f"{folder / CONFIG} describes no such drafter, copy it again: {' '.join(reason)}") from None
+        raise ValueError(f"{folder / CONFIG} describes no such {what}, copy it again: {' '.join(reason)}") from None
     load_weights(folder, net)
     return net
 
