@@ -203,15 +203,15 @@ class Llm:
 
     def memory(self) -> dict[str, int]:
         """What the target takes, in bytes: ``kv_bytes`` (keys and values of running texts), ``kv_peak_bytes`` (the most
-        they have taken), ``kv_bytes_per_token``, ``prefix_bytes`` (finished texts that are kept) and ``weight_bytes``.
-        Models with recurrent layers do not count theirs: the first three are 0."""
+        they have taken), ``kv_bytes_per_token``, ``prefix_bytes`` (finished texts that are kept) and ``weight_bytes``
+        (packed copies included).  Models with recurrent layers do not count keys and values: the first three are 0."""
         target = self.target
         return {
             "kv_bytes": target.kv_bytes,
             "kv_peak_bytes": target.kv_peak_bytes,
             "kv_bytes_per_token": target.kv_bytes_per_token,
             "prefix_bytes": self.engine.prefix_cache.prefixes.nbytes,
-            "weight_bytes": target.weight_bytes,
+            "weight_bytes": target.weight_bytes + target.copied_bytes,
         }
 
     @property

@@ -208,13 +208,14 @@ class LanguageModel(ABC):
         refused: faster paths that were tried at load and not taken.
         reads: whether its sequences must be fed the text; where not, :meth:`open_beside` takes it over from the target.
         path: the file that it runs from, where that holds everything about it (llama.cpp's models); else ``None``.
-        weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before that is of no
-            use any more.
+        weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before is stale.
+        copied_bytes: memory of packed weights that a fast forward keeps beside those of the model.
         prefill_chunk: most tokens of a prompt that are read in one call.
     """
 
     path: Path | None = None
     weights_version: int = 0
+    copied_bytes: int = 0
     reads: bool = True
     forward_name: str = "public"
     stored_as: str = ""

@@ -20,6 +20,7 @@ from foretoken.models.forward.native import NativeForward
 from foretoken.models.forward.native_chain import ChainEnd, NativeChains, Pick
 from foretoken.models.forward.network import Network
 from foretoken.models.forward.parts import storage_of
+from foretoken.models.linear.packing import weight_bytes
 from foretoken.models.network.alone import alone, lock_of
 from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.watch import Watch
@@ -106,6 +107,11 @@ class HuggingFaceModel(TreeRunner):
     def is_lean(self) -> bool:
         """Whether forwards run on the lean twin instead of the public one."""
         return self.forwards.fast is not None
+
+    @property
+    def copied_bytes(self) -> int:  # type: ignore[override]
+        fast = self.forwards.fast
+        return 0 if fast is None else weight_bytes(self.model, fast.products) - self.weight_bytes
 
     def unpack(self) -> None:
         """Give the model its plain linear layers back, with the same weights; forwards are the public ones then."""

@@ -196,6 +196,32 @@ def test_fused_projections_take_the_place_of_layers(name: str, layout: str, monk
     compare(outputs(model), outputs(reference), 1e-6)
 
 
+@pytest.mark.parametrize("layout", usable_layouts(torch.bfloat16))
+def test_memory_counts_copies_of_weights_beside_unchanged_layers(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each: in place there are none, and a plain weight that is multiplied as it is is no copy."""
+    monkeypatch.setattr(product_costs, "fastest_layout", lambda *_: layout)
+    monkeypatch.setattr("foretoken.models.linear.packing.fastest_layout", lambda *_: layout)
+    network = half_model(torch.bfloat16, "qwen2", tie_word_embeddings=False)
+    weights = sum(weight.nbytes for weight in network.parameters())
+    fused = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    copied = [
+        parameter.nbytes
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) and (layout != "plain" or name.endswith(fused))
+        for parameter in module.parameters()
+    ]
+    llm = ft.load(network, None)
+    assert isinstance(llm.target, HuggingFaceModel) and llm.target.is_lean
+    biases = sum(p.nbytes for name, p in network.named_parameters() if name.endswith("bias"))
+    more = biases if layout == "half" else 0  # they widen with the activations
+    assert llm.memory()["weight_bytes"] == weights + sum(copied) + more > 1.5 * weights
+    llm.target.unpack()
+    assert llm.memory()["weight_bytes"] == weights
+    in_place = ft.load(network, None, pack=True)
+    joined = biases if layout == "plain" else 0  # of layers that keep their own, but share their weights
+    assert in_place.target.copied_bytes == joined and in_place.memory()["weight_bytes"] == weights + more + joined
+
+
 def test_a_refused_lean_forward_leaves_the_weights_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, network = half_model(torch.bfloat16), half_model(torch.bfloat16)
     real = Packing.projection

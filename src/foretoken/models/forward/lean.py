@@ -128,8 +128,12 @@ class LeanForward:
         """A part that sums in an order that depends on the number of rows; ``None`` where none does."""
         if not all(layer.native for layer in self.layers):
             return "attention"
-        parts = [self.head, *(p for layer in self.layers for p in layer.projections)]
-        return None if all(part.alone for part in parts) else "a matrix product"
+        return None if all(product.alone for product in self.products) else "a matrix product"
+
+    @property
+    def products(self) -> list[Any]:
+        """Everything that multiplies by a weight."""
+        return [self.head, *(product for layer in self.layers for product in layer.projections)]
 
     @property
     def skips_masked(self) -> bool:

@@ -79,10 +79,6 @@ class Projection:
     def alone(self) -> bool:
         return self.block > 0 or self.layout.block == 0
 
-    @property
-    def num_bytes(self) -> int:
-        return self.layout.num_bytes + (0 if self.bias is None else self.bias.nbytes)
-
     def __call__(self, x: Tensor) -> Tensor:
         if x.requires_grad and self.layout.name != "plain":  # packed products have no derivative
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
@@ -351,13 +347,17 @@ def check_packable(model: Any) -> None:
         raise ValueError(f"pack=True: {name} weights on {device} cannot be packed on this machine: leave out pack")
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Memory of a model's weights, packed ones included, each counted once."""
-    packed = {id(m.projection): m.projection.num_bytes for m in model.modules() if isinstance(m, PackedLinear)}
-    storages = [p.untyped_storage() for p in model.parameters()]
-    plain = {storage._cdata: storage.nbytes() for storage in storages}  # not every device tells where its data are
+def weight_bytes(model: nn.Module, products: Sequence[Any] = ()) -> int:
+    """Memory of a model's weights, packed ones and those of ``products`` included, each counted once."""
+    parts = [part for product in products for part in getattr(product, "products", [product])]
+    packed = [m.projection for m in model.modules() if isinstance(m, PackedLinear)]
+    projections = {id(p): p for p in (*packed, *parts) if isinstance(p, Projection)}.values()
+    plain = [p.weight for p in projections if p.layout.name == "plain"]
+    tensors = [*model.parameters(), *plain, *(p.bias for p in projections if p.bias is not None)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    distinct = {storage._cdata: storage.nbytes() for storage in storages}  # not every device tells where its data are
     quantised = sum(getattr(m, "packed_bytes", 0) for m in model.modules())
-    return sum(plain.values()) + sum(packed.values()) + quantised
+    return sum(distinct.values()) + sum(p.layout.num_bytes for p in projections if p.layout.name != "plain") + quantised
 
 
 def shapes_of(model: nn.Module) -> set[tuple[int, int]]:
