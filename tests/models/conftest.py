@@ -21,7 +21,7 @@ HERE = [name for name in library.LEVELS if library._cpu_level((name,))]
 @pytest.fixture(autouse=True)
 def fresh_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is remembered from other tests."""
-    monkeypatch.setattr(fast_paths.KEPT, "known", {})
+    monkeypatch.setattr(fast_paths.KEPT, "results", {})
     monkeypatch.setattr(fast_paths.KEPT, "file", lambda: tmp_path / "none" / "machine.json")
 
 

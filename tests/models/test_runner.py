@@ -42,7 +42,7 @@ class Counting:
         logits = torch.nn.functional.one_hot((call.ids + call.positions) % V, V).float()
         mask = call.masks[""]
         seen = (mask == 0).sum(-1)[:, 0, :, None].float() if mask is not None else torch.zeros(b, width, 1)
-        return call.taken(logits[:, call.first :]), {"last": seen}
+        return call.feed_logits(logits[:, call.first :]), {"last": seen}
 
 
 def runner() -> TreeRunner:

@@ -69,9 +69,9 @@ class SequenceState:
 
     def drop_last(self, count: int) -> None:
         """Take back the last ``count`` scratch nodes."""
-        kept = len(self.scratch_tokens) - count
-        for each in (self.scratch_tokens, self.scratch_parents, self.scratch_depths, self.exit_states):
-            del each[kept:]
+        length = len(self.scratch_tokens) - count
+        for per_node in (self.scratch_tokens, self.scratch_parents, self.scratch_depths, self.exit_states):
+            del per_node[length:]
 
     def clear_scratch(self) -> None:
         """Drop every scratch node."""

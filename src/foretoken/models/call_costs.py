@@ -43,11 +43,11 @@ def quick_costs(target: LanguageModel) -> TargetCost:
         name = f"calls {key} {torch.get_num_threads()} threads"
         stored = None if key is None else KEPT.read(name)
         if not isinstance(stored, dict):
-            began = perf_counter()
+            start_s = perf_counter()
             costs = _measure_quickly(target)
             if key is not None:
                 result = {str(count): seconds for count, seconds in costs.items()}
-                worth = perf_counter() - began >= WORTH_KEEPING_S
+                worth = perf_counter() - start_s >= WORTH_KEEPING_S
                 KEPT.keep(name, result, worth and not is_busy())
         else:
             costs = {int(count): float(seconds) for count, seconds in stored.items()}
@@ -131,6 +131,6 @@ def _call_s(
         share = count // len(sequences) + (i < count % len(sequences))
         feeds.append(Feed(sequence, [text[j % len(text)] for j in range(share)], parents))
     device = getattr(target, "device", None)
-    before, began = target.run_s, now(device)
+    before, start_s = target.run_s, now(device)
     target.forward(feeds)
-    return (target.run_s - before) or (now(device) - began)
+    return (target.run_s - before) or (now(device) - start_s)

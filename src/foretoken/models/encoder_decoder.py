@@ -3,7 +3,7 @@
 To the engine and to drafters a text is what it always is: the prompt and what was written behind it.  The prompt is
 followed by the tokens that every answer begins with (``answer_start``), so that the last token of the prompt is the
 decoder's first, and ``ngram`` finds what it copies in the encoder's input, too.  A sequence knows how many of its
-tokens are the encoder's (``given``); they take no slots.  See ``docs/encoder_decoder.md``.
+tokens are the encoder's (``num_inputs``); they take no slots.  See ``docs/encoder_decoder.md``.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class AnswerState(SequenceState):
     """A text whose first tokens are an encoder's input.
 
     Attributes:
-        given: how many of its tokens are the encoder's; -1: not known yet.
+        num_inputs: how many of its tokens are the encoder's; -1: not known yet.
         encoded: what the decoder keeps of them, once all are there.
     """
 
-    given: int = UNKNOWN
+    num_inputs: int = UNKNOWN
     encoded: Encoded | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_committed(self) -> int:
         """Slots of committed tokens: the encoder's tokens have none."""
-        return max(0, len(self.tokens) - max(self.given, 0)) if self.encoded is not None else 0
+        return max(0, len(self.tokens) - max(self.num_inputs, 0)) if self.encoded is not None else 0
 
     @property
     def num_slots(self) -> int:
@@ -71,7 +71,7 @@ class EncoderDecoderModel(TreeRunner):
         super().__init__(forwards, TreeCache(forwards.num_layers, forwards.context_length + SCRATCH_ROOM))
         self.answer_start = forwards.answer_start
         self.graphs_off = "an encoder-decoder model runs no fixed shapes"
-        self._most_given = 0
+        self._peak_input_bytes = 0
         with lock_of(model):
             with alone(model):
                 check_answers(self)
@@ -99,41 +99,41 @@ class EncoderDecoderModel(TreeRunner):
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
         """A new sequence for a draft of the answer that the target writes in ``source``."""
-        if not isinstance(source, AnswerState) or source.given == UNKNOWN:
+        if not isinstance(source, AnswerState) or source.num_inputs == UNKNOWN:
             raise CapabilityError("a draft model with an encoder needs a target with an encoder, whose input it reads")
-        sequence = _own(self.open())
-        sequence.given = source.given
+        sequence = _answer_state(self.open())
+        sequence.num_inputs = source.num_inputs
         return sequence
 
     def expect(self, sequence: SequenceState, length: int) -> None:
         """The prompt has ``length`` tokens, with those that the answer begins with."""
-        own = _own(sequence)
-        if own.given == UNKNOWN:
-            own.given = max(0, length - len(self.answer_start))
+        state = _answer_state(sequence)
+        if state.num_inputs == UNKNOWN:
+            state.num_inputs = max(0, length - len(self.answer_start))
 
     def release(self, sequence: SequenceState) -> None:
         super().release(sequence)
-        self.forwards.forget(_own(sequence).encoded)
+        self.forwards.forget(_answer_state(sequence).encoded)
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
         """Keep the first ``length`` tokens; an encoder's input that is cut is read anew when it is whole again."""
         super().rewind(sequence, length)
-        if length < _own(sequence).given:
-            _own(sequence).encoded = None
+        if length < _answer_state(sequence).num_inputs:
+            _answer_state(sequence).encoded = None
 
     snapshot = LanguageModel.snapshot  # none: every token of an input sees all others, a beginning is worth nothing
 
     @property
     def kv_bytes(self) -> int:
-        return self.pool.num_bytes() + self._given_bytes()
+        return self.pool.num_bytes() + self._input_bytes()
 
     @property
     def kv_peak_bytes(self) -> int:
-        return self.pool.peak_bytes + self._most_given
+        return self.pool.peak_bytes + self._peak_input_bytes
 
-    def _given_bytes(self) -> int:
-        inputs = (_own(text).encoded for text in self.pool.texts)
-        return sum(one.nbytes for one in inputs if one is not None)
+    def _input_bytes(self) -> int:
+        inputs = (_answer_state(text).encoded for text in self.pool.texts)
+        return sum(encoded.nbytes for encoded in inputs if encoded is not None)
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
@@ -146,7 +146,7 @@ class EncoderDecoderModel(TreeRunner):
         return sequence.cache.slot_bytes
 
     def _slots(self, sequence: SequenceState) -> int:
-        return _own(sequence).num_committed
+        return _answer_state(sequence).num_committed
 
     def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
         if after is not None:
@@ -161,17 +161,17 @@ class EncoderDecoderModel(TreeRunner):
         Hidden states of the encoder's tokens are the encoder's last ones, whatever the tap, and come with the last of
         these tokens.
         """
-        own = _own(sequence)
-        if own.given == UNKNOWN:
-            own.given = len(tokens)
-        count = max(0, min(len(tokens), own.given - len(own.tokens)))
+        state = _answer_state(sequence)
+        if state.num_inputs == UNKNOWN:
+            state.num_inputs = len(tokens)
+        count = max(0, min(len(tokens), state.num_inputs - len(state.tokens)))
         states: dict[str, list[Tensor]] = {name: [] for name in taps}
-        own.tokens.extend(tokens[:count])
-        if count and len(own.tokens) == own.given:
-            own.encoded = self.forwards.encode(own.tokens)
-            self._most_given = max(self._most_given, self._given_bytes())
+        state.tokens.extend(tokens[:count])
+        if count and len(state.tokens) == state.num_inputs:
+            state.encoded = self.forwards.encode(state.tokens)
+            self._peak_input_bytes = max(self._peak_input_bytes, self._input_bytes())
             for parts in states.values():
-                parts.append(own.encoded.states)
+                parts.append(state.encoded.states)
         if len(tokens) > count:
             for name, rows in super().prefill(sequence, tokens[count:], taps).items():
                 states[name].append(rows)
@@ -186,17 +186,17 @@ class EncoderDecoderModel(TreeRunner):
 
     def _of_answer(self, feed: Feed) -> Feed:
         """What of a feed is the decoder's."""
-        own = _own(feed.sequence)
-        if own.encoded is not None:
+        state = _answer_state(feed.sequence)
+        if state.encoded is not None:
             return feed
-        missing = max(own.given, 0) - len(own.tokens)
-        if len(feed.tokens) <= missing or not (own.tokens or missing > 0):
+        missing = max(state.num_inputs, 0) - len(state.tokens)
+        if len(feed.tokens) <= missing or not (state.tokens or missing > 0):
             raise ValueError("an encoder's input is read by prefill, as a whole, before its answer is scored")
-        self.prefill(own, feed.tokens[:missing])
+        self.prefill(state, feed.tokens[:missing])
         return replace(feed, tokens=feed.tokens[missing:], parents=None if missing else feed.parents)
 
 
-def _own(sequence: SequenceState) -> AnswerState:
+def _answer_state(sequence: SequenceState) -> AnswerState:
     if not isinstance(sequence, AnswerState):
         raise ValueError("this sequence belongs to another model: open it with open or open_beside")
     return sequence

@@ -30,9 +30,9 @@ from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 def _stored_as(model: Any) -> str:
     """What a network's weights are, where its dtype does not tell: those of a GGUF file, or quantised ones."""
-    told: str = getattr(model, "stored_as", "")
+    stored_as: str = getattr(model, "stored_as", "")
     quantised = getattr(model, "quantised_to", "") or storage_of(model)
-    return told or (f"{quantised}, with activations in" if quantised else "")
+    return stored_as or (f"{quantised}, with activations in" if quantised else "")
 
 
 class HuggingFaceModel(TreeRunner):
@@ -187,7 +187,7 @@ class HuggingFaceModel(TreeRunner):
             ChainEnd(each.cache, each.row, each.num_slots, each.num_slots, count - 1)
             for each, count in zip(sequences, counts, strict=True)
         ]
-        began, steps = now(self.device), NativeChains(native, ends)
+        start_s, steps = now(self.device), NativeChains(native, ends)
         for number in range(max(counts) - 1):
             active, x, best = steps.step(number, [tokens[-1] for tokens in behind], pick is not None and pick.states)
             for i in active:
@@ -199,7 +199,7 @@ class HuggingFaceModel(TreeRunner):
             for i, token in zip(active, chosen, strict=True):
                 behind[i].append(token)
             self.run_rows += len(active)
-        self.run_s += now(self.device) - began
+        self.run_s += now(self.device) - start_s
 
     @property
     def num_ids(self) -> int:

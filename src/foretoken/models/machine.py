@@ -44,8 +44,8 @@ Name = TypeVar("Name", bound=Hashable)
 @cache
 def machine_key() -> str:
     """What tells machines, and ways of measuring on them, apart."""
-    told = ("model name", "flags", "model\t", "stepping")
-    lines = [line for line in library.cpu_lines() if line.startswith(told)]
+    fields = ("model name", "flags", "model\t", "stepping")
+    lines = [line for line in library.cpu_lines() if line.startswith(fields)]
     pages = os.environ.get("THP_MEM_ALLOC_ENABLE", "")
     # What was measured in another way is measured again.
     way = f"{_THREAD_CLOCK.__name__} {cache_bytes()} {pages} {library.level()}"
@@ -103,9 +103,9 @@ def timed(calls: Mapping[Name, Sequence[Callable[[], Any]]], turns: int) -> dict
     for turn in range(turns + 1):
         for name, several in calls.items():
             for call in several:
-                began = clock()
+                start_s = clock()
                 call()
-                spent[name] += [clock() - began] if turn else []
+                spent[name] += [clock() - start_s] if turn else []
     return {name: sorted(seconds)[len(seconds) // 4] for name, seconds in spent.items()}
 
 
@@ -133,15 +133,15 @@ class KeptResults:
         self, kind: str, stamp: Callable[[], str] = str, file: Callable[[], Path] = lambda: results_file()
     ) -> None:
         self.kind, self.stamp, self.file = kind, stamp, file
-        self.known: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
 
     def read(self, name: str) -> Any:
         """A result of this process or of an earlier one; ``None`` where there is none."""
-        return self.known[name] if name in self.known else self.stored().get(name)
+        return self.results[name] if name in self.results else self.stored().get(name)
 
     def keep(self, name: str, result: Any, in_file: bool = True) -> None:
         """Remember a result; where the file cannot be written, only for this process."""
-        self.known[name] = result
+        self.results[name] = result
         if not in_file:
             return
         content = self._content()
@@ -149,9 +149,9 @@ class KeptResults:
         alike = [part for part in content if part.split(" ")[0] == self.kind]
         for part in alike[: max(0, len(alike) - 3)]:  # of four versions of the code: installations may take turns
             del content[part]
-        kept = list({**self.stored(), name: result}.items())[-MOST_KEPT:]
+        results = list({**self.stored(), name: result}.items())[-MOST_KEPT:]
         with suppress(OSError):
-            write_json(self.file(), {**content, self._part: dict(kept)})
+            write_json(self.file(), {**content, self._part: dict(results)})
 
     def stored(self) -> dict[str, Any]:
         """What is in the file."""

@@ -157,9 +157,11 @@ class TreeRunner(ModuleModel):
         groups = [range(0)]
         for end in range(1, len(lengths) + 1):
             group = range(groups[-1].start, end)
-            own = [lengths[i] for i in group]
-            run = sum(own) if self.forwards.spared is not None else len(own) * max(own)
-            if len(own) == 1 or (0 not in own and run <= min(2 * sum(own), self.prefill_chunk)):
+            group_lengths = [lengths[i] for i in group]
+            run = sum(group_lengths) if self.forwards.spared is not None else len(group_lengths) * max(group_lengths)
+            if len(group_lengths) == 1 or (
+                0 not in group_lengths and run <= min(2 * sum(group_lengths), self.prefill_chunk)
+            ):
                 groups[-1] = group
             else:
                 groups.append(range(end - 1, end))
@@ -287,8 +289,8 @@ class TreeRunner(ModuleModel):
             results = self._score(feeds, places, [name for name in taps if name != exit_tap], upper, states)
             if exit_tap in taps:  # what the upper layers went on from
                 results = [
-                    replace(rows, taps={**rows.taps, exit_tap: torch.stack(kept)})
-                    for rows, kept in zip(results, states, strict=True)
+                    replace(rows, taps={**rows.taps, exit_tap: torch.stack(row_states)})
+                    for rows, row_states in zip(results, states, strict=True)
                 ]
         except BaseException:
             for feed in feeds:
@@ -322,15 +324,17 @@ class TreeRunner(ModuleModel):
             self._call(take(feeds, group), take(places, group), take(inputs, group), taps, plan) for group in groups
         ]
         self.pool.note_size()
-        began = now(self.device)
+        start_s = now(self.device)
         outputs = self.forwards.run_all(calls)
-        self.run_s += now(self.device) - began
+        self.run_s += now(self.device) - start_s
         results: dict[int, Rows] = {}
         for group, call, (logits, hidden) in zip(groups, calls, outputs, strict=True):
             self.run_rows += call.ids.numel() if call.counts is None else sum(call.counts)
             width = call.ids.shape[1]
-            for index, kept, (i, _, end) in zip(group, logits, call.wanted, strict=True):
-                results[index] = Rows(kept, HiddenStates(hidden, range(i * width, i * width + end)) if hidden else {})
+            for index, row_logits, (i, _, end) in zip(group, logits, call.wanted, strict=True):
+                results[index] = Rows(
+                    row_logits, HiddenStates(hidden, range(i * width, i * width + end)) if hidden else {}
+                )
         return [results[index] for index in range(len(feeds))]
 
     def _call(

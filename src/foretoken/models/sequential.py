@@ -33,8 +33,8 @@ class SequentialModel(OneByOneModel):
     def __init__(self, model: Any, no_rollback: str | None = None) -> None:
         super().__init__(model)
         if no_rollback is not None:
-            known = self.capabilities.missing.get("tree_mask")
-            reason = f"{known}; {no_rollback}" if known else f"{self.config.model_type}: {no_rollback}"
+            no_trees = self.capabilities.missing.get("tree_mask")
+            reason = f"{no_trees}; {no_rollback}" if no_trees else f"{self.config.model_type}: {no_rollback}"
             missing = {"tree_mask": reason, "keep_path": reason, **self.capabilities.missing, "rollback": reason}
             self.capabilities = Capabilities(False, False, False, True, False, missing)
         self._caches: dict[int, Any] = {}
@@ -55,27 +55,27 @@ class SequentialModel(OneByOneModel):
         """Read the first ``length`` committed tokens again: what a layer has summed up cannot be taken apart."""
         if length >= len(sequence.tokens) and not sequence.scratch_tokens:
             return
-        kept = sequence.tokens[:length]
+        prefix = sequence.tokens[:length]
         self.release(sequence)
         sequence.tokens.clear()
         sequence.clear_scratch()
-        self.prefill(sequence, kept)
+        self.prefill(sequence, prefix)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        return [self._one(feed, taps) for feed in feeds]
+        return [self._run_feed(feed, taps) for feed in feeds]
 
-    def _one(self, feed: Feed, taps: Sequence[str]) -> Rows:
+    def _run_feed(self, feed: Feed, taps: Sequence[str]) -> Rows:
         sequence, count = feed.sequence, len(feed.tokens)
         old = len(sequence.scratch_tokens)
         self._check(feed)
         if not self.capabilities.rollback and old + count > 1 and feed.wanted != 0:
             raise CapabilityError(f"only one token at a time can be scored: {self.capabilities.missing['rollback']}")
         check_taps(taps, self._num_layers)
-        began = now(self.device)
+        start_s = now(self.device)
         with alone(self.model), recording(self.model, taps) as hidden:
             logits = self._run(sequence, feed.tokens)
-        self.run_s += now(self.device) - began
+        self.run_s += now(self.device) - start_s
         sequence.append(feed.tokens, feed.parents_behind(old))
         return Rows(logits[len(logits) - feed.num_wanted :], {name: h[0, -count:] for name, h in hidden.items()})
 
@@ -90,9 +90,9 @@ class SequentialModel(OneByOneModel):
         if cache is None and self.capabilities.rollback:
             cache = DynamicCache(config=self.config)
             cache.activate_past_recording()  # sliding and convolutional layers keep what a rollback needs
-        given = {} if cache is None else {self._cache_name: cache}
+        cache_argument = {} if cache is None else {self._cache_name: cache}
         ids = torch.tensor([list(tokens)], device=self.device)
-        out = self.model(input_ids=ids, use_cache=True, **given)
+        out = self.model(input_ids=ids, use_cache=True, **cache_argument)
         if self._cache_name not in out:
             self._cache_name = None
             return self._run(sequence, tokens)

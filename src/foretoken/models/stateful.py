@@ -110,19 +110,19 @@ class StatefulModel(OneByOneModel):
 
     def _fault(self) -> str | None:
         """What the self-test found, once per model object, forwards, dtype, device and form of replay."""
-        known = _FAULTS.setdefault(self.model, {})
+        faults = _FAULTS.setdefault(self.model, {})
         key = (self.dtype, self.device, self.replay, *map(id, forwards_of(self.model.modules())))
-        if key not in known:
-            known[key] = state_fault(self)
-        return known[key]
+        if key not in faults:
+            faults[key] = state_fault(self)
+        return faults[key]
 
     def _try_joined(self) -> None:
         """Learn whether texts can share a forward; what keeps them from it is told as a refusal."""
-        known = _JOINED.setdefault(self.model, {})
+        faults = _JOINED.setdefault(self.model, {})
         key = (self.dtype, self.device, self.replay)
-        if key not in known:
-            known[key] = joined_fault(self)
-        self.joined_off = known[key] or ""
+        if key not in faults:
+            faults[key] = joined_fault(self)
+        self.joined_off = faults[key] or ""
         if self.joined_off:
             self.refused = (refusal("one forward for the texts of a batch", self.joined_off, "they run one by one"),)
 
@@ -194,11 +194,11 @@ class StatefulModel(OneByOneModel):
 
     def _guard(self, feed: Feed) -> None:
         """Bring a text's state near its end, and make a checkpoint before rows that may be rejected."""
-        sequence, count, wanted = feed.sequence, len(feed.tokens), feed.num_wanted
+        sequence, count, num_scored = feed.sequence, len(feed.tokens), feed.num_wanted
         state, scratch = self._states[sequence.row], sequence.scratch_tokens
         # Rows whose logits nobody wants are text that is being read, and a lone root was accepted already: such rows
         # are not rejected in practice (if they are, the text is read again), so that plain decoding copies nothing.
-        at_risk = bool(scratch) or (count > 1 and wanted > 1) or state.careful
+        at_risk = bool(scratch) or (count > 1 and num_scored > 1) or state.careful
         try:
             lag = len(sequence.tokens) - state.length
             if lag >= (max(self.flush, 1) if at_risk else self.prefill_chunk):
@@ -219,11 +219,11 @@ class StatefulModel(OneByOneModel):
         texts = [
             [*_behind(feed.sequence, state.length), *feed.tokens] for feed, state in zip(feeds, states, strict=True)
         ]
-        began = now(self.device)
+        start_s = now(self.device)
         try:
             with alone(self.model), recording(self.model, taps) as hidden:
                 logits = self._read(states, texts, [feed.num_wanted for feed in feeds])
-            self.run_s += now(self.device) - began
+            self.run_s += now(self.device) - start_s
         except BaseException:
             for state in states:
                 state.reset()
@@ -231,36 +231,36 @@ class StatefulModel(OneByOneModel):
         rows_of: list[Rows] = []
         for row, (feed, text) in enumerate(zip(feeds, texts, strict=True)):
             feed.sequence.append(feed.tokens, feed.parents_behind(len(feed.sequence.scratch_tokens)))
-            own = slice(len(text) - len(feed.tokens), len(text))
-            rows_of.append(Rows(logits[row], {name: h[row, own] for name, h in hidden.items()}))
+            fed_rows = slice(len(text) - len(feed.tokens), len(text))
+            rows_of.append(Rows(logits[row], {name: h[row, fed_rows] for name, h in hidden.items()}))
         return rows_of
 
     def settle(self, sequence: SequenceState) -> None:
         """Read the committed tokens that the state still lacks, in forwards of their own."""
-        state, began = self._states[sequence.row], now(self.device)
+        state, start_s = self._states[sequence.row], now(self.device)
         while state.length < len(sequence.tokens):
             self.read(state, sequence.tokens[state.length : state.length + self.prefill_chunk], 0)
-        self.run_s += now(self.device) - began
+        self.run_s += now(self.device) - start_s
 
     @torch.inference_mode()
-    def read(self, state: StateCache, tokens: Sequence[int], wanted: int) -> Tensor:
-        """Logits [wanted, V] of the last tokens, all of which the state reads."""
-        return self._read([state], [tokens], [wanted])[0]
+    def read(self, state: StateCache, tokens: Sequence[int], count: int) -> Tensor:
+        """Logits [count, V] of the last tokens, all of which the state reads."""
+        return self._read([state], [tokens], [count])[0]
 
     def _read(
-        self, states: Sequence[StateCache], texts: Sequence[Sequence[int]], wanted: Sequence[int]
+        self, states: Sequence[StateCache], texts: Sequence[Sequence[int]], counts: Sequence[int]
     ) -> list[Tensor]:
-        """Logits [wanted, V] of the last tokens of each text, which the states read; shorter texts are padded."""
+        """Logits [count, V] of the last tokens of each text, which the states read; shorter texts are padded."""
         rows = max(map(len, texts))
         pads = [rows - len(text) for text in texts]
-        kept = max(map(sum, zip(pads, wanted, strict=True)))
+        num_logits = max(map(sum, zip(pads, counts, strict=True)))
         ids = torch.tensor([[*text, *[text[-1]] * pad] for text, pad in zip(texts, pads, strict=True)])
         cache = JoinedCache([state.cache for state in states], pads) if len(states) > 1 else states[0].cache
         files = self._files if any(pads) or any(state.on_tape for state in states) else []
         with alone(self.model), recorded(files, padding_of(pads, rows, self.device)) as windows:
             decoding(self.model)
-            given = self._inputs(states, cache, pads, rows, kept)
-            out = self.model(input_ids=ids.to(self.device), use_cache=True, **given)
+            inputs = self._inputs(states, cache, pads, rows, num_logits)
+            out = self.model(input_ids=ids.to(self.device), use_cache=True, **inputs)
         if isinstance(cache, JoinedCache):
             cache.hand_back()
         for row, (state, text) in enumerate(zip(states, texts, strict=True)):
@@ -270,23 +270,23 @@ class StatefulModel(OneByOneModel):
         self.num_forwards += 1
         self.run_rows += rows * len(texts)
         ends = [out.logits.shape[1] - pad for pad in pads]
-        return [out.logits[row, end - count : end] for row, (end, count) in enumerate(zip(ends, wanted, strict=True))]
+        return [out.logits[row, end - count : end] for row, (end, count) in enumerate(zip(ends, counts, strict=True))]
 
     def _inputs(
-        self, states: Sequence[StateCache], cache: Any, pads: Sequence[int], rows: int, kept: int
+        self, states: Sequence[StateCache], cache: Any, pads: Sequence[int], rows: int, num_logits: int
     ) -> dict[str, Any]:
         """What a forward is given beside the tokens."""
-        given: dict[str, Any] = {} if cache is None else {self._cache_name or "": cache}
+        inputs: dict[str, Any] = {} if cache is None else {self._cache_name or "": cache}
         if "logits_to_keep" in self._parameters:
-            given["logits_to_keep"] = max(kept, 1)
+            inputs["logits_to_keep"] = max(num_logits, 1)
         if "position_ids" in self._parameters:  # not every family asks its cache for them
             places = [
                 [state.length + min(i, rows - pad - 1) for i in range(rows)]
                 for state, pad in zip(states, pads, strict=True)
             ]
-            given["position_ids"] = torch.tensor(places, device=self.device)
+            inputs["position_ids"] = torch.tensor(places, device=self.device)
         mask = cache.mask(rows) if isinstance(cache, JoinedCache) else None
-        return given if mask is None else {**given, "attention_mask": mask.to(self.device)}
+        return inputs if mask is None else {**inputs, "attention_mask": mask.to(self.device)}
 
 
 def padding_of(pads: Sequence[int], rows: int, device: torch.device) -> Tensor | None:

@@ -181,15 +181,15 @@ def test_costs_never_fall_and_are_measured_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_costs_are_remembered_by_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(call_costs.KEPT, "known", {})
+    monkeypatch.setattr(call_costs.KEPT, "results", {})
     monkeypatch.setattr(call_costs, "WORTH_KEEPING_S", 0.0)
     monkeypatch.setattr(call_costs, "is_busy", lambda: False)
     first = quick_costs(llamas(torch.float32)[0])
-    monkeypatch.setattr(call_costs.KEPT, "known", {})  # another process
+    monkeypatch.setattr(call_costs.KEPT, "results", {})  # another process
     monkeypatch.setattr(call_costs, "_measure_quickly", lambda target: pytest.fail("the file has it"))
     assert quick_costs(llamas(torch.float32)[0]).seconds == first.seconds
     results_file().write_text("{")
-    monkeypatch.setattr(call_costs.KEPT, "known", {})
+    monkeypatch.setattr(call_costs.KEPT, "results", {})
     monkeypatch.setattr(call_costs, "_measure_quickly", lambda target: {1: 7.0})
     assert quick_costs(llamas(torch.float32)[0]).seconds == {1: 7.0}, "a damaged file counts as none"
 
@@ -197,13 +197,13 @@ def test_costs_are_remembered_by_fingerprint(tmp_path: Path, monkeypatch: pytest
 def test_what_a_busy_machine_tells_is_for_this_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that wait for each other took .63 s for one row and for 64: 64 seemed free for ever."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(call_costs.KEPT, "known", {})
+    monkeypatch.setattr(call_costs.KEPT, "results", {})
     monkeypatch.setattr(call_costs, "WORTH_KEEPING_S", 0.0)
     monkeypatch.setattr(call_costs, "is_busy", lambda: True)
     monkeypatch.setattr(call_costs, "_measure_quickly", lambda target: {1: 0.63, 64: 0.64})
     assert quick_costs(llamas(torch.float32)[0]).seconds == {1: 0.63, 64: 0.64}
     assert quick_costs(llamas(torch.float32)[0]).seconds == {1: 0.63, 64: 0.64}, "wrapped anew, measured once"
-    monkeypatch.setattr(call_costs.KEPT, "known", {})  # another process, later
+    monkeypatch.setattr(call_costs.KEPT, "results", {})  # another process, later
     monkeypatch.setattr(call_costs, "is_busy", lambda: False)
     monkeypatch.setattr(call_costs, "_measure_quickly", lambda target: {1: 1.0, 64: 6.6})
     assert quick_costs(llamas(torch.float32)[0]).seconds == {1: 1.0, 64: 6.6}

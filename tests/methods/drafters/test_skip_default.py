@@ -45,7 +45,7 @@ def target_with_silent_sublayers(seed: int = 0) -> HuggingFaceModel:
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(skip_default.KEPT, "known", {})
+    monkeypatch.setattr(skip_default.KEPT, "results", {})
     monkeypatch.setattr(skip_default, "is_busy", lambda: False)
     monkeypatch.setattr(skip_default, "quick_costs", lambda target: CHEAP)
     monkeypatch.setattr(skip_default._OwnText, "_saved", lambda self: (1 / 24, 1 / 12))
@@ -100,7 +100,7 @@ def test_it_is_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingToSkipWarning)
         first = default_set(target_with_silent_sublayers(), None)
-        monkeypatch.setattr(skip_default.KEPT, "known", {})  # another process
+        monkeypatch.setattr(skip_default.KEPT, "results", {})  # another process
         monkeypatch.setattr(skip_default, "measured_set", lambda *args: pytest.fail("the file has it"))
         assert default_set(target_with_silent_sublayers(), None) == first
     other = Choice(SkipSet(mlp=frozenset({1})), 0.9, 1.5)
@@ -114,7 +114,7 @@ def test_it_is_measured_again_where_the_machine_was_busy(monkeypatch: pytest.Mon
     monkeypatch.setattr(skip_default, "measured_set", lambda *args: choices[0])
     monkeypatch.setattr(skip_default, "is_busy", lambda: True)
     assert default_set(target_with_silent_sublayers(), None) == choices[0]
-    monkeypatch.setattr(skip_default.KEPT, "known", {})  # another process
+    monkeypatch.setattr(skip_default.KEPT, "results", {})  # another process
     monkeypatch.setattr(skip_default, "measured_set", lambda *args: choices[1])
     assert default_set(target_with_silent_sublayers(), None) == choices[1]
 
@@ -128,7 +128,7 @@ def test_it_says_when_nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         ) as record:
             default_set(target, None)
         assert "\n" not in str(record[0].message)
-    monkeypatch.setattr(skip_default.KEPT, "known", {})
+    monkeypatch.setattr(skip_default.KEPT, "results", {})
     monkeypatch.setattr(skip_default, "measured_set", lambda *args: Choice(SkipSet(mlp=frozenset({1})), 0.9, 1.2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

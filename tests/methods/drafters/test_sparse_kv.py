@@ -63,7 +63,7 @@ def test_the_sparse_cache_is_what_it_should_be_after_every_round(select: str) ->
             assert run.context.tokens[: len(state.tokens)] == state.tokens
             assert state.source is run.sequence
             assert len(run.sequence.tokens) - state.chosen_from < 9 + 4
-            cut.add(state.kept < state.chosen_from)
+            cut.add(state.num_kept < state.chosen_from)
             check_against_a_fresh_one(drafter.model, state, shape)
     assert cut == {True, False}
 

@@ -111,7 +111,7 @@ def test_quantised_kernels_are_judged_by_the_numbers_they_stand_for(
     kernel = type(layer.product).product
     monkeypatch.setattr(type(layer.product), "product", lambda self, x: 1.1 * kernel(self, x))
     monkeypatch.setattr(type(layer.product), "dense", lambda self: kernel(self, torch.eye(self.shape[1])).float().t())
-    checks_module.KEPT.known.clear()
+    checks_module.KEPT.results.clear()
     monkeypatch.setattr(checks_module.KEPT, "file", lambda: tmp_path / "other")  # where a slow machine keeps them
     (refused,) = HuggingFaceModel(model, lean=False).refused
     assert refused.path == "quantised kernels"
@@ -170,11 +170,11 @@ def test_results_are_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch) 
     assert HuggingFaceModel(model).is_lean
     kept = checks_module.KEPT.stored()
     assert len(kept) == 2 and all(isinstance(lines, list) for lines in kept.values())
-    checks_module.KEPT.known.clear()
+    checks_module.KEPT.results.clear()
     monkeypatch.setattr(Judge, "of", None)  # nothing is judged again
     assert HuggingFaceModel(model).is_lean
     checks_module.KEPT.file().write_text("{")  # a damaged file is none
-    checks_module.KEPT.known.clear()
+    checks_module.KEPT.results.clear()
     with pytest.raises(TypeError):
         HuggingFaceModel(model)
 
@@ -183,11 +183,11 @@ def test_all_results_of_a_model_with_a_slow_check_are_kept(monkeypatch: pytest.M
     """A later check would be judged by a network that the first path, which is remembered, has laid out."""
     clock = iter([0.0, 5.0])  # the first check takes five seconds, the others none
     monkeypatch.setattr(checks_module, "perf_counter", lambda: next(clock, 5.0))
-    checks_module.KEPT.known.clear()
+    checks_module.KEPT.results.clear()
     HuggingFaceModel(deep("llama"), in_place=True)
     kept = checks_module.KEPT.stored()
     assert any(" bits " in name for name in kept) and len(kept) >= 2
-    checks_module.KEPT.known.clear()
+    checks_module.KEPT.results.clear()
     monkeypatch.setattr(Judge, "of", None)  # nothing is judged again
     HuggingFaceModel(deep("llama"), in_place=True)
     assert checks_module.KEPT.stored() == kept

@@ -177,7 +177,7 @@ def test_norm_is_the_models_own(dtype: torch.dtype) -> None:
     module.variance_epsilon = module.eps  # as Transformers calls it
     module.weight.data = torch.rand(48, generator=torch.Generator().manual_seed(0)).to(dtype)
     own, plain = LeanRmsNorm(module, Packing()), LeanRmsNorm(module, Packing(blocks=True))
-    assert own.own and not plain.own
+    assert own.by_length and not plain.by_length
     for scale in (0.0, 1e-4, 1.0, 1e4):
         x = scale * torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         got, expected = own(x.to(dtype)), plain(x.to(dtype))

@@ -71,7 +71,7 @@ class PlainForward(HeadForward):
             return call.cache.update(key, value, 0)
 
         output = self.model(embeddings, call.states, call.positions, call.masks[""], keep)
-        return call.taken(self.project(self.model.head_state(output[:, first:]))), {"state": output}
+        return call.feed_logits(self.project(self.model.head_state(output[:, first:]))), {"state": output}
 
 
 class PlainHead(FeatureModel):

@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(product_costs.KEPT, "known", {})
+    monkeypatch.setattr(product_costs.KEPT, "results", {})
     product_costs._times.cache_clear()
     yield
     product_costs._times.cache_clear()

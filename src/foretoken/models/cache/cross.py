@@ -53,21 +53,21 @@ class Crossed:
     @cached_property
     def mask(self) -> Tensor:
         """[b, 1, 1, n] additive: who may be looked at.  A row that takes no part looks at what fills it up."""
-        like = next(one for one in self.inputs if one is not None).states
+        like = next(encoded for encoded in self.inputs if encoded is not None).states
         mask = like.new_zeros(len(self.inputs), 1, 1, self.length)
-        for row, one in enumerate(self.inputs):
-            if one is not None:
-                mask[row, :, :, len(one.states) :] = unseen(like.dtype)
+        for row, encoded in enumerate(self.inputs):
+            if encoded is not None:
+                mask[row, :, :, len(encoded.states) :] = unseen(like.dtype)
         return mask
 
 
 def crossed(inputs: Sequence[Encoded | None]) -> Crossed:
     """Inputs side by side, one per row, at least one of them there."""
-    there = [one for one in inputs if one is not None]
-    length = max(len(one.states) for one in there)
+    present = [encoded for encoded in inputs if encoded is not None]
+    length = max(len(encoded.states) for encoded in present)
     cache = DynamicCache()
-    for layer in range(len(there[0].layers)):
-        keys, values = (_filled(inputs, there[0], layer, which, length) for which in (0, 1))
+    for layer in range(len(present[0].layers)):
+        keys, values = (_filled(inputs, present[0], layer, which, length) for which in (0, 1))
         cache.update(keys, values, layer)
     return Crossed(list(inputs), cache, length)
 
@@ -78,15 +78,15 @@ def _filled(inputs: Sequence[Encoded | None], like: Encoded, layer: int, which: 
         return like.layers[layer][which]
     _, heads, _, size = like.layers[layer][which].shape
     joined = like.states.new_zeros(len(inputs), heads, length, size)
-    for row, one in enumerate(inputs):
-        if one is not None:
-            joined[row, :, : len(one.states)] = one.layers[layer][which][0]
+    for row, encoded in enumerate(inputs):
+        if encoded is not None:
+            joined[row, :, : len(encoded.states)] = encoded.layers[layer][which][0]
     return joined
 
 
-def with_crossed(own: Cache, other: Crossed) -> EncoderDecoderCache:
+def with_crossed(decoder_cache: Cache, crossed_input: Crossed) -> EncoderDecoderCache:
     """The cache that a decoder's forward is given: its own keys and values, and those of the encoder's input."""
-    return EncoderDecoderCache(own, other.cache)
+    return EncoderDecoderCache(decoder_cache, crossed_input.cache)
 
 
 def reading_cache() -> EncoderDecoderCache:
@@ -101,5 +101,5 @@ def encoded(states: Tensor, cache: Any) -> Encoded:
 
 def placeholder(other: Crossed, size: int) -> Tensor:
     """[b, n, size] in place of the encoder's hidden states, whose keys and values are there: it takes no memory."""
-    like = next(one for one in other.inputs if one is not None).states
+    like = next(encoded for encoded in other.inputs if encoded is not None).states
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(len(other.inputs), other.length, size)

@@ -108,17 +108,19 @@ def _unwrap(file: ModuleType) -> None:
 
 
 def _recording(rule: Callable[..., Any], single: Callable[..., Any]) -> Callable[..., Any]:
-    def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Any:
+    def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
         tape = getattr(_thread, "tape", None)
         if tape is not None:
             if _thread.padding is not None:
-                given |= {name: given[name].masked_fill(_thread.padding[..., None], 0) for name in ("g", "beta")}
+                options |= {name: options[name].masked_fill(_thread.padding[..., None], 0) for name in ("g", "beta")}
             tape.append(
-                RecurrenceInputs(key, value, given["g"], given["beta"], given.get("use_qk_l2norm_in_kernel", False))
+                RecurrenceInputs(
+                    key, value, options["g"], options["beta"], options.get("use_qk_l2norm_in_kernel", False)
+                )
             )
             if key.shape[1] <= FEW and key.device.type == "cpu":
-                return single(query, key, value, *args, **given)
-        return rule(query, key, value, *args, **given)
+                return single(query, key, value, *args, **options)
+        return rule(query, key, value, *args, **options)
 
     return call
 

@@ -121,12 +121,12 @@ class FixedCache(TreeCache):
         buffer = store[layer]
         if buffer is None or (buffer.shape[1], buffer.shape[3]) != (like.shape[-3], like.shape[-1]):
             new = like.new_zeros(self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
-            own = store
+            buffers = store
             if self._stacks[index] is not None:  # another layer's shape: every layer gets a buffer of its own
-                own = [None if one is None else one.clone() for one in store]
+                buffers = [None if view is None else view.clone() for view in store]
             self.generation += 1
             self._stacks[index] = None
-            store[:] = own
+            store[:] = buffers
             store[layer] = buffer = new
         return buffer
 

@@ -50,7 +50,7 @@ class JoinedCache(Cache):
         columns = zip(*(cache.layers for cache in caches), strict=True)
         super().__init__(layers=[_joined(column, pads) for column in columns])
         keys = [layer for layer in self.layers if isinstance(layer, _JoinedKeys)]
-        self.lengths = [own.get_seq_length() for own in keys[0].own] if keys else []
+        self.lengths = [text_layer.get_seq_length() for text_layer in keys[0].text_layers] if keys else []
 
     def mask(self, rows: int) -> Tensor | None:
         """[texts, slots + rows] ones where a slot holds a token; ``None`` where all do."""
@@ -82,13 +82,15 @@ def _joined(column: tuple[Any, ...], pads: Sequence[int]) -> Any:
 class _JoinedKeys(DynamicLayer):
     """Keys and values, which every text's own layer keeps."""
 
-    def __init__(self, own: Sequence[Any], pads: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[Any], pads: Sequence[int]) -> None:
         super().__init__()
-        self.own, self.pads = own, pads
+        self.text_layers, self.pads = layers, pads
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """[texts, H, slots, D] of all that is there now."""
-        both = [own.update(key_states[i : i + 1], value_states[i : i + 1]) for i, own in enumerate(self.own)]
+        both = [
+            layer.update(key_states[i : i + 1], value_states[i : i + 1]) for i, layer in enumerate(self.text_layers)
+        ]
         longest = max(key.shape[-2] for key, _ in both)
         keys, values = (
             torch.cat([F.pad(each, (0, 0, longest - each.shape[-2], 0)) for each in side])
@@ -98,51 +100,51 @@ class _JoinedKeys(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Of the longest text."""
-        return max(own.get_seq_length() for own in self.own)
+        return max(layer.get_seq_length() for layer in self.text_layers)
 
     def hand_back(self) -> None:
-        for own, pad in zip(self.own, self.pads, strict=True):
+        for layer, pad in zip(self.text_layers, self.pads, strict=True):
             if pad:
-                DynamicLayer.crop(own, -pad)
+                DynamicLayer.crop(layer, -pad)
 
 
 class _JoinedStates(LinearAttentionLayer):
     """Convolution windows and recurrent states, side by side."""
 
-    def __init__(self, own: Sequence[Any], pads: Sequence[int]) -> None:
-        first = own[0]
+    def __init__(self, layers: Sequence[Any], pads: Sequence[int]) -> None:
+        first = layers[0]
         super().__init__(number_of_states=first.number_of_states)
-        self.own, self.pads, self.device, self.dtype = own, pads, first.device, first.dtype
+        self.text_layers, self.pads, self.device, self.dtype = layers, pads, first.device, first.dtype
         # A window of fixed size would keep the padding and forget what was in front of it.
-        self.record_past = any(pads) or any(layer.record_past for layer in own)
+        self.record_past = any(pads) or any(layer.record_past for layer in layers)
         for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
             setattr(self, name, dict(getattr(first, name)))
         self.conv_kernel_size = dict(first.conv_kernel_size)
         for name in ("conv_states", "recurrent_states"):
             for i, state in getattr(first, name).items():
                 if state is not None:
-                    getattr(self, name)[i] = torch.cat([getattr(layer, name)[i] for layer in own])
+                    getattr(self, name)[i] = torch.cat([getattr(layer, name)[i] for layer in layers])
 
     def hand_back(self) -> None:
         for name in ("conv_states", "recurrent_states"):
             for i, states in getattr(self, name).items():
                 if states is None:
                     continue
-                for layer, state, pad in zip(self.own, states.split(1), self.pads, strict=True):
+                for layer, state, pad in zip(self.text_layers, states.split(1), self.pads, strict=True):
                     if name == "conv_states":
                         end = state.shape[-1] - pad
                         state = state[..., 0 if layer.record_past else end - self.conv_kernel_size[i] : end]
-                    held = getattr(layer, name)[i]
-                    if held.shape == state.shape:
-                        held.copy_(state)
+                    buffer = getattr(layer, name)[i]
+                    if buffer.shape == state.shape:
+                        buffer.copy_(state)
                     else:  # a window that keeps past inputs has grown
                         getattr(layer, name)[i] = state.clone()
 
 
 class _JoinedBoth(_JoinedKeys, _JoinedStates):  # type: ignore[misc]  # as Transformers' own
-    def __init__(self, own: Sequence[Any], pads: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[Any], pads: Sequence[int]) -> None:
         DynamicLayer.__init__(self)
-        _JoinedStates.__init__(self, own, pads)
+        _JoinedStates.__init__(self, layers, pads)
 
     def hand_back(self) -> None:
         _JoinedKeys.hand_back(self)

@@ -63,14 +63,14 @@ class RowPlan:
     base: int = -1
 
     @property
-    def seen(self) -> int:
+    def num_seen(self) -> int:
         """How many committed tokens the scratch sees."""
         return self.committed if self.visible < 0 else self.visible
 
     @property
     def first_position(self) -> int:
         """The position of scratch depth 0."""
-        return self.seen if self.base < 0 else self.base
+        return self.num_seen if self.base < 0 else self.base
 
     @property
     def first_new(self) -> int:
@@ -89,11 +89,11 @@ class RowPlan:
 
 def ancestor_matrix(parents: Sequence[int]) -> NDArray[np.bool_]:
     """[m, m] whether node j is node i or one of its ancestors."""
-    seen = np.eye(len(parents), dtype=np.bool_)
+    visible = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
         if parent >= 0:
-            seen[node] |= seen[parent]
-    return seen
+            visible[node] |= visible[parent]
+    return visible
 
 
 def row_allowed(row: RowPlan, layer: LayerMask, used: int) -> NDArray[np.bool_]:
@@ -101,7 +101,7 @@ def row_allowed(row: RowPlan, layer: LayerMask, used: int) -> NDArray[np.bool_]:
     m, c = len(row.parents), row.committed
     old = m - row.new
     allowed = np.zeros((row.new, used), dtype=np.bool_)
-    allowed[:, : row.seen] = True
+    allowed[:, : row.num_seen] = True
     if row.is_chain:
         allowed[:, c : c + m] = np.tri(row.new, m, old, dtype=np.bool_)
     else:
@@ -109,7 +109,7 @@ def row_allowed(row: RowPlan, layer: LayerMask, used: int) -> NDArray[np.bool_]:
     if layer.kind != "full" or layer.back:
         depths = np.asarray(row.depths)
         query = (row.first_position + depths[old:])[:, None]
-        keys = np.arange(used) + row.first_position - row.seen  # a part of a text is taken as the end of it
+        keys = np.arange(used) + row.first_position - row.num_seen  # a part of a text is taken as the end of it
         keys[c : c + m] = row.first_position + depths
         if layer.kind == "sliding":
             allowed &= query - keys < layer.size

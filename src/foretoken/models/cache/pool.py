@@ -47,7 +47,7 @@ class CachePool:
 
     def open(self, sequence: SequenceState) -> SequenceState:
         """Give a new, empty sequence a row."""
-        cache = min(self.caches, key=lambda one: one.num_slots)
+        cache = min(self.caches, key=lambda candidate: candidate.num_slots)
         if self._movable and cache.texts and cache.num_slots > SHORT:
             cache = self._another()
         self._append(cache, sequence)
@@ -77,13 +77,13 @@ class CachePool:
         cache = sequence.cache
         if need <= cache.num_slots or not self._movable:
             return
-        longer = [one for one in self.caches if need <= one.num_slots <= SLACK * need]
+        longer = [other for other in self.caches if need <= other.num_slots <= SLACK * need]
         alone = len(cache.texts) == 1
-        held = need + sum(max(text.num_slots, CHUNK) for text in cache.texts if text is not sequence)
+        num_slots = need + sum(max(text.num_slots, CHUNK) for text in cache.texts if text is not sequence)
         if longer and (alone or not sequence.tokens):
-            self._move(sequence, min(longer, key=lambda one: one.num_slots))
-        elif len(cache.texts) * need > SLACK * held:
-            self._move(sequence, min(longer, key=lambda one: one.num_slots) if longer else self._another())
+            self._move(sequence, min(longer, key=lambda other: other.num_slots))
+        elif len(cache.texts) * need > SLACK * num_slots:
+            self._move(sequence, min(longer, key=lambda other: other.num_slots) if longer else self._another())
 
     def note_size(self) -> None:
         """Keep the peak up to date; cheap when nothing has grown."""

@@ -150,8 +150,8 @@ class TreeCache(Cache):
             if self._rows.device != new.device:
                 self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
             buffer[self._rows, :, self._slots] = new.transpose(1, 2).to(buffer.dtype)
-        seen = view[:, :, : self.used] if self.reads is None else self.reads.slots(view[:, :, : self.used])
-        return seen.to(new.dtype)  # a copy only for who computes in another dtype than wrote
+        slots = view[:, :, : self.used] if self.reads is None else self.reads.slots(view[:, :, : self.used])
+        return slots.to(new.dtype)  # a copy only for who computes in another dtype than wrote
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
         """The buffer of a layer, made for tensors ``like`` [..., H, n, D] when there is none."""
@@ -249,10 +249,10 @@ class TreeCache(Cache):
     def take_row(self, source: TreeCache, row: int, target: int, slots: int) -> None:
         """Copy the first ``slots`` slots of a row of another cache to row ``target``."""
         self.reserve(target + 1, slots)
-        for own, theirs in ((self.keys, source.keys), (self.values, source.values)):
-            for layer, buffer in enumerate(theirs):
+        for target_buffers, source_buffers in ((self.keys, source.keys), (self.values, source.values)):
+            for layer, buffer in enumerate(source_buffers):
                 if buffer is not None:
-                    self._buffer(own, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
+                    self._buffer(target_buffers, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
 
     def fresh(self) -> TreeCache:
         """An empty cache for the same layers, of no graphs."""

@@ -157,9 +157,9 @@ def tensors_of(cache: Any) -> Iterator[tuple[str, Tensor]]:
     for layer in cache.layers:
         yield from ((name, state) for name, _, state in states_of(layer))
         for name in ("keys", "values"):
-            held = getattr(layer, name, None)
-            if held is not None:
-                yield name, held
+            tensor = getattr(layer, name, None)
+            if tensor is not None:
+                yield name, tensor
 
 
 def copied(source: Tensor, into: Tensor | None) -> Tensor:

@@ -76,13 +76,13 @@ class Cut:
 
     def slots(self, stored: Tensor) -> Tensor:
         """Keys or values [b, H, n, d] of the slots that are read."""
-        return self._taken(stored, 2)
+        return self._window_of(stored, 2)
 
     def mask(self, mask: Tensor | None) -> Tensor | None:
         """An additive mask [b, 1, rows, n] of these slots; ``None`` stays: one row that sees all that is read."""
-        return None if mask is None else self._taken(mask, 3)
+        return None if mask is None else self._window_of(mask, 3)
 
-    def _taken(self, whole: Tensor, dim: int) -> Tensor:
+    def _window_of(self, whole: Tensor, dim: int) -> Tensor:
         recent = whole.narrow(dim, self.low, whole.shape[dim] - self.low)
         return torch.cat([whole.narrow(dim, 0, self.sink), recent], dim) if self.sink else recent
 
@@ -91,4 +91,4 @@ class Cut:
         unseen."""
         slots = torch.arange(mask.shape[-1], device=mask.device)
         firsts = torch.tensor(self.firsts, device=mask.device)[:, None, None, None]
-        return self._taken(mask.masked_fill((slots >= self.sink) & (slots < firsts), unseen(mask.dtype)), 3)
+        return self._window_of(mask.masked_fill((slots >= self.sink) & (slots < firsts), unseen(mask.dtype)), 3)

@@ -30,12 +30,12 @@ TREE, PARENTS = (7, 9, 12), (0, 0, 1)
 def check_answers(model: EncoderDecoderModel) -> None:
     """Compare a model with its own forward."""
     try:
-        mine, own = _here(model), _by_its_own_forward(model)
+        logits, reference = _tree_logits(model), _by_its_own_forward(model)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         raise CapabilityError(f"{model.config.model_type} cannot be decoded here: {cause_of(error)}") from error
-    if not own.isfinite().all():  # damaged weights: decoding says so, with the place
+    if not reference.isfinite().all():  # damaged weights: decoding says so, with the place
         return
-    difference = relative(mine, own)
+    difference = relative(logits, reference)
     if not difference <= (HALF_LIMIT if model.dtype in HALF else LIMIT):
         raise CapabilityError(
             f"{model.config.model_type} cannot be decoded here: its logits of a tree differ from those of its own "
@@ -47,7 +47,7 @@ def _ids(model: EncoderDecoderModel, tokens: Sequence[int]) -> list[int]:
     return [token % model.vocab_size for token in tokens]
 
 
-def _here(model: EncoderDecoderModel) -> Tensor:
+def _tree_logits(model: EncoderDecoderModel) -> Tensor:
     """[n, V]: the last rows of the chain and of the tree, in one call."""
     start = list(model.answer_start)
     with opened(model, *(_ids(model, tokens) for tokens in INPUTS)) as sequences:
@@ -64,7 +64,7 @@ def _by_its_own_forward(model: EncoderDecoderModel) -> Tensor:
     rows = []
     for tokens, answer, count in paths:
         text = [*model.answer_start, *_ids(model, answer)]
-        given, said = (torch.tensor([ids], device=model.device) for ids in (_ids(model, tokens), text))
-        out = model.model(input_ids=given, decoder_input_ids=said, use_cache=False)
+        encoder_ids, decoder_ids = (torch.tensor([ids], device=model.device) for ids in (_ids(model, tokens), text))
+        out = model.model(input_ids=encoder_ids, decoder_input_ids=decoder_ids, use_cache=False)
         rows.append(out.logits[0, -count:].float())
     return torch.cat(rows)

@@ -59,18 +59,18 @@ def _different_bits(owner: HuggingFaceModel, ids: Sequence[int]) -> str | None:
     tree = [*path[:2], *tokens[:6], *path[2:4], *tokens[6:12], path[4]]  # 17 nodes; the path runs through them
     parents = [-1, 0, -1, 0, 0, 1, 2, 3, 1, 8, 2, 3, 4, 5, 6, 7, 9]
     nodes = [0, 1, 8, 9, 16]
-    with opened(owner, text, text[:5], tokens[3:14]) as (one, other, third):
+    with opened(owner, text, text[:5], tokens[3:14]) as (first, second, third):
         alone: list[Tensor] = []
         for token in path[:STEPS]:
-            alone.append(owner.forward([Feed(one, [token])])[0].logits)
-            owner.commit(one, [0])
-        owner.rewind(one, READ)
-        owner.prefill(other, text[5:])
-        chain = owner.forward([Feed(one, path)])[0].logits
-        branched = owner.forward([Feed(other, tree, parents)])[0].logits[nodes]
-        for sequence in (one, other):
+            alone.append(owner.forward([Feed(first, [token])])[0].logits)
+            owner.commit(first, [0])
+        owner.rewind(first, READ)
+        owner.prefill(second, text[5:])
+        chain = owner.forward([Feed(first, path)])[0].logits
+        branched = owner.forward([Feed(second, tree, parents)])[0].logits[nodes]
+        for sequence in (first, second):
             owner.commit(sequence, [])
-        batch = owner.forward([Feed(one, path[:1]), Feed(other, path), Feed(third, tree, parents)])
+        batch = owner.forward([Feed(first, path[:1]), Feed(second, path), Feed(third, tree, parents)])
     if not torch.equal(chain[:STEPS], torch.cat(alone)):
         return "a chain gave other bits than one row at a time"
     if not torch.equal(branched, chain):

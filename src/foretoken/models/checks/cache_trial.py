@@ -42,20 +42,20 @@ def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
     Raises:
         CapabilityError: the model is not causal, its forward fails, or it gives other rows than it was asked for.
     """
-    known, key = _FAULTS.setdefault(model, {}), _form(model, wrapped)
-    if key not in known:
-        known[key] = _tried(model, wrapped) if wrapped.context_length >= ROWS else None
-    return known[key]
+    faults, key = _FAULTS.setdefault(model, {}), _form(model, wrapped)
+    if key not in faults:
+        faults[key] = _tried(model, wrapped) if wrapped.context_length >= ROWS else None
+    return faults[key]
 
 
 def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     rollback = wrapped.capabilities.rollback
     coarse = getattr(wrapped, "exact", "") == "approximate" or has_quantised(model)
     limit = HALF_LIMIT if model.dtype in HALF or coarse else LIMIT  # quantised kernels give out bfloat16
-    wanted, mixed = _without_cache(model, wrapped.vocab_size, limit)
+    reference, mixed = _without_cache(model, wrapped.vocab_size, limit)
     if mixed:
         return f"its quantised layers scale all tokens of a call together (logits move by {mixed:.2g} of their size)"
-    if not wanted.isfinite().all():  # damaged weights: decoding says so, with the place
+    if not reference.isfinite().all():  # damaged weights: decoding says so, with the place
         return None
     tokens = _text(wrapped.vocab_size)
     last = ROWS if rollback else KEPT + 1  # others are read token by token
@@ -64,9 +64,9 @@ def _tried(model: Any, wrapped: LanguageModel) -> str | None:
             logits = wrapped.forward([Feed(sequence, tokens[KEPT:last])])[0].logits
     except Exception as error:
         raise CapabilityError(f"{_name(model)} cannot be decoded here: {cause_of(error)}") from error
-    if logits.shape != wanted[KEPT:last].shape:
+    if logits.shape != reference[KEPT:last].shape:
         raise CapabilityError(f"{_name(model)} cannot be decoded here: it reads other tokens than it is given")
-    difference = relative(logits.float(), wanted[KEPT:last].to(logits.device))
+    difference = relative(logits.float(), reference[KEPT:last].to(logits.device))
     if rollback and not difference <= limit:
         return f"its logits of several tokens differ from those without a cache by {difference:.2g} of their size"
     return None
@@ -117,11 +117,11 @@ def _sees_other_rows(layer: Any, model: Any) -> bool:
 def _forward(model: Any, tokens: list[int]) -> Tensor:
     parameters = parameters_of(model)
     ids = torch.tensor([tokens], device=device_of(model))
-    given: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     if "position_ids" in parameters:  # as generate gives them
-        given["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
+        options["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
     with alone(model):
-        logits: Tensor | None = getattr(model(input_ids=ids, **given), "logits", None)
+        logits: Tensor | None = getattr(model(input_ids=ids, **options), "logits", None)
     if logits is None or logits.ndim != 3 or logits.shape[2] < model.config.get_text_config().vocab_size:
         raise CapabilityError(f"{type(model).__name__} gives no logits of every token: load the model as a causal one")
     return logits[0].float()

@@ -78,23 +78,23 @@ class Checks:
     def exactness(self, path: str, runner: HuggingFaceModel) -> tuple[str, str]:
         """:func:`foretoken.models.checks.bits.exactness_of` the runner as it now runs, remembered."""
         path = f"bits {path} {torch.get_num_threads()} threads"
-        kind, why = self._known_or_made(path, lambda: list(exactness_of(runner, self.ids[:NODES])))
-        return kind, why
+        kind, reason = self._known_or_made(path, lambda: list(exactness_of(runner, self.ids[:NODES])))
+        return kind, reason
 
     def _known_or_made(self, path: str, make: Callable[[], list[str]]) -> list[str]:
         """A result, from this process, from the file, or made now."""
         if self.key is None:
             return make()
         name = f"{self.key} {path}"
-        known = KEPT.read(name)
-        if isinstance(known, list) and all(isinstance(line, str) for line in known):
+        stored = KEPT.read(name)
+        if isinstance(stored, list) and all(isinstance(line, str) for line in stored):
             self._is_slow |= name in KEPT.stored()
-            return known
-        began = perf_counter()
+            return stored
+        start_s = perf_counter()
         result = make()
         # Of a model with one slow check all results are kept: where the first path is remembered, its weights are laid
         # out without a judge, and what is checked after it would be judged by a network that computes in another way.
-        self._is_slow |= perf_counter() - began >= WORTH_KEEPING_S
+        self._is_slow |= perf_counter() - start_s >= WORTH_KEEPING_S
         KEPT.keep(name, result, self._is_slow)
         return result
 

@@ -76,18 +76,18 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """
     handles: list[Any] = []
     linear: list[nn.Module] = []
-    kept: dict[nn.Module, dict[str, Any]] = {}
+    parameters: dict[nn.Module, dict[str, Any]] = {}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        kept[module] = dict(module._parameters)
-        for name, weight in kept[module].items():
+        parameters[module] = dict(module._parameters)
+        for name, weight in parameters[module].items():
             if weight is not None and weight.is_floating_point():
                 module._parameters[name] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
         wide = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
         return tuple(wide), kwargs
 
     def after(module: nn.Module, *_: Any) -> None:
-        module._parameters.update(kept.pop(module, {}))
+        module._parameters.update(parameters.pop(module, {}))
 
     for module in model.modules():
         if isinstance(module, nn.Embedding):  # rows that are looked up are widened, not the table
@@ -107,7 +107,7 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             handle.remove()
         for module in linear:
             del module.forward
-        for module, weights in kept.items():
+        for module, weights in parameters.items():
             module._parameters.update(weights)
 
 
@@ -203,16 +203,16 @@ class Judge:
     def of(cls, network: Network, ids: Sequence[int]) -> Judge | None:
         """``None`` for a model that cannot be run on the probe; float64 models are their own judge."""
         with _without_kernels(network.model):
-            own = probe_logits(network, network.run_public, network.dtype, ids)
-        if own is None:
+            logits = probe_logits(network, network.run_public, network.dtype, ids)
+        if logits is None:
             return None
         wide, truth = wider(network.dtype, network.device), None
         if wide is not None:
             with widened(network.model, wide):
                 truth = probe_logits(network, network.run_public, wide, ids)
         if truth is None:  # float64, or a kernel that knows one dtype
-            return cls(ids, own, Errors(0.0, 0.0), APART)
-        return cls(ids, truth, _errors(own, truth), ROUNDING)
+            return cls(ids, logits, Errors(0.0, 0.0), APART)
+        return cls(ids, truth, _errors(logits, truth), ROUNDING)
 
     def fault(self, network: Network, run: Run, dtype: torch.dtype, coarse: bool = False) -> str | None:
         """What is wrong with a forward, in words; ``None`` when it passes.

@@ -77,25 +77,28 @@ def _joined_difference(model: StatefulModel) -> str | None:
     once, against fresh readings."""
     text, wrong = _probe(model)
     texts, starts = (text[:CHAIN], text[2 : CHAIN + 1]), (READ, READ - 4)
-    with opened(model, *(own[:start] for own, start in zip(texts, starts, strict=True))) as sequences:
-        each = list(zip(sequences, texts, starts, strict=True))
+    with opened(model, *(read[:start] for read, start in zip(texts, starts, strict=True))) as sequences:
+        cases = list(zip(sequences, texts, starts, strict=True))
         forwards = model.num_forwards
-        model.forward([Feed(sequence, [own[start], *wrong[:3]]) for sequence, own, start in each])
+        model.forward([Feed(sequence, [read[start], *wrong[:3]]) for sequence, read, start in cases])
         for sequence in sequences:
             model.commit(sequence, [0])
         drafts = [wrong[:1], []] if model.replay == "capture" else [[], []]
         model.forward(
-            [Feed(one, [own[start + 1], *more]) for (one, own, start), more in zip(each, drafts, strict=True)]
+            [
+                Feed(sequence, [read[start + 1], *draft])
+                for (sequence, read, start), draft in zip(cases, drafts, strict=True)
+            ]
         )
         for sequence in sequences:
             model.commit(sequence, [0])
-        last = model.forward([Feed(sequence, own[start + 2 : start + 5]) for sequence, own, start in each])
+        last = model.forward([Feed(sequence, read[start + 2 : start + 5]) for sequence, read, start in cases])
         if model.num_forwards != forwards + 3:
             return "they did not share one"
-        for sequence, (own, start), rows in zip(sequences, zip(texts, starts, strict=True), last, strict=True):
+        for sequence, (read, start), rows in zip(sequences, zip(texts, starts, strict=True), last, strict=True):
             model.commit(sequence, [0, 1, 2])
             joined = _ProbeReading(rows.logits, model.state(sequence))
-            fault = _fault(model, joined, own[: start + 5], "in a forward with another text")
+            fault = _fault(model, joined, read[: start + 5], "in a forward with another text")
             if fault is not None:
                 return fault
     return None
@@ -106,11 +109,11 @@ def _difference(model: StatefulModel) -> str | None:
     with opened(model, text[:READ]) as (sequence,):
         single = model.forward([Feed(sequence, text[READ:STEP])])[0].logits
         model.commit(sequence, [0])
-        kept = model.forward([Feed(sequence, [text[STEP], *wrong[STEP + 1 : CHAIN]])])[0].logits[:1]
+        accepted = model.forward([Feed(sequence, [text[STEP], *wrong[STEP + 1 : CHAIN]])])[0].logits[:1]
         model.commit(sequence, [0])
         chain = model.forward([Feed(sequence, text[STEP + 1 : CHAIN])])[0].logits
         model.commit(sequence, list(range(CHAIN - STEP - 1)))
-        rolled = _ProbeReading(torch.cat([single, kept, chain]), model.state(sequence))
+        rolled = _ProbeReading(torch.cat([single, accepted, chain]), model.state(sequence))
         return _fault(model, rolled, text[:CHAIN], "after a rejected draft")
 
 
@@ -128,19 +131,19 @@ def _fault(model: StatefulModel, tried: _ProbeReading, text: list[int], when: st
     return None if fault is None else f"{when} {fault}"
 
 
-def _fresh(model: StatefulModel, text: list[int], wanted: int) -> _ProbeReading:
+def _fresh(model: StatefulModel, text: list[int], count: int) -> _ProbeReading:
     state = StateCache()
-    return _ProbeReading(model.read(state, text, wanted), state)
+    return _ProbeReading(model.read(state, text, count), state)
 
 
-def _truth(model: StatefulModel, text: list[int], wanted: int) -> _ProbeReading | None:
+def _truth(model: StatefulModel, text: list[int], count: int) -> _ProbeReading | None:
     """The same in the next wider precision; ``None`` where the network has none (float64, or a kernel of one dtype)."""
     wide = wider(model.dtype, model.device)
     if wide is None:
         return None
     try:
         with widened(model.model, wide):
-            return _fresh(model, text, wanted)
+            return _fresh(model, text, count)
     except RuntimeError:
         return None
 
@@ -156,12 +159,12 @@ def _worst(model: StatefulModel, rolled: _ProbeReading, fresh: _ProbeReading, tr
         mean = (sum(path for path, _ in pairs) / len(pairs), sum(plain for _, plain in pairs) / len(pairs))
         for (path, plain), limit in ((pairs[0], limits.first), (mean, limits.mean)):
             if not path <= MOST * plain + limit:
-                return _said(kind, path, plain)
+                return _fault_line(kind, path, plain)
     path, plain = (relative(reading.logits, truth.logits) for reading in (rolled, fresh))
-    return None if path <= MOST * plain + limits.mean else _said("logits", path, plain)
+    return None if path <= MOST * plain + limits.mean else _fault_line("logits", path, plain)
 
 
-def _said(kind: str, path: float, plain: float) -> str:
+def _fault_line(kind: str, path: float, plain: float) -> str:
     name = kind.replace("_", " ")
     return (
         f"its {name} differ from a fresh reading: they are off by {path:.2g} of their size, and "
@@ -178,5 +181,5 @@ def relative(tried: Tensor, judged_by: Tensor) -> float:
     """Size of the difference in units of ``judged_by``."""
     if tried.shape != judged_by.shape:
         return float("inf")
-    own, judge = tried.cpu().double(), judged_by.cpu().double()
-    return float((own - judge).norm() / judge.norm().clamp_min(1e-30))
+    logits, judge = tried.cpu().double(), judged_by.cpu().double()
+    return float((logits - judge).norm() / judge.norm().clamp_min(1e-30))

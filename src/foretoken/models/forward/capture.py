@@ -67,13 +67,13 @@ class CudaGraphs:
                 before.wait_stream(self.stream)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                    left = program()
+                    result = program()
             finally:
                 torch.cuda.set_stream(before)
 
         def replay() -> tuple[Tensor, dict[str, Tensor]]:
             graph.replay()
-            return left
+            return result
 
         return replay
 

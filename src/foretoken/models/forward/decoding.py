@@ -82,8 +82,8 @@ class DecoderForward:
         with alone(self.model):
             decoding(self.model)
             states = self.model.get_encoder()(input_ids=ids[:1])[0]
-            given = {self.cache_argument: cache, "encoder_outputs": (states,), "use_cache": True}
-            self.model(decoder_input_ids=ids[1:, :1], **given)
+            inputs = {self.cache_argument: cache, "encoder_outputs": (states,), "use_cache": True}
+            self.model(decoder_input_ids=ids[1:, :1], **inputs)
         return encoded(states[0], cache)
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
@@ -103,7 +103,7 @@ class DecoderForward:
                 use_cache=True,
                 **{self.cache_argument: with_crossed(call.cache, other)},
             )
-        return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
+        return call.feed_logits(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
 
     def _side_by_side(self, inputs: Sequence[Encoded | None]) -> Crossed:
         """Those of the last round where they are the same."""
@@ -111,9 +111,9 @@ class DecoderForward:
             self._last = crossed(inputs)
         return self._last
 
-    def forget(self, one: Encoded | None) -> None:
+    def forget(self, encoded: Encoded | None) -> None:
         """A text has ended: what was made of its input is of no use any more."""
-        if self._last is not None and any(one is known for known in self._last.inputs):
+        if self._last is not None and any(encoded is present for present in self._last.inputs):
             self._last = None
 
     def _mask(self, call: NetworkCall, low: int) -> Tensor:
@@ -130,13 +130,13 @@ class DecoderForward:
 
     def _biases(self, distances: int) -> Tensor:
         """[d, H] what is added to the score of a key so far back, for ``d`` distances or more."""
-        known = self._by_distance
-        if known is None or len(known) < distances:
+        biases = self._by_distance
+        if biases is None or len(biases) < distances:
             size = max(FIRST_DISTANCES, 1 << (distances - 1).bit_length())
             with alone(self.model):
                 row = self.bias.compute_bias(1, size, device=self.device, past_seen_tokens=size - 1)  # [1, H, 1, size]
-            self._by_distance = known = row[0, :, 0].flip(-1).T.contiguous().to(self.dtype)
-        return known
+            self._by_distance = biases = row[0, :, 0].flip(-1).T.contiguous().to(self.dtype)
+        return biases
 
 
 def _answer_start(model: Any) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ class Numbers:
             chain = row.is_chain
             below = np.tri(new, nodes, nodes - new) if chain else ancestor_matrix(row.parents)[nodes - new :]
             put["tree"][i, :new, :nodes] = below
-            put["seen"][i], put["count"][i] = row.seen, new
+            put["seen"][i], put["count"][i] = row.num_seen, new
         for i, pairs in moves.items():
             for column, (source, target) in enumerate(pairs):
                 put["source"][i, column], put["target"][i, column] = source, target
@@ -159,10 +159,10 @@ class OutputMemory:
         so that the largest step should come first.
         """
         size = math.prod(shape)
-        known = self._by_name.get(name)
-        if known is None or known.dtype != like.dtype or known.numel() < size:
-            known = self._by_name[name] = like.new_empty(size)
-        return known[:size].view(*shape)
+        buffer = self._by_name.get(name)
+        if buffer is None or buffer.dtype != like.dtype or buffer.numel() < size:
+            buffer = self._by_name[name] = like.new_empty(size)
+        return buffer[:size].view(*shape)
 
 
 class FixedStep:
@@ -187,9 +187,9 @@ class FixedStep:
             name: fixed_mask(numbers, layer, bucket.slots, forwards.run_dtype)
             for name, layer in forwards.layer_masks.items()
         }
-        wanted = [(row, 0, bucket.width) for row in range(bucket.batch)]
+        scored = [(row, 0, bucket.width) for row in range(bucket.batch)]
         with self.cache.fixed(numbers["slots"], bucket.slots):
-            call = NetworkCall(self.cache, numbers["ids"], numbers["positions"], masks, wanted, bucket.taps)
+            call = NetworkCall(self.cache, numbers["ids"], numbers["positions"], masks, scored, bucket.taps)
             logits, taps = forwards.run_all([call])[0]
         rows = self.outputs.place("logits", logits[0], (bucket.batch, *logits[0].shape))
         torch.stack(logits, out=rows)

@@ -74,22 +74,22 @@ class Graphs:
         if bucket is None or (step := self._step(bucket)) is None:
             return None
         owner, rows = self.owner, [feed.sequence.row for feed in feeds]
-        began = now(owner.device)  # the device is done with the last numbers, too: they can be overwritten
+        start_s = now(owner.device)  # the device is done with the last numbers, too: they can be overwritten
         step.numbers.fill(
             dict(zip(rows, places, strict=True)),
             {row: feed.tokens for row, feed in zip(rows, feeds, strict=True)},
             self._cache.take_moves(bucket.batch),
         )
-        left, hidden = step.run()
-        logits = left.clone()  # the next replay of any graph overwrites what this one has left
+        result, hidden = step.run()
+        logits = result.clone()  # the next replay of any graph overwrites what this one has left
         hidden = {name: states.clone() for name, states in hidden.items()}
-        owner.run_s += now(owner.device) - began
+        owner.run_s += now(owner.device) - start_s
         owner.run_rows += bucket.batch * bucket.width
         results = []
         for row, feed, place in zip(rows, feeds, places, strict=True):
             start = row * bucket.width
-            kept = HiddenStates(hidden, range(start, start + place.new)) if hidden else {}
-            results.append(Rows(logits[row, place.new - feed.num_wanted : place.new], kept))
+            row_states = HiddenStates(hidden, range(start, start + place.new)) if hidden else {}
+            results.append(Rows(logits[row, place.new - feed.num_wanted : place.new], row_states))
         return results
 
     @torch.inference_mode()
@@ -97,8 +97,8 @@ class Graphs:
         """Capture the steps of these sizes for texts up to the length that the cache has room for, largest first."""
         self._cache.reserve(max(batches), 1)
         slots = self._cache.view_of(self._cache.num_slots)
-        wanted = [Bucket(b, w, slots, tuple(taps)) for b in batches for w in rows if b * w <= MOST_ROWS]
-        for bucket in sorted(wanted, key=lambda one: one.batch * one.width, reverse=True):
+        buckets = [Bucket(b, w, slots, tuple(taps)) for b in batches for w in rows if b * w <= MOST_ROWS]
+        for bucket in sorted(buckets, key=lambda candidate: candidate.batch * candidate.width, reverse=True):
             if not self.stopped:
                 self._step(bucket)
 
@@ -237,11 +237,11 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
     before = model.cache
     model.separate(type(before)(before.num_layers, before.max_slots))
     try:
-        wanted, truth = _sample(model), _truth(model)
+        ordinary, truth = _sample(model), _truth(model)
         model.separate(FixedCache(before.num_layers, before.max_slots))
         model.graphs = graphs = Graphs(model, recorder or CudaGraphs(model.device))
         logits = _sample(model)
-        reason = graphs.stopped or _difference(wanted, logits, truth, model.dtype)
+        reason = graphs.stopped or _difference(ordinary, logits, truth, model.dtype)
     except RuntimeError as error:
         reason = _first_line(error)
     if reason:
@@ -284,17 +284,17 @@ def _truth(model: HuggingFaceModel) -> Tensor | None:
         return None
 
 
-def _difference(wanted: Tensor, fixed: Tensor, truth: Tensor | None, dtype: torch.dtype) -> str:
+def _difference(ordinary: Tensor, fixed: Tensor, truth: Tensor | None, dtype: torch.dtype) -> str:
     """What is wrong with the logits of fixed steps; empty when nothing is."""
     if not bool(torch.isfinite(fixed).all()):
         return "fixed steps gave logits that are not finite"
-    limit, judge = (APART, wanted) if truth is None else (ROUNDING, truth)
-    own, other = (
-        float(((logits - judge).square().mean(-1).sqrt() / judge.std(-1)).mean()) for logits in (wanted, fixed)
+    limit, judge = (APART, ordinary) if truth is None else (ROUNDING, truth)
+    ordinary_error, fixed_error = (
+        float(((logits - judge).square().mean(-1).sqrt() / judge.std(-1)).mean()) for logits in (ordinary, fixed)
     )
-    if other <= MOST * own + limit[dtype]:
+    if fixed_error <= MOST * ordinary_error + limit[dtype]:
         return ""
-    return f"fixed steps gave other logits (off by {other:.1e}, the ordinary forward by {own:.1e})"
+    return f"fixed steps gave other logits (off by {fixed_error:.1e}, the ordinary forward by {ordinary_error:.1e})"
 
 
 def follow(draft: LanguageModel, target: Any) -> LanguageModel:

@@ -162,14 +162,16 @@ class LeanForward:
         if "last" in taps:
             x = self.final_norm(x)
             run.put("last", x, hidden)
-        kept = [group.places.wanted(x[group.rows], call.wanted) for group, call in zip(run.groups, calls, strict=True)]
-        x = joined([rows for rows, _ in kept])
+        scored = [
+            group.places.scored(x[group.rows], call.wanted) for group, call in zip(run.groups, calls, strict=True)
+        ]
+        x = joined([rows for rows, _ in scored])
         if len(x):
             x = self._logits(x if "last" in taps else self.final_norm(x))
         else:
             x = x.new_zeros(0, self.owner.vocab_size)
         outputs: list[Outputs] = []
-        for (rows, spans), states in zip(kept, hidden, strict=True):
+        for (rows, spans), states in zip(scored, hidden, strict=True):
             logits, x = x[: len(rows)], x[len(rows) :]
             outputs.append(([logits[start:stop] for start, stop in spans], states))
         return outputs
@@ -178,10 +180,10 @@ class LeanForward:
         """What the layers read besides the hidden states [n, D] of all rows, and those."""
         places = [RowPlaces(len(call.ids), call.ids.shape[1], call.counts, call.ids.device) for call in calls]
         states = [
-            place.taken(call.ids if call.states is None else call.states)
+            place.flat(call.ids if call.states is None else call.states)
             for place, call in zip(places, calls, strict=True)
         ]
-        positions = joined([place.taken(call.positions) for place, call in zip(places, calls, strict=True)])
+        positions = joined([place.flat(call.positions) for place, call in zip(places, calls, strict=True)])
         ends = list(accumulate(map(len, states)))
         groups = [
             CacheRows(slice(end - len(rows), end), place, self._masks(call), call.cache)
@@ -192,8 +194,8 @@ class LeanForward:
             x = self.embedded(x)
         if self.turns is None:
             return ForwardPass(groups, {kind: rotary(positions) for kind, rotary in self.rotary.items()}), x
-        told = [call.positions + 1 if call.lengths is None else call.lengths for call in calls]
-        lengths = joined([place.taken(each) for place, each in zip(places, told, strict=True)])
+        call_lengths = [call.positions + 1 if call.lengths is None else call.lengths for call in calls]
+        lengths = joined([place.flat(row_lengths) for place, row_lengths in zip(places, call_lengths, strict=True)])
         return ForwardPass(groups, self.turns(positions, lengths)), x
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -274,8 +276,8 @@ def _not_covered(owner: Network) -> str | None:
         return f"this {kind} model has linear layers of another kind (adapted, or quantised by another package)"
     size = sum(p.numel() for p in owner.model.parameters())
     if owner.packing.home is None and size > MAX_PARAMETERS:
-        kept = "its layers stay as they are (a model that was handed in, or that learns)"
-        return f"{kept}, and copies of its {size / 1e9:.1f}b weights would take too much memory"
+        reason = "its layers stay as they are (a model that was handed in, or that learns)"
+        return f"{reason}, and copies of its {size / 1e9:.1f}b weights would take too much memory"
     return None
 
 

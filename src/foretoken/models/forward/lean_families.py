@@ -102,8 +102,8 @@ def family_of(config: Any) -> Family | None:
     if family is None or any(getattr(config, name, None) for name in family.refused):
         return None
     # The last two through foretoken.models.network.rotary.
-    known = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
-    return family if all(rope.get("rope_type", "default") in known for rope in _ropes(config)) else None
+    rope_types = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+    return family if all(rope.get("rope_type", "default") in rope_types for rope in _ropes(config)) else None
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:

@@ -20,7 +20,15 @@ from torch.nn import functional as F
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.attention import exact_attention, folded_attention
 from foretoken.models.forward.lean_families import Family, part
-from foretoken.models.forward.lean_parts import Change, Joined, OutputProjection, mlp_of, named, norm_of, with_products
+from foretoken.models.forward.lean_parts import (
+    Change,
+    Joined,
+    OutputProjection,
+    linear_names,
+    mlp_of,
+    norm_of,
+    with_products,
+)
 from foretoken.models.linear.packing import Packing
 from foretoken.models.native import attention as native
 
@@ -127,7 +135,7 @@ class LeanLayer:
     def with_products(self, change: Change) -> LeanLayer:
         """The same layer with other products (:data:`Change`); its own where the MLP is the model's module."""
         other, family = copy.copy(self), self.family
-        inside = partial(named, family.attention)
+        inside = partial(linear_names, family.attention)
         other.qkv = change(self.qkv, inside(*family.qkv))
         other.out = OutputProjection(change(self.out.projection, inside(family.out)), self.out.joined)
         other.mlp = with_products(self.mlp, family, change)
@@ -163,7 +171,7 @@ class LeanLayer:
             folded = query.reshape(places.b, size.kv_heads, -1, size.dim)
             out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self.scaling)
             out = out.view(places.b, size.heads, places.width, size.dim).transpose(1, 2)
-        return places.taken(out.reshape(places.b, places.width, -1))
+        return places.flat(out.reshape(places.b, places.width, -1))
 
     def _heads_of(self, qkv: Tensor) -> Tensor:
         """[n, H + 2 H', d]: query heads, then those of keys, then those of values."""
@@ -235,7 +243,7 @@ class RowPlaces:
             nodes = [row * width + column for row, count in enumerate(counts) for column in range(count)]
             self.nodes = torch.tensor(nodes, device=device)
 
-    def taken(self, padded: Tensor) -> Tensor:
+    def flat(self, padded: Tensor) -> Tensor:
         """[b, width, ...] -> [n, ...]."""
         flat = padded.flatten(0, 1)
         return flat if self.nodes is None else flat[self.nodes]
@@ -246,7 +254,7 @@ class RowPlaces:
             rows = rows.new_zeros(self.b * self.width, *rows.shape[1:]).index_copy_(0, self.nodes, rows)
         return rows.view(self.b, self.width, *rows.shape[1:])
 
-    def wanted(self, x: Tensor, columns: Sequence[tuple[int, int, int]]) -> tuple[Tensor, list[tuple[int, int]]]:
+    def scored(self, x: Tensor, columns: Sequence[tuple[int, int, int]]) -> tuple[Tensor, list[tuple[int, int]]]:
         """Those of the rows x [n, D] that are wanted (:attr:`NetworkCall.wanted`), and where those of each feed are."""
         spans = [(self.starts[row] + start, self.starts[row] + end) for row, start, end in columns]
         counts = [end - start for start, end in spans]

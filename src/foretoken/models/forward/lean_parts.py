@@ -31,17 +31,17 @@ class LeanRmsNorm:
 
     def __init__(self, module: Any, packing: Packing, offset: float = 0.0) -> None:
         self.weight, self.eps = _weight(module, packing), getattr(module, "variance_epsilon", None) or module.eps
-        self.own = self.weight.device.type == "cpu" and not packing.blocks
+        self.by_length = self.weight.device.type == "cpu" and not packing.blocks
         self.wide = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         if offset:  # added before the weight is rounded to the dtype of what it scales
             self.weight = self.weight.to(self.wide) + offset
-        if self.own:
+        if self.by_length:
             size = self.weight.shape[-1]
             self.scaled = self.weight.to(self.wide) * size**0.5
             self.floor = torch.tensor((size * self.eps) ** 0.5, dtype=self.wide)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.own:
+        if not self.by_length:
             return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
         wide = x.to(self.wide)
         length = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), self.floor)
@@ -97,7 +97,7 @@ Change = Callable[[Product, tuple[str, ...]], Product]
 """A product and the names in its decoder layer of the linear layers that it is of -> another product."""
 
 
-def named(module: str | None, *linears: str) -> tuple[str, ...]:
+def linear_names(module: str | None, *linears: str) -> tuple[str, ...]:
     """Names in a decoder layer of linear layers in one of its modules (an empty name is the layer itself)."""
     return tuple(".".join(filter(None, (module, name))) for name in linears)
 
@@ -152,8 +152,8 @@ def mlp_of(module: Any, family: Family, joined: Joined, packing: Packing) -> Mlp
         return lambda x, residual: residual
     if family.experts:
         return _OwnMlp(module, joined, packing.blocks)
-    own = part(module, family.activation)
-    activation = F.silu if own is None or isinstance(own, SILU) else own
+    module_activation = part(module, family.activation)
+    activation = F.silu if module_activation is None or isinstance(module_activation, SILU) else module_activation
     output = OutputProjection(packing.projection(part(module, family.down)), joined)
     if family.up is not None:
         return _PlainMlp(packing.projection(part(module, family.up)), activation, output)
@@ -164,7 +164,7 @@ def with_products(mlp: Mlp, family: Family, change: Change) -> Mlp:
     """The same MLP with other products; one that is the model's own module stays as it is."""
     if not isinstance(mlp, GatedMlp | _PlainMlp):
         return mlp
-    inside = partial(named, family.mlp)
+    inside = partial(linear_names, family.mlp)
     output = OutputProjection(change(mlp.output.projection, inside(family.down)), mlp.output.joined)
     if isinstance(mlp, GatedMlp):
         return GatedMlp(change(mlp.gate_up, inside(*family.gate_up)), mlp.activation, output)

@@ -140,7 +140,7 @@ class NativeForward(LeanForward):
         ]
         whole = bool(self.model.head.count)
         output = x.new_empty(len(want), self.num_outputs)
-        groups, held = self._groups(run, calls)
+        groups, pointed_to = self._groups(run, calls)
         turns = [run.turns[rope] for rope in self.ropes]
         cos, sin = (native.pointers(each) for each in zip(*turns, strict=True))
         rows = native.numbers(want)
@@ -154,7 +154,7 @@ class NativeForward(LeanForward):
             *((None, output.data_ptr()) if whole else (output.data_ptr(), None)),
         )
         native.run(self.model, call, torch.get_num_threads())
-        del held
+        del pointed_to
         logits = self.behind(output) if whole else self._logits(output)
         return self._handed_out(run, calls, logits, states)
 
@@ -163,18 +163,18 @@ class NativeForward(LeanForward):
 
     def _groups(self, run: ForwardPass, calls: Sequence[NetworkCall]) -> tuple[Any, list[Any]]:
         """The groups as the library reads them, and what they point to."""
-        held: list[Any] = []
-        groups = [self._group(group, call, held) for group, call in zip(run.groups, calls, strict=True)]
-        return native.array(native.GroupStruct, groups), held
+        pointed_to: list[Any] = []
+        groups = [self._group(group, call, pointed_to) for group, call in zip(run.groups, calls, strict=True)]
+        return native.array(native.GroupStruct, groups), pointed_to
 
-    def _group(self, group: CacheRows, call: NetworkCall, held: list[Any]) -> native.GroupStruct:
+    def _group(self, group: CacheRows, call: NetworkCall, pointed_to: list[Any]) -> native.GroupStruct:
         cache, places = group.cache, group.places
         keys, values = cache.buffers(self.like)
         masks = [None if (mask := group.masks[kind]) is None else mask.contiguous() for kind in self._kinds]
         widths = [places.width] * places.b if call.counts is None else list(call.counts)
         arrays = [native.pointers(keys), native.pointers(values)]
         arrays += [native.numbers(cache.starts), native.numbers(widths), native.pointers(masks)]
-        held += [masks, arrays]
+        pointed_to += [masks, arrays]
         first, second, *others = map(ctypes.addressof, arrays)
         sizes = cache.num_slots, cache.used, cache.low, places.b, places.width
         return native.GroupStruct(first, second, *sizes, *others)

@@ -97,7 +97,7 @@ class NativeChains:
             *(ctypes.addressof(each) for each in (cos, sin, self.taps)),
             *(output.data_ptr() if states else None, len(want), ctypes.addressof(want), None),
             *(None if states else output.data_ptr(), None),
-            native.BestStruct() if best is None else best.asked,
+            native.BestStruct() if best is None else best.struct,
         )
         native.run(self.forward.model, call, torch.get_num_threads())
         return active, output, best
@@ -114,8 +114,8 @@ class _Group:
         self.used = max(end.slot + end.steps for end in self.ends)
         cache.reserve(high, self.used)
         self.slots = cache.num_slots
-        self._held = cache.buffers(forward.like)
-        self._pointers = [native.pointers(each) for each in self._held]
+        self._buffers = cache.buffers(forward.like)
+        self._pointers = [native.pointers(each) for each in self._buffers]
         self._starts, self._widths = native.numbers([0] * (high - self.low)), native.numbers([0] * (high - self.low))
         self._masks = native.pointers([None] * forward.num_kinds)
 

@@ -33,11 +33,11 @@ class Description:
     """Structures, and what they point to: whoever keeps it keeps that."""
 
     def __init__(self) -> None:
-        self._kept: list[Any] = []
+        self._owners: list[Any] = []
 
     def keep(self, thing: Any) -> Any:
         """The thing itself, kept."""
-        self._kept.append(thing)
+        self._owners.append(thing)
         return thing
 
     def norm(self, norm: Any) -> native.NormStruct:
@@ -63,27 +63,27 @@ class Description:
 
     def _linear(self, product: Any) -> Linear:
         if isinstance(product, NativeProduct):
-            held: Any = product
+            owner: Any = product
             described = product.linear()
         elif isinstance(product, Projection) and isinstance(product.layout, NativeLayout) and not product.block:
-            held = product.layout.packed
-            described = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, held.data_ptr())
+            owner = product.layout.packed
+            described = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, owner.data_ptr())
         else:
             raise NotCoveredError("its weights are laid out for products of PyTorch's")
         wide = None if product.bias is None else product.bias.float().contiguous()
-        self._kept += [held, wide]
+        self._owners += [owner, wide]
         described.bias = address(wide)
         return described
 
 
 class BestTokens:
-    """The likeliest ``count`` tokens of each row, as the library fills them in: ``asked`` is what it is told."""
+    """The likeliest ``count`` tokens of each row, as the library fills them in: ``struct`` is what it is handed."""
 
     def __init__(self, rows: int, count: int, scale: float) -> None:
         self.count = count
         self._values, self._places = (ctypes.c_float * (rows * count))(), (ctypes.c_int32 * (rows * count))()
         places = ctypes.addressof(self._values), ctypes.addressof(self._places)
-        self.asked = native.BestStruct(count, scale, *places)
+        self.struct = native.BestStruct(count, scale, *places)
 
     def values(self) -> list[list[float]]:
         """Per row their log-probabilities, largest first."""

@@ -184,10 +184,10 @@ class Network:
         """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
         check_rows(self.embedding, rows)
         first = self.vocab_size
-        for known in self.extra:
-            if known.data_ptr() == rows.data_ptr() and known.shape == rows.shape:
+        for extra_rows in self.extra:
+            if extra_rows.data_ptr() == rows.data_ptr() and extra_rows.shape == rows.shape:
                 return first
-            first += len(known)
+            first += len(extra_rows)
         self.extra.append(rows)
         return first
 

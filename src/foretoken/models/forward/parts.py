@@ -57,9 +57,9 @@ class Fingerprint:
     def difference(self, other: Fingerprint) -> str:
         """What is different in words; empty when nothing is."""
         for name in ("hidden_size", "vocab_size", "num_layers"):
-            there, here = getattr(self, name), getattr(other, name)
-            if there != here:
-                return f"{name} is {there} there and {here} here"
+            trained, present = getattr(self, name), getattr(other, name)
+            if trained != present:
+                return f"{name} is {trained} there and {present} here"
         same = self._has_weights_of(other) or self._is_stored_otherwise(other)
         return "" if same else "the shapes agree, but the weights are others"
 
@@ -67,19 +67,19 @@ class Fingerprint:
         """Where there is no difference: how the same model's weights are stored there and here; empty if alike."""
         if self._has_weights_of(other):
             return ""
-        there, here = self.storage or "not quantised", other.storage or "not quantised"
-        return f"its weights were {there} in training and are {here} now"
+        trained, present = self.storage or "not quantised", other.storage or "not quantised"
+        return f"its weights were {trained} in training and are {present} now"
 
     def _has_weights_of(self, other: Fingerprint) -> bool:
-        known = bool(self.layers and other.layers)
-        return self.weights == other.weights and (self.layers == other.layers or not known)
+        both_known = bool(self.layers and other.layers)
+        return self.weights == other.weights and (self.layers == other.layers or not both_known)
 
     def _is_stored_otherwise(self, other: Fingerprint) -> bool:
         """Whether quantisation explains that weights differ: what it leaves alone must be the same."""
-        known = bool(self.kept and other.kept)
+        both_known = bool(self.kept and other.kept)
         if GGUF in (self.storage.split(" ")[0], other.storage.split(" ")[0]):  # which quantises embeddings as well
-            return known and self.kept == other.kept and self.storage != other.storage
-        same = self.weights == other.weights and (self.kept == other.kept or not known)
+            return both_known and self.kept == other.kept and self.storage != other.storage
+        same = self.weights == other.weights and (self.kept == other.kept or not both_known)
         return same and self.storage != other.storage
 
 
@@ -113,10 +113,10 @@ def storage_of(network: Any) -> str:
     bits = {module.product.bits for module in network.modules() if isinstance(module, QuantisedLinear)}
     if bits:
         return f"int{min(bits)}"
-    told = getattr(network.config, "quantization_config", None)
-    if told is None:
+    config = getattr(network.config, "quantization_config", None)
+    if config is None:
         return ""
-    method = told.get("quant_method") if isinstance(told, dict) else getattr(told, "quant_method", None)
+    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
     return str(getattr(method, "value", method) or "quantised")
 
 
@@ -153,14 +153,14 @@ class TargetParts:
         """Shapes and hashes of the weights."""
         sampled = (_sampled(module, LAYER_ROWS) for module in decoder_layers(self.network).modules())
         layers = [weight for weight in sampled if isinstance(weight, Tensor)]
-        kept = [weight for weight in layers if weight.ndim == 1]
+        norms = [weight for weight in layers if weight.ndim == 1]
         return Fingerprint(
             self.hidden_size,
             self.vocab_size,
             self.num_layers,
             _digest([_sampled(self.embed, SAMPLED_ROWS)], SAMPLED_ROWS),
             _digest(layers, LAYER_ROWS),
-            _digest(kept, SAMPLED_ROWS) if kept else "",
+            _digest(norms, SAMPLED_ROWS) if norms else "",
             storage_of(self.network),
         )
 
@@ -216,9 +216,9 @@ class TargetParts:
         start = len(self.answer_start)
         with torch.set_grad_enabled(grad), recording(self.network, taps) as states:
             if start:
-                given = tokens[:, : max(1, tokens.shape[1] // 2)]
-                begun = torch.cat([tokens.new_tensor(self.answer_start).expand(len(tokens), -1), tokens], 1)
-                self.network(input_ids=given, decoder_input_ids=begun, use_cache=False)
+                prompt = tokens[:, : max(1, tokens.shape[1] // 2)]
+                answer = torch.cat([tokens.new_tensor(self.answer_start).expand(len(tokens), -1), tokens], 1)
+                self.network(input_ids=prompt, decoder_input_ids=answer, use_cache=False)
             else:
                 self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
         return {name: state[:, start:] for name, state in states.items()}

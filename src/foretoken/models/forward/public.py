@@ -35,17 +35,17 @@ def run_public(network: Network, call: NetworkCall) -> Outputs:
     embedding = nullcontext(ids) if rows is None else embedding_rows(network.model, ids, rows, network.vocab_size)
     turning = nullcontext() if network.rotary is None else network.rotary.switched(call.positions, call.lengths)
     recorded = recording(network.model, call.taps)
-    with switched_attention(network), products, turning, recorded as hidden, part, embedding as known:
+    with switched_attention(network), products, turning, recorded as hidden, part, embedding as embedded_ids:
         decoding(network.model)
         out = network.model(
-            input_ids=known,
+            input_ids=embedded_ids,
             position_ids=call.positions,
             attention_mask=mask,
             use_cache=True,
             logits_to_keep=max(width - first, 1),
             **{network.cache_argument: call.cache},
         )
-    return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
+    return call.feed_logits(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
 
 
 def _at_least_zero(network: Network, mask: Tensor | None, call: NetworkCall) -> Tensor:

@@ -215,15 +215,15 @@ def _config(file: GgufFile, architecture: Architecture) -> Any:
     if count < 1 or not any(name.startswith(f"blk.{count - 1}.") for name in file.tensors):
         raise GgufError(f"{file.path} lacks tensors of layer {count} of {count}: it is incomplete, copy it again")
     width = head_dim(file)
-    heads = int(_one(file, "attention.head_count"))
-    shared = int(_one(file, "attention.head_count_kv", heads))
+    heads = int(_single(file, "attention.head_count"))
+    shared = int(_single(file, "attention.head_count_kv", heads))
     if shared < 1 or heads % shared:
         key = f"{file.architecture}.attention.head_count_kv"
         raise GgufError(f"{file.path} has {key} {shared} for {heads} heads: convert the model again")
     values: Options = {
         "vocab_size": _vocabulary(file),
         "hidden_size": file.need("embedding_length"),
-        "intermediate_size": _one(file, "feed_forward_length"),
+        "intermediate_size": _single(file, "feed_forward_length"),
         "num_hidden_layers": file.need("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": shared,
@@ -247,7 +247,7 @@ def _config(file: GgufFile, architecture: Architecture) -> Any:
 def head_dim(file: GgufFile) -> int:
     """Width of an attention head."""
     width = int(file.get("attention.key_length", 0))
-    heads = int(_one(file, "attention.head_count"))
+    heads = int(_single(file, "attention.head_count"))
     if heads < 1:
         raise GgufError(f"{file.path} has {file.architecture}.attention.head_count {heads}: convert the model again")
     width = width or int(file.need("embedding_length")) // heads
@@ -282,13 +282,13 @@ def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opt
 def _yarn_of(file: GgufFile) -> Options:
     """Its own numbers, where they are not the usual ones."""
     keys = {name: f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow")}
-    own = {name: _positive(file, key) for name, key in keys.items() if file.get(key)}
+    overrides = {name: _positive(file, key) for name, key in keys.items() if file.get(key)}
     usual = {"rope.scaling.yarn_attn_factor": 1, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_ext_factor": 1}
     usual["rope.scaling.yarn_log_multiplier"] = 0
     for key, value in usual.items():
         if float(file.get(key, value)) != value:
             raise UncoveredError(f"{file.path} has {file.architecture}.{key} {file.get(key)}, which is not read here")
-    return own
+    return overrides
 
 
 def _positive(file: GgufFile, key: str, usual: float | None = None) -> float:
@@ -305,7 +305,7 @@ def _vocabulary(file: GgufFile) -> int:
     return table.shape[0]
 
 
-def _one(file: GgufFile, key: str, default: Any = None) -> Any:
+def _single(file: GgufFile, key: str, default: Any = None) -> Any:
     """A value that may be a list with one number for each layer, which must be equal."""
     value = file.need(key) if default is None else file.get(key, default)
     if not isinstance(value, list):

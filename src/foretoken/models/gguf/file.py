@@ -110,22 +110,24 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
         if name is None or int(name[2]) != 1:
             raise GgufError(f"{path} is one of {parts} parts: give the first, ...-00001-of-....gguf")
         tensors.update(_part(path.with_name(f"{name[1]}{number:05}{name[3]}"), number, parts, tensors))
-    told = reader.whole(metadata, "split.tensors.count", len(tensors))
-    if parts > 1 and told != len(tensors):
-        raise GgufError(f"{path} and its parts have {len(tensors)} tensors of {told}: copy all {parts} parts again")
+    total = reader.whole(metadata, "split.tensors.count", len(tensors))
+    if parts > 1 and total != len(tensors):
+        raise GgufError(f"{path} and its parts have {len(tensors)} tensors of {total}: copy all {parts} parts again")
     return GgufFile(path, metadata, tensors)
 
 
-def _part(path: Path, number: int, parts: int, known: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
+def _part(path: Path, number: int, parts: int, earlier: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
     """The tensors of a part of a model in several files."""
     reader = _GgufReader(path)
     metadata = reader.metadata()
-    said = reader.whole(metadata, "split.no", number - 1) + 1, reader.whole(metadata, "split.count", 1)
+    header = reader.whole(metadata, "split.no", number - 1) + 1, reader.whole(metadata, "split.count", 1)
     tensors = reader.tensors(metadata)
-    twice = sorted(tensors.keys() & known.keys())
-    if said != (number, parts) or twice:
-        why = f"{twice[0]} is in another part too" if twice else f"it says that it is part {said[0]} of {said[1]}"
-        raise GgufError(f"{path} is not part {number} of {parts} ({why}): copy all {parts} parts again")
+    twice = sorted(tensors.keys() & earlier.keys())
+    if header != (number, parts) or twice:
+        reason = (
+            f"{twice[0]} is in another part too" if twice else f"it says that it is part {header[0]} of {header[1]}"
+        )
+        raise GgufError(f"{path} is not part {number} of {parts} ({reason}): copy all {parts} parts again")
     return tensors
 
 
@@ -143,8 +145,8 @@ class _GgufReader:
         version = self._number("I")
         if version not in VERSIONS:
             swapped = int.from_bytes(int(version).to_bytes(4, "little"), "big") in VERSIONS
-            why = "it was written for another byte order" if swapped else f"versions 2 and 3 are read, not {version}"
-            raise GgufError(f"{path} cannot be read: {why}; convert the model again")
+            reason = "it was written for another byte order" if swapped else f"versions 2 and 3 are read, not {version}"
+            raise GgufError(f"{path} cannot be read: {reason}; convert the model again")
         self.num_tensors, self.num_values = self._number("Q"), self._number("Q")
 
     def metadata(self) -> dict[str, Any]:
@@ -215,7 +217,7 @@ class _GgufReader:
         inner, count = self._number("I"), self._number("Q")
         if inner in SCALARS:
             size = struct.calcsize(f"<{SCALARS[inner]}")
-            return list(struct.unpack(f"<{count}{SCALARS[inner]}", self._taken(count * size)))
+            return list(struct.unpack(f"<{count}{SCALARS[inner]}", self._next_bytes(count * size)))
         if inner != STRING:  # arrays of arrays are allowed, but no key has them
             raise self._damaged(f"values of an array are of type {inner}")
         return self._strings(count)
@@ -235,24 +237,24 @@ class _GgufReader:
         return strings
 
     def _string(self) -> str:
-        return self._taken(self._number("Q")).decode(errors="replace")
+        return self._next_bytes(self._number("Q")).decode(errors="replace")
 
     def _number(self, kind: str) -> Any:
-        return struct.unpack(f"<{kind}", self._taken(struct.calcsize(f"<{kind}")))[0]
+        return struct.unpack(f"<{kind}", self._next_bytes(struct.calcsize(f"<{kind}")))[0]
 
-    def _taken(self, count: int) -> bytes:
+    def _next_bytes(self, count: int) -> bytes:
         end = self.place + count
         if end > len(self.bytes):
             raise self._cut_off(end)
-        taken = self.bytes[self.place : end]
+        piece = self.bytes[self.place : end]
         self.place = end
-        return taken
+        return piece
 
-    def _cut_off(self, wanted: int) -> GgufError:
-        return self._damaged(f"it has {len(self.bytes)} bytes, and what it lists goes to byte {wanted}")
+    def _cut_off(self, end: int) -> GgufError:
+        return self._damaged(f"it has {len(self.bytes)} bytes, and what it lists goes to byte {end}")
 
-    def _damaged(self, why: str) -> GgufError:
-        return GgufError(f"{self.path} is cut off or damaged ({why}): copy it again")
+    def _damaged(self, reason: str) -> GgufError:
+        return GgufError(f"{self.path} is cut off or damaged ({reason}): copy it again")
 
 
 @cache

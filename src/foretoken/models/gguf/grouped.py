@@ -48,17 +48,17 @@ class GroupedWeight:
     @classmethod
     def of(cls, stored: Tensor, kind: str) -> GroupedWeight:
         """Of the bytes [out, k] of a quantised type, taken apart some rows at a time."""
-        how, (block, size) = KINDS[kind], _block(kind)
+        form, (block, size) = KINDS[kind], _block(kind)
         out, width = len(stored), stored.shape[1] // size * block
         values = (
             torch.empty(out, width // 2, dtype=torch.uint8)
-            if how.bits == 4
+            if form.bits == 4
             else torch.empty(out, width, dtype=torch.int8)
         )
         numbers: dict[str, list[Tensor]] = {}
         for rows in widened_together((out, width)):
-            parts = how.parts(stored[rows].reshape(-1, size))
-            values[rows] = _kept(parts.values, how).reshape(values[rows].shape)
+            parts = form.parts(stored[rows].reshape(-1, size))
+            values[rows] = _in_memory(parts.values, form).reshape(values[rows].shape)
             for name in ("scale", "zero", "steps", "zero_steps"):
                 part = getattr(parts, name)
                 if part is not None:
@@ -66,7 +66,7 @@ class GroupedWeight:
         zero, steps, zero_steps = (
             torch.cat(numbers[name]) if name in numbers else None for name in ("zero", "steps", "zero_steps")
         )
-        return cls(values, torch.cat(numbers["scale"]), zero, steps, zero_steps, how.group, how.bits, how.middle)
+        return cls(values, torch.cat(numbers["scale"]), zero, steps, zero_steps, form.group, form.bits, form.middle)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -149,9 +149,9 @@ def dequantised(stored: Tensor, kind: str) -> Tensor:
     """Numbers [n, in] of stored rows [n, bytes]; float32 where they are quantised."""
     if kind in PLAIN:
         return stored.contiguous().view(PLAIN[kind])
-    how, (block, size) = KINDS[kind], _block(kind)
-    parts = how.parts(stored.reshape(-1, size))
-    integers = (parts.values.to(torch.int8) - how.middle).unflatten(1, (block // how.group, -1))
+    form, (block, size) = KINDS[kind], _block(kind)
+    parts = form.parts(stored.reshape(-1, size))
+    integers = (parts.values.to(torch.int8) - form.middle).unflatten(1, (block // form.group, -1))
     zero = None if parts.zero is None else factors(parts.zero, parts.zero_steps)
     return numbers(integers, factors(parts.scale, parts.steps), zero).reshape(len(stored), -1)
 
@@ -166,11 +166,11 @@ def widened_together(shape: tuple[int, int]) -> Iterator[slice]:
     return slabs(*shape, AT_ONCE)
 
 
-def _kept(values: Tensor, how: QuantisedType) -> Tensor:
+def _in_memory(values: Tensor, form: QuantisedType) -> Tensor:
     """Values [n, b] as they are kept in memory."""
-    if how.bits == 8:
-        return values.view(torch.int8) - how.middle
-    low, high = values.view(torch.int32).unflatten(1, (-1, 2, how.group // 8)).unbind(2)  # four values at a time
+    if form.bits == 8:
+        return values.view(torch.int8) - form.middle
+    low, high = values.view(torch.int32).unflatten(1, (-1, 2, form.group // 8)).unbind(2)  # four values at a time
     return (low | high << 4).view(torch.uint8)
 
 

@@ -90,21 +90,21 @@ class GroupedProduct(NativeProduct):
 
     @classmethod
     def fused(cls, products: Sequence[QuantisedProduct]) -> GroupedProduct | None:
-        own = [product for product in products if isinstance(product, cls)]
-        if len(own) < len(products) or len({product._layout for product in own}) > 1:
+        grouped = [product for product in products if isinstance(product, cls)]
+        if len(grouped) < len(products) or len({product._layout for product in grouped}) > 1:
             return None
-        if any(product.shape[0] % integers.WIDTH for product in own[:-1]):
+        if any(product.shape[0] % integers.WIDTH for product in grouped[:-1]):
             return None
         whole = object.__new__(cls)
-        first = own[0]
-        whole.shape = (sum(product.shape[0] for product in own), first.shape[1])
+        first = grouped[0]
+        whole.shape = (sum(product.shape[0] for product in grouped), first.shape[1])
         whole.bits, whole.group, whole.middle = first.bits, first.group, first.middle
-        whole.mark, whole.bias = " ".join(product.mark for product in own), None
-        if any(product.bias is not None for product in own):
-            whole.bias = torch.cat([torch.zeros(p.shape[0]) if p.bias is None else p.bias for p in own])
-        whole.packed = torch.cat([product.packed for product in own])
-        whole.scales = torch.cat([product.scales for product in own])
-        steps = [product.steps for product in own if product.steps is not None]
+        whole.mark, whole.bias = " ".join(product.mark for product in grouped), None
+        if any(product.bias is not None for product in grouped):
+            whole.bias = torch.cat([torch.zeros(p.shape[0]) if p.bias is None else p.bias for p in grouped])
+        whole.packed = torch.cat([product.packed for product in grouped])
+        whole.scales = torch.cat([product.scales for product in grouped])
+        steps = [product.steps for product in grouped if product.steps is not None]
         whole.steps = torch.cat(steps) if steps else None
         return whole
 

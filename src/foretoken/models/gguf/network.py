@@ -99,14 +99,14 @@ class _WeightFiller:
 
     def check(self) -> None:
         """Compare names and shapes, before any weight is read."""
-        file, wanted = self.file, {name for names in self.sources.values() for name in names}
-        missing = sorted(wanted - file.tensors.keys())
+        file, expected = self.file, {name for names in self.sources.values() for name in names}
+        missing = sorted(expected - file.tensors.keys())
         if missing:
             raise GgufError(
                 f"{file.path} lacks {len(missing)} tensors (first: {missing[0]}): it is incomplete, copy it again"
             )
         rotary = {f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")}
-        unused = sorted(file.tensors.keys() - wanted - rotary)
+        unused = sorted(file.tensors.keys() - expected - rotary)
         if unused:
             raise UncoveredError(
                 f"{file.path} has {unused[0]}, for which {self.config.model_type} models have no place"
@@ -156,8 +156,8 @@ class _WeightFiller:
             if scale is not None:
                 module.embed_scale = torch.tensor(scale)
             return module
-        kept = None if scale is None else torch.tensor(scale)
-        return StoredEmbedding(tensor.data, tensor.kind, tensor.shape[1], self.dtype, kept)
+        multiplier = None if scale is None else torch.tensor(scale)
+        return StoredEmbedding(tensor.data, tensor.kind, tensor.shape[1], self.dtype, multiplier)
 
     def _linear(self, module: nn.Linear, tensor: GgufTensor) -> nn.Module:
         data, bias = self._ordered(tensor.name, tensor.data), None

@@ -88,7 +88,7 @@ def build_tokenizer(file: GgufFile) -> Any | None:
     names, kinds = _tokens(file)
     backend, adds_bos = _bytes(file, names, kinds) if model == "gpt2" else _pieces(file, names, kinds)
     _add_special(backend, file, names, kinds)
-    special = {name: _named(file, key, names) for name, key in SPECIAL.items()}
+    special = {name: _token_name(file, key, names) for name, key in SPECIAL.items()}
     _add_ends(backend, file, names, special, adds_bos)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -130,7 +130,7 @@ def _tokens(file: GgufFile) -> tuple[Sequence[str], Sequence[int]]:
     return names, kinds
 
 
-def _named(file: GgufFile, key: str, names: Sequence[str]) -> str | None:
+def _token_name(file: GgufFile, key: str, names: Sequence[str]) -> str | None:
     """The name of a special token; ``None`` where the file names none."""
     place = file.metadata.get(f"tokenizer.ggml.{key}")
     return names[place] if isinstance(place, int) and 0 <= place < len(names) else None
@@ -146,16 +146,16 @@ def _bytes(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple[
     merges = file.metadata.get("tokenizer.ggml.merges")
     if merges is None:
         raise GgufError(f"{file.path} lacks tokenizer.ggml.merges: convert the model again, or pass tokenizer=FOLDER")
-    how = PRE[name]
+    rules = PRE[name]
     vocabulary = {token: place for place, token in enumerate(names) if kinds[place] != Token.UNUSED}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    backend = Tokenizer(models.BPE(vocabulary, _known(pairs, vocabulary), ignore_merges=how.whole))
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in how.patterns]
+    backend = Tokenizer(models.BPE(vocabulary, _usable_merges(pairs, vocabulary), ignore_merges=rules.whole))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    return backend, how.bos
+    return backend, rules.bos
 
 
 def _pieces(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple[Any, bool]:
@@ -167,7 +167,7 @@ def _pieces(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple
         raise GgufError(f"{file.path} lacks tokenizer.ggml.scores of its {len(names)} tokens: convert the model again")
     vocabulary = {token: place for place, token in enumerate(names) if kinds[place] != Token.UNUSED}
     mergeable = {token: scores[place] for token, place in vocabulary.items() if kinds[place] == Token.NORMAL}
-    unknown = _named(file, "unknown_token_id", names) or next(
+    unknown = _token_name(file, "unknown_token_id", names) or next(
         (token for token, place in vocabulary.items() if kinds[place] == Token.UNKNOWN), None
     )
     model = models.BPE(vocabulary, _merges_of(mergeable), unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -195,7 +195,7 @@ def _merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(left, right) for _, left, right in merges]
 
 
-def _known(pairs: Sequence[tuple[str, ...]], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+def _usable_merges(pairs: Sequence[tuple[str, ...]], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     """Merges whose parts and result are tokens: others never apply."""
     return [
         (pair[0], pair[1])
@@ -209,15 +209,15 @@ def _add_special(backend: Any, file: GgufFile, names: Sequence[str], kinds: Sequ
     from tokenizers import AddedToken
 
     strips = _takes_spaces(file)
-    special, own = [], []
+    special, ordinary = [], []
     for name, kind in zip(names, kinds, strict=True):
         rstrip = strips and name not in ("<unk>", "<s>", "<|endoftext|>")  # these of Phi-3's take no spaces
         if kind in (Token.CONTROL, Token.UNKNOWN):
             special.append(AddedToken(name, normalized=False, special=True, rstrip=rstrip))
         elif kind == Token.USER:
-            own.append(AddedToken(name, normalized=False, special=False, rstrip=rstrip))
+            ordinary.append(AddedToken(name, normalized=False, special=False, rstrip=rstrip))
     backend.add_special_tokens(special)
-    backend.add_tokens(own)
+    backend.add_tokens(ordinary)
 
 
 def _takes_spaces(file: GgufFile) -> bool:
@@ -234,11 +234,11 @@ def _add_ends(
     """The tokens that a text begins and ends with by itself."""
     from tokenizers import processors
 
-    wanted = {
+    enabled = {
         "bos_token": bool(file.metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
         "eos_token": bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)),
     }
-    used = {name: special[name] for name, on in wanted.items() if on and special[name] is not None}
+    used = {name: special[name] for name, on in enabled.items() if on and special[name] is not None}
     before, after = used.get("bos_token"), used.get("eos_token")
     if not used:
         return

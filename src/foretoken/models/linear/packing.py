@@ -41,8 +41,8 @@ def has_bfloat16() -> bool:
     elsewhere oneDNN's word is taken for it."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
-    asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(ask() for ask in asked if ask is not None)
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(check() for check in checks if check is not None)
 
 
 def draft_projection(weight: Tensor, bias: Tensor | None) -> Projection:
@@ -372,8 +372,8 @@ def num_parameters(model: nn.Module) -> int:
     """Numbers in a model's weights, packed ones included."""
     packed: list[Any] = [m for m in model.modules() if isinstance(m, PackedLinear | QuantisedLinear)]
     packed = [m for m in packed if isinstance(m, QuantisedLinear) or not m.tied]
-    held = sum(m.out_features * (m.in_features + (m.bias is not None)) for m in packed)
-    return sum(p.numel() for p in model.parameters()) + held
+    num_packed = sum(m.out_features * (m.in_features + (m.bias is not None)) for m in packed)
+    return sum(p.numel() for p in model.parameters()) + num_packed
 
 
 def children_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -66,11 +66,13 @@ class QuantisedLinear(nn.Module):
     @staticmethod
     def joined(linears: Sequence[Any]) -> SideBySide:
         """The products of several layers of one input, some of which may be plain ones."""
-        if len(linears) > 1 and all(isinstance(one, QuantisedLinear) for one in linears):
+        if len(linears) > 1 and all(isinstance(linear, QuantisedLinear) for linear in linears):
             whole = side_by_side(linears)
             if whole is not None:
                 return SideBySide([whole])
-        return SideBySide([one.product if isinstance(one, QuantisedLinear) else _plain(one) for one in linears])
+        return SideBySide(
+            [linear.product if isinstance(linear, QuantisedLinear) else _plain(linear) for linear in linears]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Same as ``nn.Linear``: [..., in] -> [..., out]."""

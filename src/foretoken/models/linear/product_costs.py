@@ -89,11 +89,11 @@ def _cost(layout: str, dtype: torch.dtype, out: int, inner: int) -> float:
 @cache
 def _times(layout: str, dtype: torch.dtype, out: int, inner: int) -> Times:
     key = _key(layout, dtype, out, inner)
-    known = _known(key)
-    if known is None:
-        known = _measure(LAYOUTS[layout], dtype, out, inner)
-        KEPT.keep(key, known)
-    return known
+    times = _stored_times(key)
+    if times is None:
+        times = _measure(LAYOUTS[layout], dtype, out, inner)
+        KEPT.keep(key, times)
+    return times
 
 
 @torch.inference_mode()
@@ -125,10 +125,10 @@ def known_times(dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> Mappin
     """What was measured on this machine of weights of these shapes, in every layout, by a key in words."""
     sizes = sorted({size_class(*shape) for shape in shapes})
     keys = [_key(layout, dtype, *size) for size in sizes for layout in LAYOUTS]
-    return {key: times for key in keys if (times := _known(key)) is not None}
+    return {key: times for key in keys if (times := _stored_times(key)) is not None}
 
 
-def _known(key: str) -> Times | None:
+def _stored_times(key: str) -> Times | None:
     """A measurement of an earlier run; what is damaged counts as none."""
     try:
         return {int(rows): float(seconds) for rows, seconds in KEPT.stored()[key].items()}

@@ -55,8 +55,8 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
     for parent, name, child in list(children_of(model)):
         if not isinstance(child, nn.Linear) or not is_plain(child) or id(child.weight) in embeddings:
             continue
-        own = "8" if child is head else bits
-        product = fastest_target_product(child.out_features, child.in_features, GROUP, own, short or "15")
+        layer_bits = "8" if child is head else bits
+        product = fastest_target_product(child.out_features, child.in_features, GROUP, layer_bits, short or "15")
         if product is not None and child.weight.is_floating_point():
             setattr(parent, name, QuantisedLinear.of(child, product, wide))
             count += 1

@@ -37,9 +37,9 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
     result = query.new_empty(batch, rows, heads, size)
     work = torch.empty(2 * (slots + 16) * torch.get_num_threads())
     strides = (ctypes.c_long * 9)(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
-    seen = (address(mask), 0, 0) if mask is None else (address(mask), mask.stride(0), mask.stride(2))
+    mask_places = (address(mask), 0, 0) if mask is None else (address(mask), mask.stride(0), mask.stride(2))
     sizes = batch, heads, keys.shape[1], rows, slots, size
     places = address(query), address(keys), address(values), ctypes.addressof(strides)
     attend = function("attention", "pppppnnnnnnnndpp")
-    attend(*places, *seen, *sizes, scale, address(result), address(work))
+    attend(*places, *mask_places, *sizes, scale, address(result), address(work))
     return result

@@ -66,7 +66,7 @@ def compiler() -> str | None:
 
 
 def file_name(level: str) -> str:
-    """A library is known by the hash of what it is made from."""
+    """A library is digests by the hash of what it is made from."""
     sources = (source.read_text(encoding="utf-8") for source in (*SOURCES, *HEADERS))
     text = "\n".join([*sources, *FLAGS, *LEVELS[level]])
     return f"native-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}.so"
@@ -107,8 +107,8 @@ def check(file: Path) -> None:
     """Compare a wheel's library with its checksum."""
     checksums = file.parent / CHECKSUMS
     lines = checksums.read_text(encoding="utf-8", errors="replace").splitlines() if checksums.exists() else []
-    known = {name: wanted for wanted, _, name in (line.partition("  ") for line in lines)}
-    if known.get(file.name) != checksum(file):
+    digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if digests.get(file.name) != checksum(file):
         raise OSError(f"{file} does not have the checksum that {CHECKSUMS} has for it: install foretoken again")
 
 

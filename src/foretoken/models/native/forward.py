@@ -122,9 +122,9 @@ def run(model: ModelStruct, call: CallStruct, threads: int) -> None:
         raise MemoryError(f"too little memory for a forward of {call.rows} rows: feed fewer tokens at once")
 
 
-def _fails(name: str, what: Structure, call: Structure, threads: int) -> bool:
+def _fails(name: str, described: Structure, call: Structure, threads: int) -> bool:
     failed = c_long(0)
-    function(name, "ppnp")(ctypes.addressof(what), ctypes.addressof(call), threads, ctypes.addressof(failed))
+    function(name, "ppnp")(ctypes.addressof(described), ctypes.addressof(call), threads, ctypes.addressof(failed))
     return bool(failed.value)
 
 

@@ -72,13 +72,13 @@ def level() -> str | None:
     Raises:
         ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
     """
-    asked = os.environ.get(SWITCH, "native")
-    if asked not in ALLOWED:
-        raise ValueError(f"{SWITCH} must be one of {', '.join(ALLOWED)}, not {asked!r}")
-    highest = _cpu_level(ALLOWED[asked])
-    if highest is None and asked != "native":
-        needed = "AVX512" if asked == "avx512" else "AVX2"
-        raise ValueError(f"{SWITCH}={asked}, and this CPU has no {needed}: leave it out")
+    choice = os.environ.get(SWITCH, "native")
+    if choice not in ALLOWED:
+        raise ValueError(f"{SWITCH} must be one of {', '.join(ALLOWED)}, not {choice!r}")
+    highest = _cpu_level(ALLOWED[choice])
+    if highest is None and choice != "native":
+        needed = "AVX512" if choice == "avx512" else "AVX2"
+        raise ValueError(f"{SWITCH}={choice}, and this CPU has no {needed}: leave it out")
     return highest
 
 
@@ -141,8 +141,8 @@ def _loaded() -> _KernelLibrary | str:
 def _lacking() -> str | None:
     """What of the kernel's conditions this machine does not meet."""
     if platform.system() != "Linux" or platform.machine() not in MACHINES:
-        here = f"{platform.system()} on {platform.machine()}"
-        return f"made for Linux on {' and '.join(MACHINES.values())}, not for {here}"
+        machine = f"{platform.system()} on {platform.machine()}"
+        return f"made for Linux on {' and '.join(MACHINES.values())}, not for {machine}"
     return "the CPU has no AVX2" if level() is None else None
 
 
@@ -186,19 +186,19 @@ def _system_call(*numbers: int) -> int:
 
 def _compiled(chosen: str) -> ctypes.CDLL:
     """The library of the cache folder, which is compiled where it is not there or damaged."""
-    kept = cache_folder() / compiling.file_name(chosen)
+    cached = cache_folder() / compiling.file_name(chosen)
     try:
-        if kept.exists():
-            return ctypes.CDLL(str(kept))
+        if cached.exists():
+            return ctypes.CDLL(str(cached))
     except OSError:  # damaged, or from another system that shares the folder
         pass
     with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
-        compiled = Path(folder) / kept.name
+        compiled = Path(folder) / cached.name
         compiling.write_library(chosen, compiled)
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(kept) as draft:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(cached) as draft:
                 shutil.copyfile(compiled, draft)
         except OSError:  # the cache cannot be written: every process compiles for itself
             return ctypes.CDLL(str(compiled))
-        return ctypes.CDLL(str(kept))
+        return ctypes.CDLL(str(cached))

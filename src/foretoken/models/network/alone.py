@@ -55,17 +55,17 @@ def _not_compiled(network: Any) -> Iterator[None]:
     """Inside the block a network whose forward was compiled (``model.forward = torch.compile(model.forward)``, or
     ``model.compile()``) runs the forward that was, which takes calls of every shape: the compiled one would be compiled
     again for most of ours, or refuse them.  Other threads keep a compiled ``forward``."""
-    own = vars(network)
-    compiled = {name: own[name] for name in ("forward", "_compiled_call_impl") if name in own}
+    attributes = vars(network)
+    compiled = {name: attributes[name] for name in ("forward", "_compiled_call_impl") if name in attributes}
     plain = getattr(compiled.get("forward"), "_torchdynamo_orig_callable", None)
     if plain is not None:
-        own["forward"] = only_here(plain, compiled["forward"])
-    if "_compiled_call_impl" in own:
-        own["_compiled_call_impl"] = None
+        attributes["forward"] = only_here(plain, compiled["forward"])
+    if "_compiled_call_impl" in attributes:
+        attributes["_compiled_call_impl"] = None
     try:
         yield
     finally:
-        own.update(compiled)
+        attributes.update(compiled)
 
 
 def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -117,8 +117,8 @@ def _answering_by_thread(kind: type) -> Iterator[None]:
         with _GUARD:
             _ANSWERING[kind] -= 1
             if not _ANSWERING[kind]:
-                own = kind.__dict__[NAME].own
-                delattr(kind, NAME) if own is None else setattr(kind, NAME, own)
+                original = kind.__dict__[NAME].replaced
+                delattr(kind, NAME) if original is None else setattr(kind, NAME, original)
 
 
 class _Answering(property):
@@ -127,9 +127,9 @@ class _Answering(property):
     ``honest`` is what the class has otherwise, perhaps from a parent; ``own`` the same, if it is the class's own.
     """
 
-    def __init__(self, honest: property, own: Any) -> None:
+    def __init__(self, honest: property, replaced: Any) -> None:
         super().__init__(self._read, honest.fset)
-        self._honest, self.own = honest, own
+        self._honest, self.replaced = honest, replaced
 
     def _read(self, config: Any) -> Any:
         name = getattr(_NAMES, "by_config", {}).get(id(config))

@@ -52,7 +52,7 @@ class NetworkCall:
         """The column from which on logits are wanted of any feed; ``width`` for none."""
         return min((start for _, start, end in self.wanted if start < end), default=self.ids.shape[1])
 
-    def taken(self, logits: Tensor) -> list[Tensor]:
+    def feed_logits(self, logits: Tensor) -> list[Tensor]:
         """Logits [n, V] per feed from those of all rows [b, width - first, V]."""
         first = self.first
         return [

@@ -58,7 +58,7 @@ def branch_states(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, rows
     g places of every text; gradients flow to ``rows`` alone.  The rest is as for :func:`chain_states`."""
     ids = (model.vocab_size + torch.arange(len(rows), device=tokens.device)).expand(len(tokens), columns.shape[1], -1)
     return chain_states(
-        model, tokens, columns, ids, lambda given: embedding_rows(model.model, given, rows, model.vocab_size)
+        model, tokens, columns, ids, lambda inputs: embedding_rows(model.model, inputs, rows, model.vocab_size)
     )
 
 
@@ -86,8 +86,8 @@ def chain_states(
     with _in_its_dtype(model), switched_attention(network), recording(model.model, ("last",)) as states:
         with torch.no_grad():
             _run_nodes(network, tokens, [_text(n)] * b, cache)
-        with within(ids.flatten(1)) as known:
-            _run_nodes(network, known, plans, cache)
+        with within(ids.flatten(1)) as node_ids:
+            _run_nodes(network, node_ids, plans, cache)
     return states["last"].view(b, groups, k, -1)
 
 

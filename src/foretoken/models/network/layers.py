@@ -53,11 +53,11 @@ class LayerPlan:
     def check(self, num_layers: int) -> None:
         if not 0 <= self.start < self.end(num_layers) <= num_layers:
             raise ValueError(f"layers {self.start} to {self.stop} are out of range: the model has {num_layers} layers")
-        for what, skipped in (("attention", self.skip_attention), ("mlp", self.skip_mlp)):
+        for sublayers, skipped in (("attention", self.skip_attention), ("mlp", self.skip_mlp)):
             wrong = [layer for layer in sorted(skipped) if not 0 <= layer < num_layers]
             if wrong:
                 raise ValueError(
-                    f"cannot skip the {what} of layer {wrong[0]}: the model has layers 0 to {num_layers - 1}"
+                    f"cannot skip the {sublayers} of layer {wrong[0]}: the model has layers 0 to {num_layers - 1}"
                 )
         if len(self.skip_attention) == len(self.skip_mlp) == num_layers:
             raise ValueError("the skip set leaves no sublayer: keep at least one attention or MLP")
@@ -73,13 +73,13 @@ WHOLE = LayerPlan()
 """All layers."""
 
 
-def sublayer(layer: nn.Module, names: tuple[str, ...], what: str) -> nn.Module:
+def sublayer(layer: nn.Module, names: tuple[str, ...], kind: str) -> nn.Module:
     """The attention or MLP module of a decoder layer."""
     for name in names:
         module = getattr(layer, name, None)
         if isinstance(module, nn.Module):
             return module
-    raise CapabilityError(f"{type(layer).__name__} layers have no separate {what} module, so that it cannot be skipped")
+    raise CapabilityError(f"{type(layer).__name__} layers have no separate {kind} module, so that it cannot be skipped")
 
 
 def check_sublayers(model: nn.Module, plan: LayerPlan) -> None:
@@ -122,14 +122,14 @@ def running(model: nn.Module, plan: LayerPlan, hidden: Tensor | None = None) -> 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Set ``module.forward`` on the instance, for this thread alone; the result puts back what was there."""
-    own = module.__dict__.get("forward")
+    previous = module.__dict__.get("forward")
     before = module.forward
 
     def restore() -> None:
-        if own is None:
+        if previous is None:
             del module.__dict__["forward"]
         else:
-            module.__dict__["forward"] = own
+            module.__dict__["forward"] = previous
 
     module.__dict__["forward"] = only_here(forward, before)
     return restore

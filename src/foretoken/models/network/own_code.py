@@ -37,35 +37,35 @@ def constants_by_module(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, l
 
 
 def _without_written(listed: Iterable[tuple[nn.Module, list[str]]]) -> list[tuple[nn.Module, list[str]]]:
-    kept = []
+    unwritten = []
     for module, names in listed:
         if names and not follows_length(module):  # else its forward writes what it turns by
             kind: Any = type(module)  # (mypy takes a class of modules for no hashable thing)
-            written = _written(kind, kind.forward, frozenset(names))
-            kept.append((module, [name for name in names if name not in written]))
-    return kept
+            written = _written_names(kind, kind.forward, frozenset(names))
+            unwritten.append((module, [name for name in names if name not in written]))
+    return unwritten
 
 
 @lru_cache(maxsize=256)
-def _written(kind: type, forward: Any, names: frozenset[str]) -> set[str]:
+def _written_names(kind: type, forward: Any, names: frozenset[str]) -> set[str]:
     """Which of the names methods of a class may write, but for those that make it.  Kept: it takes milliseconds."""
-    own = [base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch.nn.")]
-    members = (member for base in own for name, member in vars(base).items() if name != "__init__")
+    classes = [base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch.nn.")]
+    members = (member for base in classes for name, member in vars(base).items() if name != "__init__")
     codes = (code for member in members for function in _layers(member) for code in _nested(function.__code__))
     return {name for code in codes for name in _written_in(code, names)}
 
 
 def _written_in(code: CodeType, names: frozenset[str]) -> set[str]:
-    read, told = set(names.intersection(code.co_names)), set[str]()
+    read, stored = set(names.intersection(code.co_names)), set[str]()
     if {"register_buffer", "setattr"}.intersection(code.co_names):
-        told.update(names.intersection(one for one in code.co_consts if isinstance(one, str)))
+        stored.update(names.intersection(constant for constant in code.co_consts if isinstance(constant, str)))
     if not read:
-        return told
+        return stored
     steps = list(dis.get_instructions(code))
     in_place = any(name.endswith("_") and not name.startswith("__") for name in code.co_names)
     if in_place or any(step.opname in ("STORE_SUBSCR", "STORE_SLICE") for step in steps):  # x.copy_(...), x[i] = ...
-        return told | read
-    return told | {step.argval for step in steps if step.opname == "STORE_ATTR" and step.argval in read}
+        return stored | read
+    return stored | {step.argval for step in steps if step.opname == "STORE_ATTR" and step.argval in read}
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -111,7 +111,7 @@ def mark_of(kind: type[nn.Module]) -> str | None:
 
 def _text(function: FunctionType) -> str:
     codes = [
-        f"{code.co_code.hex()} {code.co_names} {[_constant(one) for one in code.co_consts]}"
+        f"{code.co_code.hex()} {code.co_names} {[_constant(constant) for constant in code.co_consts]}"
         for code in _nested(function.__code__)
     ]
     return f"{function.__module__} {function.__qualname__} {codes}"
@@ -129,5 +129,5 @@ def forwards_of(modules: Iterable[nn.Module]) -> list[Any]:
     of those classes."""
     modules = list(modules)
     kinds = [type(module) for module in modules]
-    own = [vars(module).get("forward") for module in modules]
-    return [*kinds, *own, *(kind.forward for kind in dict.fromkeys(kinds))]
+    replaced = [vars(module).get("forward") for module in modules]
+    return [*kinds, *replaced, *(kind.forward for kind in dict.fromkeys(kinds))]

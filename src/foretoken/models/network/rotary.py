@@ -66,14 +66,16 @@ class ChangingRotary:
 
     def __init__(self, modules: Sequence[_Changing], rereads: bool) -> None:
         self.modules, self.rereads = modules, rereads
-        self.border = min(one.border for one in modules)
-        self._exact = any(one.rule == "each" for one in modules) or len({one.border for one in modules}) > 1
+        self.border = min(changing.border for changing in modules)
+        self._exact = (
+            any(changing.rule == "each" for changing in modules) or len({changing.border for changing in modules}) > 1
+        )
         self._twins: dict[tuple[int, int], nn.Module] = {}
 
     @classmethod
     def of(cls, model: nn.Module) -> ChangingRotary | None:
         """Those of a Transformers model; ``None`` where no frequencies change."""
-        modules = [one for module in model.modules() if (one := _changing(module)) is not None]
+        modules = [changing for module in model.modules() if (changing := _changing(module)) is not None]
         return cls(modules, bool(_rereading(model))) if modules else None
 
     # -- texts -------------------------------------------------------------------------------------------------------
@@ -134,11 +136,11 @@ class ChangingRotary:
 
         ``positions`` and ``lengths`` are [b, width]; without lengths they are the positions and one.
         """
-        known = positions + 1 if lengths is None else lengths
+        text_lengths = positions + 1 if lengths is None else lengths
         restores = []
         try:
-            for index, one in enumerate(self.modules):
-                restores.append(replace_forward(one.module, partial(self.turns, index, known)))
+            for index, changing in enumerate(self.modules):
+                restores.append(replace_forward(changing.module, partial(self.turns, index, text_lengths)))
             yield
         finally:
             for restore in reversed(restores):
@@ -156,9 +158,9 @@ class ChangingRotary:
         Returns:
             the module's own output: tensors [..., b, width, r].
         """
-        one = self.modules[index]
-        keys = lengths.clamp(max=one.border + 1) if one.rule == "two" else lengths
-        keys = keys.masked_fill(lengths <= one.border, 0)
+        changing = self.modules[index]
+        keys = lengths.clamp(max=changing.border + 1) if changing.rule == "two" else lengths
+        keys = keys.masked_fill(lengths <= changing.border, 0)
         turned: Any = None
         for key in keys.unique().tolist():
             chosen = keys == key
@@ -166,9 +168,9 @@ class ChangingRotary:
             longest = lengths[chosen].max() - 1
             inside = position_ids.masked_fill(~chosen, 0)
             column = torch.full_like(inside[..., :1], int(longest))
-            given = {} if layer_type is None else {"layer_type": layer_type}
+            options = {} if layer_type is None else {"layer_type": layer_type}
             twin: Any = self._twin(index, key).to(x.device)
-            new = type(twin).forward(twin, x, torch.cat([inside, column], -1), **given)
+            new = type(twin).forward(twin, x, torch.cat([inside, column], -1), **options)
             turned = _merged(turned, new, chosen[..., None])
         return turned
 
@@ -209,22 +211,23 @@ def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = N
         context: what its configuration says.
         rotary: its length-dependent embeddings, for a forward that follows them (none: texts end at the border).
     """
-    known = ChangingRotary.of(model) if rotary is None else rotary
-    if known is None:
+    changing = ChangingRotary.of(model) if rotary is None else rotary
+    if changing is None:
         return context, ""
     if rotary is None:
-        why = f"its rotary embeddings change beyond {known.border} tokens, which this forward does not follow"
-        return min(context, known.border), why
+        reason = f"its rotary embeddings change beyond {changing.border} tokens, which this forward does not follow"
+        return min(context, changing.border), reason
     reread_at = [int(module.config.original_max_position_embeddings) for module in _rereading(model)]
-    wrong = [length for length in reread_at if length != known.border]
-    if wrong or (known.rereads and known._exact):
-        border = min([known.border, *wrong])
+    wrong = [length for length in reread_at if length != changing.border]
+    if wrong or (changing.rereads and changing._exact):
+        border = min([changing.border, *wrong])
         where = (
-            f"generate reads a text again at {reread_at[0]} tokens, and the rotary embeddings change at {known.border}"
+            f"generate reads a text again at {reread_at[0]} tokens, and the rotary embeddings change at "
+            f"{changing.border}"
         )
         return min(context, border), where
-    factors = [_factor(one) for one in known.modules if one.rule == "each"]
-    return (max(context, int(known.border * min(factors))) if factors else context), ""
+    factors = [_factor(part) for part in changing.modules if part.rule == "each"]
+    return (max(context, int(changing.border * min(factors))) if factors else context), ""
 
 
 def follows_length(module: nn.Module) -> bool:
@@ -277,7 +280,7 @@ def _merged(before: Any, new: Any, chosen: Tensor) -> Any:
     """Outputs without their last column, where ``chosen`` [b, width, 1] those of ``new``."""
     if isinstance(new, tuple):
         olds = before or (None,) * len(new)
-        return tuple(_merged(old, one, chosen) for old, one in zip(olds, new, strict=True))
+        return tuple(_merged(old, value, chosen) for old, value in zip(olds, new, strict=True))
     cut = new[..., :-1, :]
     return cut if before is None else torch.where(chosen, cut, before)
 
@@ -289,9 +292,9 @@ def _rereading(model: nn.Module) -> list[Any]:
     return [m for m in able if original in source_of(getattr(type(m), "prepare_inputs_for_generation", None))]
 
 
-def _factor(one: _Changing) -> float:
+def _factor(changing: _Changing) -> float:
     """By how much a dynamic embedding stretches the original length."""
-    parameters: Any = one.module.config.rope_parameters  # type: ignore[union-attr]
+    parameters: Any = changing.module.config.rope_parameters  # type: ignore[union-attr]
     by_type = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
     factors = [float(each["factor"]) for each in by_type if "dynamic" in str(each.get("rope_type"))]
     return min(factors, default=1.0)

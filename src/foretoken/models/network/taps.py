@@ -18,19 +18,19 @@ DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """The module of a Transformers causal LM that runs its decoder layers and the final norm, and those layers."""
     config: Any = model.config
-    wanted = config.get_text_config().num_hidden_layers
+    num_layers = config.get_text_config().num_hidden_layers
     if getattr(config, "is_encoder_decoder", False):  # whose layers come in two lists
-        wanted = next((n for n in (getattr(config, name, None) for name in DECODER_LAYERS) if n), wanted)
+        num_layers = next((n for n in (getattr(config, name, None) for name in DECODER_LAYERS) if n), num_layers)
         model = model.get_decoder()  # type: ignore[operator]
     for module in model.modules():
         for child in module.children():
-            if isinstance(child, nn.ModuleList) and len(child) == wanted and wanted:
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers and num_layers:
                 return module, child
     family = config.get_text_config().model_type
     lists = (c for module in model.modules() for c in module.children() if isinstance(c, nn.ModuleList))
     count = next((len(layers) for layers in lists if len(layers)), 0)
     advice = f": it has {count}, so set config.num_hidden_layers to {count}" if count else ""
-    raise CapabilityError(f"{family}: cannot find the {wanted} decoder layers of {type(model).__name__}{advice}")
+    raise CapabilityError(f"{family}: cannot find the {num_layers} decoder layers of {type(model).__name__}{advice}")
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

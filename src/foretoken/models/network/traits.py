@@ -21,9 +21,9 @@ def cache_name(module: Any) -> str | None:
     """
     for inner in module.modules():
         parameters = parameters_of(inner)
-        taken = next((name for name in CACHE_NAMES if name in parameters), None)
-        if taken is not None or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-            return taken
+        argument = next((name for name in CACHE_NAMES if name in parameters), None)
+        if argument is not None or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            return argument
     return None
 
 

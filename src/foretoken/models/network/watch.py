@@ -63,13 +63,13 @@ class Watch:
         self._adapted = [m for m in modules if hasattr(m, "_active_adapter")]
         self._numbers = [(vars(m), names) for m, names in numbers_by_module(modules)]
         buffers = [(m._buffers, names) for m, names in (*_saved(modules), *constants_by_module(modules))]
-        self._buffers = [(own, name) for own, names in buffers for name in names]
+        self._buffers = [(owner, name) for owner, names in buffers for name in names]
         self._before, self._code = self._members(), self._computing()
-        tensors = [*network.parameters(), *(t for own, name in self._buffers if (t := own[name]) is not None)]
+        tensors = [*network.parameters(), *(t for owner, name in self._buffers if (t := owner[name]) is not None)]
         self._tensors = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta]
         wrappers: list[Any] = [module for module in modules if _updates_in_forward(module)]
         self._uncounted = {id(wrapper.get_param()) for wrapper in wrappers}
-        self._written = self._counts()
+        self._versions = self._counts()
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in self._tensors:
             numbers = _sampled(tensor.detach())
@@ -79,20 +79,20 @@ class Watch:
     @torch.inference_mode()
     def has_changed(self) -> bool:
         """Whether the network is another one now; takes some ten microseconds per layer."""
-        if self._members() != self._before or self._computing() != self._code or self._counts() != self._written:
+        if self._members() != self._before or self._computing() != self._code or self._counts() != self._versions:
             return True
         return any(not torch.equal(torch.cat(views), before) for views, before in self._samples)
 
     def _members(self) -> list[int]:
         members = [len(part) for part in self._parts]
         members.extend(_identity(member) for part in self._parts for member in part.values())
-        members.extend(_identity(own.get(name)) for own, name in self._buffers)
+        members.extend(_identity(owner.get(name)) for owner, name in self._buffers)
         members.extend(id(hook) for hook in _hooks(self._hooks))
         return members
 
     def _computing(self) -> list[Any]:
         """What the modules compute with besides tensors; the objects themselves, so that no other takes their place."""
-        numbers = (own.get(name) for own, names in self._numbers for name in names)
+        numbers = (owner.get(name) for owner, names in self._numbers for name in names)
         return [*forwards_of(self._modules), *numbers, *map(_switched_on, self._adapted)]
 
     def _counts(self) -> list[int]:

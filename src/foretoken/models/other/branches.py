@@ -77,7 +77,7 @@ class Branches:
                 ids[node - old].append(chosen)
             self.ends[leaf] = chosen
             self.used.add(chosen)
-        self.through.extend(own[0] for own in ids)
+        self.through.extend(branch_ids[0] for branch_ids in ids)
         return ids, copies
 
     def _behind(self, anchor: int, below: int, committed: int, take: Callable[[], int], copies: list[Copy]) -> int:
@@ -95,12 +95,12 @@ class Branches:
 
     def commit(self, path: Sequence[int], committed: int) -> list[Removal]:
         """Keep one path of the scratch tree; returns the cells that leave their ids."""
-        kept = self.through[path[-1]] if path else self.main
-        removals = [(other, committed) for other in self.used if other != kept]
-        if kept in self.used and (not path or self.ends.get(path[-1]) != kept):
-            removals.append((kept, committed + len(path)))
-        self.spare.update((other, committed) for other in self.used | {self.main} if other != kept)
-        self.main = kept
+        branch = self.through[path[-1]] if path else self.main
+        removals = [(other, committed) for other in self.used if other != branch]
+        if branch in self.used and (not path or self.ends.get(path[-1]) != branch):
+            removals.append((branch, committed + len(path)))
+        self.spare.update((other, committed) for other in self.used | {self.main} if other != branch)
+        self.main = branch
         self.through.clear()
         self.ends.clear()
         self.used.clear()

@@ -64,33 +64,33 @@ class LlamaContext:
         self._buffers = _Batch(c, PIECE, num_ids)
 
     def decode(
-        self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[bool]
+        self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], scored: Sequence[bool]
     ) -> Tensor:
         """Run tokens, in as few calls as their number allows.
 
         Args:
             tokens: n token ids, parents before children.
             ids: the sequence ids that each belongs to; it sees the cells of the first.
-            wanted: whose logits are made.
+            scored: whose logits are made.
 
         Returns:
-            [w, V] float32 logits of the w wanted tokens.
+            [w, V] float32 logits of the w scored tokens.
         """
-        size = SCORED if any(wanted) else PIECE
+        size = SCORED if any(scored) else PIECE
         rows = []
         for start in range(0, len(tokens), size):
             piece = slice(start, start + size)
-            rows.append(self._decode(tokens[piece], positions[piece], ids[piece], wanted[piece]))
+            rows.append(self._decode(tokens[piece], positions[piece], ids[piece], scored[piece]))
         return rows[0] if len(rows) == 1 else torch.cat([torch.empty(0, self.vocab_size), *rows])
 
     def _decode(
-        self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[bool]
+        self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], scored: Sequence[bool]
     ) -> Tensor:
-        code = self._c.llama_decode(self._handle, self._buffers.filled(tokens, positions, ids, wanted))
+        code = self._c.llama_decode(self._handle, self._buffers.filled(tokens, positions, ids, scored))
         if code != 0:
             full = "its cache is full" if code == 1 else self.weights.library.reason()
             raise RuntimeError(f"llama.cpp could not run {len(tokens)} tokens (code {code}): {full}")
-        count = sum(wanted)
+        count = sum(scored)
         if not count:
             return torch.empty(0, self.vocab_size)
         rows = self._c.llama_get_logits(self._handle)
@@ -129,7 +129,7 @@ class _Batch:
         self._positions = np.zeros(size, np.int32)
         self._counts = np.zeros(size, np.int32)
         self._ids = np.zeros((size, num_ids), np.int32)
-        self._wanted = np.zeros(size, np.int8)
+        self._scored = np.zeros(size, np.int8)
         starts = self._ids.ctypes.data + np.arange(size, dtype=np.uint64) * np.uint64(self._ids.strides[0])
         self._starts = starts.astype(np.uint64)
         self._batch = c.llama_batch(
@@ -138,17 +138,17 @@ class _Batch:
             pos=_pointer(self._positions, ctypes.c_int32),
             n_seq_id=_pointer(self._counts, ctypes.c_int32),
             seq_id=ctypes.cast(self._starts.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-            logits=_pointer(self._wanted, ctypes.c_int8),
+            logits=_pointer(self._scored, ctypes.c_int8),
         )
 
     def filled(
-        self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[bool]
+        self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], scored: Sequence[bool]
     ) -> Any:
         count = len(tokens)
-        self._tokens[:count], self._positions[:count], self._wanted[:count] = tokens, positions, wanted
-        self._counts[:count] = [len(own) for own in ids]
-        for i, own in enumerate(ids):
-            self._ids[i, : len(own)] = own
+        self._tokens[:count], self._positions[:count], self._scored[:count] = tokens, positions, scored
+        self._counts[:count] = [len(sequence_ids) for sequence_ids in ids]
+        for i, sequence_ids in enumerate(ids):
+            self._ids[i, : len(sequence_ids)] = sequence_ids
         self._batch.n_tokens = count
         return self._batch
 

@@ -49,10 +49,10 @@ class LlamaLibrary:
 
     def reason(self) -> str:
         """The last error that says something, without the names of C functions."""
-        told = [
+        messages = [
             line.rpartition("error loading model: ")[2] for line in self.errors if "failed to load model" not in line
         ]
-        last = (told or list(self.errors) or ["no reason given"])[-1]
+        last = (messages or list(self.errors) or ["no reason given"])[-1]
         head, colon, rest = last.partition(": ")
         return rest if colon and head.isidentifier() else last
 
@@ -116,10 +116,12 @@ class Weights:
 
 def _refusal(path: Path, llama: LlamaLibrary) -> str:
     """Why llama.cpp did not open a file, in one line."""
-    said = " ".join(llama.errors)
-    if any(words in said for words in ("not within the file bounds", "failed to read", "exceeds remaining file size")):
+    messages = " ".join(llama.errors)
+    if any(
+        words in messages for words in ("not within the file bounds", "failed to read", "exceeds remaining file size")
+    ):
         return f"{path} is cut off or damaged ({llama.reason()}): copy it again"
-    if "unknown model architecture" in said or "unsupported model architecture" in said:
+    if "unknown model architecture" in messages or "unsupported model architecture" in messages:
         return (
             f"{path} has an architecture that this llama.cpp does not know ({llama.reason()}): update llama-cpp-python"
         )

@@ -123,9 +123,9 @@ class LlamaCppModel(LanguageModel):
 
     def release(self, sequence: SequenceState) -> None:
         self._sequences.remove(sequence)
-        for own in self._branches.pop(sequence.row).ids:
-            self._context.leave(own, 0)
-            self._free.append(own)
+        for branch in self._branches.pop(sequence.row).ids:
+            self._context.leave(branch, 0)
+            self._free.append(branch)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Keep one scratch path: ids that run through other nodes leave them."""
@@ -141,19 +141,19 @@ class LlamaCppModel(LanguageModel):
             return
         branches = self._branches[sequence.row]
         branches.commit((), len(sequence.tokens))
-        kept = sequence.tokens[:length]
+        prefix = sequence.tokens[:length]
         again = 0 if not self.capabilities.rollback else length
-        for own in branches.ids:
-            self._context.leave(own, again)
+        for branch in branches.ids:
+            self._context.leave(branch, again)
         branches.rewind(again)
         del sequence.tokens[again:]
         sequence.clear_scratch()
-        self.prefill(sequence, kept[again:])
+        self.prefill(sequence, prefix[again:])
 
     def _remove(self, removals: Sequence[Removal]) -> None:
         if self.capabilities.rollback:
-            for own, start in removals:
-                self._context.leave(own, start)
+            for branch, start in removals:
+                self._context.leave(branch, start)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class LlamaCppModel(LanguageModel):
     def _drop_scratch(self, sequence: SequenceState) -> None:
         if self.capabilities.rollback:  # else the engine finds the nodes and drops the request
             branches, length = self._branches[sequence.row], len(sequence.tokens)
-            self._remove([(own, length) for own in branches.ids])
+            self._remove([(branch, length) for branch in branches.ids])
             branches.commit((), length)
             sequence.clear_scratch()
 
@@ -197,7 +197,7 @@ class LlamaCppModel(LanguageModel):
         tokens: list[int] = []
         positions: list[int] = []
         ids: list[list[int]] = []
-        wanted: list[bool] = []
+        scored: list[bool] = []
         counts = []
         for feed in feeds:
             ids += self._append(feed)
@@ -205,10 +205,10 @@ class LlamaCppModel(LanguageModel):
             tokens += feed.tokens
             positions += [len(sequence.tokens) + depth for depth in sequence.scratch_depths[-count:]] if count else []
             counts.append(feed.num_wanted)
-            wanted += [place >= count - counts[-1] for place in range(count)]
-        began = perf_counter()
-        logits = self._context.decode(tokens, positions, ids, wanted)
-        self.run_s += perf_counter() - began
+            scored += [place >= count - counts[-1] for place in range(count)]
+        start_s = perf_counter()
+        logits = self._context.decode(tokens, positions, ids, scored)
+        self.run_s += perf_counter() - start_s
         self.run_rows += len(tokens)
         return [Rows(rows) for rows in logits.split(counts)]
 
@@ -231,8 +231,8 @@ class LlamaCppModel(LanguageModel):
 
     def _reserve(self, feeds: Sequence[Feed]) -> None:
         """See to it that the nodes of all feeds find cells and ids."""
-        held = sum(len(sequence.tokens) + len(sequence.scratch_tokens) for sequence in self._sequences)
-        cells = held + sum(len(feed.tokens) for feed in feeds)
+        used = sum(len(sequence.tokens) + len(sequence.scratch_tokens) for sequence in self._sequences)
+        cells = used + sum(len(feed.tokens) for feed in feeds)
         ids = 0
         for feed in feeds:
             branches, old = self._branches[feed.sequence.row], len(feed.sequence.scratch_tokens)
@@ -252,17 +252,17 @@ class LlamaCppModel(LanguageModel):
         if cells <= self._context.cells and ids <= len(self._free):
             return
         # In a larger context every sequence begins with one id.
-        wanted = (
+        needed = (
             len(self._sequences)
             + ids
             + sum(len(self._branches[row].spare) + len(self._branches[row].used) for row in busy)
         )
-        if wanted > MOST_IDS:
+        if needed > MOST_IDS:
             raise CapabilityError(
-                f"llama.cpp tells {MOST_IDS} paths apart, and the trees of this round have {wanted}: draft smaller "
+                f"llama.cpp tells {MOST_IDS} paths apart, and the trees of this round have {needed}: draft smaller "
                 "trees or serve fewer requests together"
             )
-        self._move(max(self._context.cells, 2 * cells if cells > self._context.cells else 0), wanted)
+        self._move(max(self._context.cells, 2 * cells if cells > self._context.cells else 0), needed)
 
     def _move(self, cells: int, num_ids: int) -> None:
         """Go on in a larger context: committed tokens are copied, scratch nodes are run again."""

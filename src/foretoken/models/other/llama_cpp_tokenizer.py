@@ -49,7 +49,7 @@ class LlamaCppTokenizer:
         """``{"input_ids": ...}`` of a text or of several."""
         if isinstance(text, str):
             return {"input_ids": self.encode(text, add_special_tokens)}
-        return {"input_ids": [self.encode(one, add_special_tokens) for one in text]}
+        return {"input_ids": [self.encode(item, add_special_tokens) for item in text]}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; names of special tokens in it become those tokens, as in Transformers."""

@@ -97,27 +97,27 @@ class ParallelModel(LanguageModel):
     def trouble(self) -> str | None:
         if not self._lost:
             for follower in self.followers:
-                how = follower.ended()
-                if how is not None:
-                    self._lose(how)
+                end = follower.ended()
+                if end is not None:
+                    self._lose(end)
                     break
         return self._lost or None
 
     def close(self) -> None:
         self._lose("the model was closed")
 
-    def _lose(self, why: str) -> PartLost:
-        self._lost = self._lost or why
+    def _lose(self, reason: str) -> PartLost:
+        self._lost = self._lost or reason
         self._end()
         return PartLost(self._lost)
 
-    def _tell(self, name: str, **what: Any) -> None:
+    def _tell(self, name: str, **fields: Any) -> None:
         """Let all others make a call."""
         if self.trouble is not None:
             raise PartLost(self._lost)
         forgotten = self._forgotten[:]
         del self._forgotten[: len(forgotten)]  # in place: kept texts that are dropped put their keys here
-        line = json.dumps({"call": name, "forget": forgotten, **what}) + "\n"
+        line = json.dumps({"call": name, "forget": forgotten, **fields}) + "\n"
         for follower in self.followers:
             try:
                 follower.send(line)
@@ -139,9 +139,9 @@ class ParallelModel(LanguageModel):
         """How one of the others has ended; a broken connection is often seen before the process is gone."""
         end = time.monotonic() + 1.0
         while True:
-            how = next(filter(None, (follower.ended() for follower in self.followers)), None)
-            if how is not None or time.monotonic() > end:
-                return how
+            fault = next(filter(None, (follower.ended() for follower in self.followers)), None)
+            if fault is not None or time.monotonic() > end:
+                return fault
             time.sleep(0.02)
 
     # -- memory and time ---------------------------------------------------------------------------------------------
@@ -201,10 +201,10 @@ class ParallelModel(LanguageModel):
             self._tell("release", text=number)
         self.inner.release(sequence)
 
-    def _everywhere(self, name: str, sequence: SequenceState, given: Any) -> None:
+    def _everywhere(self, name: str, sequence: SequenceState, argument: Any) -> None:
         """Call a method of every part that takes a sequence and one thing more."""
-        self._tell(name, text=self._number(sequence), given=given)
-        self._together(lambda: getattr(self.inner, name)(sequence, given))
+        self._tell(name, text=self._number(sequence), given=argument)
+        self._together(lambda: getattr(self.inner, name)(sequence, argument))
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         self._everywhere("commit", sequence, list(path))
@@ -222,12 +222,12 @@ class ParallelModel(LanguageModel):
         """A copy of the leader's part of a text; each of the others keeps its own until this one is dropped."""
         self._next += 1
         self._tell("snapshot", text=self._number(sequence), length=length, key=self._next)
-        own: Snapshot | None = self._together(lambda: self.inner.snapshot(sequence, length))
-        if own is None:
+        part: Snapshot | None = self._together(lambda: self.inner.snapshot(sequence, length))
+        if part is None:
             return None
-        kept = _PartSnapshot(own.tokens, own.layers, own.divisible, own.regime, self._next)
-        weakref.finalize(kept, self._forgotten.append, kept.key)
-        return kept
+        snapshot = _PartSnapshot(part.tokens, part.layers, part.divisible, part.regime, self._next)
+        weakref.finalize(snapshot, self._forgotten.append, snapshot.key)
+        return snapshot
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
         if not isinstance(snapshot, _PartSnapshot):
@@ -240,11 +240,11 @@ class ParallelModel(LanguageModel):
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         """Append nodes in every process and score them together."""
         self._check(feeds, taps)
-        told = []
+        feed_fields = []
         for feed in feeds:
             parents = None if feed.parents is None else list(feed.parents)
-            told.append((self._number(feed.sequence), list(feed.tokens), parents, feed.wanted, feed.after))
-        self._tell("forward", feeds=told)
+            feed_fields.append((self._number(feed.sequence), list(feed.tokens), parents, feed.wanted, feed.after))
+        self._tell("forward", feeds=feed_fields)
         return self._together(lambda: self.inner.forward(feeds))
 
     def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
@@ -280,25 +280,25 @@ def follow(inner: HuggingFaceModel, lines: Iterable[str]) -> None:
         Exception: a call fails; the caller must end, since the leader waits for it.
     """
     texts: dict[int, SequenceState] = {}
-    kept: dict[int, Snapshot | None] = {}
+    snapshots: dict[int, Snapshot | None] = {}
     for line in lines:
-        told = json.loads(line)
-        for key in told["forget"]:
-            kept.pop(key, None)
-        call = told["call"]
+        message = json.loads(line)
+        for key in message["forget"]:
+            snapshots.pop(key, None)
+        call = message["call"]
         if call == "forward":
-            inner.forward([Feed(texts[text], *rest) for text, *rest in told["feeds"]])
+            inner.forward([Feed(texts[text], *rest) for text, *rest in message["feeds"]])
         elif call in ("commit", "rewind", "expect"):
-            getattr(inner, call)(texts[told["text"]], told["given"])
+            getattr(inner, call)(texts[message["text"]], message["given"])
         elif call == "open":
-            texts[told["text"]] = inner.open()
+            texts[message["text"]] = inner.open()
         elif call == "release":
-            inner.release(texts.pop(told["text"]))
+            inner.release(texts.pop(message["text"]))
         elif call == "snapshot":
-            kept[told["key"]] = inner.snapshot(texts[told["text"]], told["length"])
+            snapshots[message["key"]] = inner.snapshot(texts[message["text"]], message["length"])
         elif call == "restore":
-            snapshot = kept[told["key"]]
+            snapshot = snapshots[message["key"]]
             if snapshot is not None:
-                inner.restore(texts[told["text"]], snapshot, told["length"])
+                inner.restore(texts[message["text"]], snapshot, message["length"])
         else:
             raise ValueError(f"unknown call {call!r}")

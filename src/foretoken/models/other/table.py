@@ -89,16 +89,16 @@ class TableModel(LanguageModel):
 
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         """Look every node's prefix up in the table; logits are log-probabilities."""
-        began = perf_counter()
+        start_s = perf_counter()
         self.forward_calls += 1
         results = []
         for feed in feeds:
             sequence = feed.sequence
             old, count = len(sequence.scratch_tokens), len(feed.tokens)
             sequence.append(feed.tokens, feed.parents_behind(old))
-            wanted = feed.num_wanted
+            num_scored = feed.num_wanted
             distributions = [
-                self.distribution(self._prefix(sequence, node)) for node in range(old + count - wanted, old + count)
+                self.distribution(self._prefix(sequence, node)) for node in range(old + count - num_scored, old + count)
             ]
             logits = (
                 torch.stack(distributions).log()
@@ -106,7 +106,7 @@ class TableModel(LanguageModel):
                 else torch.empty(0, self.vocab_size, dtype=torch.float64)
             )
             results.append(Rows(logits.to(self.dtype)))
-        self.run_s += perf_counter() - began
+        self.run_s += perf_counter() - start_s
         return results
 
     @staticmethod

@@ -36,7 +36,11 @@ def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
     are not among them."""
     layers = decoder_layers(network)
     each = [{name: _shape(m) for name, m in layer.named_modules() if _is_linear(name, m)} for layer in layers]
-    shapes = {name: shape for name, shape in each[0].items() if all(one.get(name) == shape for one in each)}
+    shapes = {
+        name: shape
+        for name, shape in each[0].items()
+        if all(shapes_of_layer.get(name) == shape for shapes_of_layer in each)
+    }
     if not shapes:
         kind = type(layers[0]).__name__
         raise CapabilityError(f"the {kind} layers of this target have no nn.Linear in common that could be updated")
@@ -203,15 +207,15 @@ class _GatedWeights:
 
     def _gated(self, network: Network, fast: LeanForward) -> LeanForward | None:
         """The lean forward; ``None`` where some of the updates are of layers that no product of it is of."""
-        layers, seen = decoder_layers(network.model), set[str]()
+        layers, updated = decoder_layers(network.model), set[str]()
 
         def change(layer: int, product: Product, names: tuple[str, ...]) -> Product:
-            seen.update(names)
+            updated.update(names)
             modules = [layers[layer].get_submodule(name) for name in names]
             return self._product(layer, product, names, [_shape(m)[0] for m in modules], fast.dtype)
 
         gated = fast.with_products(change)
-        return gated if seen.issuperset(self.updates.shapes) else None
+        return gated if updated.issuperset(self.updates.shapes) else None
 
     @torch.no_grad()
     def _product(
@@ -239,7 +243,7 @@ def _behind_the_first(call: NetworkCall) -> Tensor | slice:
     if b == 1:
         return slice(1, None)
     columns = torch.arange(width, device=call.ids.device).expand(b, -1)
-    return RowPlaces(b, width, call.counts, call.ids.device).taken(columns).nonzero()[:, 0]
+    return RowPlaces(b, width, call.counts, call.ids.device).flat(columns).nonzero()[:, 0]
 
 
 class GatedModel(OwnSequencesModel):
@@ -248,7 +252,7 @@ class GatedModel(OwnSequencesModel):
     The first row of every feed is the target's own: its logits are those of a forward without any update.
     """
 
-    what = "a draft with updates"
+    role = "a draft with updates"
 
     def __init__(self, target: LanguageModel, updates: LowRankUpdates) -> None:
         name = f"updates {id(updates)}"  # which are held as long as they can be asked for by it

@@ -23,8 +23,8 @@ class InflatedNetwork(Network):
     that share of the target.  Trained drafters keep the small model's embedding, vocabulary projection and width.
     """
 
-    def __init__(self, model: Any, *given: Any, small: Any, shape: InflatedShape, **more: Any) -> None:
-        super().__init__(model, *given, **more)
+    def __init__(self, model: Any, *args: Any, small: Any, shape: InflatedShape, **more: Any) -> None:
+        super().__init__(model, *args, **more)
         self.embedding, self.shape = small.eval(), shape
         self.num_layers = int(small.config.get_text_config().num_hidden_layers)
         self._ends = layer_ends(self.num_layers, shape.layers)

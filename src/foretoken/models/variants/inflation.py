@@ -80,20 +80,22 @@ def shape_for(config: Any, size: str | int) -> InflatedShape:
     """The shape with about ``size`` parameters: heads as they are (only more), width and depth in usual proportion."""
     if config.model_type not in FAMILIES:
         raise ValueError(f"cannot inflate a {config.model_type} model: choose one of {', '.join(FAMILIES)}")
-    wanted, least = parse_size(size), config.num_hidden_layers
-    candidates = [shape for m in range(1, 257) if (shape := _candidate(config, wanted, m, least)) is not None]
+    num_parameters, least = parse_size(size), config.num_hidden_layers
+    candidates = [shape for m in range(1, 257) if (shape := _candidate(config, num_parameters, m, least)) is not None]
     if not candidates:
-        raise ValueError(f"the model cannot be inflated to {wanted} parameters: it has about as many, or more, already")
+        raise ValueError(
+            f"the model cannot be inflated to {num_parameters} parameters: it has about as many, or more, already"
+        )
     # Width per layer is 128 in Llama's 1B and 7B, 110 in its 3B.
     return min(candidates, key=lambda shape: abs(math.log(shape.width / shape.layers / 100)))
 
 
-def _candidate(config: Any, wanted: int, m: int, least: int) -> InflatedShape | None:
+def _candidate(config: Any, num_parameters: int, m: int, least: int) -> InflatedShape | None:
     """The shape of ``m`` times the width; ``None`` when that is too wide for the number of parameters."""
     width = m * config.hidden_size
     vocabulary = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
     attention = width * head_dim(config) * 2 * m * (config.num_attention_heads + config.num_key_value_heads)
-    room = wanted - vocabulary
+    room = num_parameters - vocabulary
     layers = max(least, round(room / (attention + 3 * width * MLP_RATIO * width)))
     unit = UNIT if MLP_RATIO * width >= 16 * UNIT else 4
     units = unit * round((room / layers - attention) / (3 * width) / unit)

@@ -21,28 +21,28 @@ class OwnSequencesModel(LanguageModel):
         weights: the name of the second weights that run; empty for the target's own.
 
     Attributes:
-        what: the draft, for messages.
+        role: the draft, for messages.
 
     Raises:
         CapabilityError: the target is no network of layers.
     """
 
     reads = False
-    what: ClassVar[str]
+    role: ClassVar[str]
     target: HuggingFaceModel
 
     def __init__(self, target: LanguageModel, weights: str = "") -> None:
         offered = target.capabilities
         if not isinstance(target, HuggingFaceModel) or not offered.layer_windows:
             reason = offered.missing.get("layer_windows", offered.missing.get("tree_mask", "it has no layers"))
-            raise CapabilityError(f"{self.what} needs a target that is a network of layers: {reason}")
+            raise CapabilityError(f"{self.role} needs a target that is a network of layers: {reason}")
         self.target, self.capabilities = target, offered
         self.vocab_size, self.context_length = target.vocab_size, target.context_length
         self.eos_token_ids, self.device, self.dtype = target.eos_token_ids, target.device, target.dtype
         self.plan = LayerPlan(weights=weights)
 
     def open(self) -> SequenceState:
-        raise CapabilityError(f"{self.what} grows on the target's own cache: it cannot work inside another drafter")
+        raise CapabilityError(f"{self.role} grows on the target's own cache: it cannot work inside another drafter")
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
         """The target's sequence itself."""
@@ -65,7 +65,7 @@ class OwnSequencesModel(LanguageModel):
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         if len(path):
-            raise ValueError(f"nodes of {self.what} cannot be kept: run the target on them")
+            raise ValueError(f"nodes of {self.role} cannot be kept: run the target on them")
         sequence.clear_scratch()
 
     def release(self, sequence: SequenceState) -> None:

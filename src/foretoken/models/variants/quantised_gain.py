@@ -42,10 +42,10 @@ def expected_gain(model: Any, scheme: Scheme) -> float:
         return 0.0
     layers = list(linears(model.model))
     count = sum(linear.out_features * linear.in_features for linear in layers)
-    wanted = count * (1.0 if scheme.bits == "8" else 0.625)  # bytes; 4 bits have a scale and a zero for 32 weights
+    draft_bytes = count * (1.0 if scheme.bits == "8" else 0.625)  # bytes; 4 bits have a scale and a zero for 32 weights
     # A target whose weights take hardly more (a GGUF file in 4 bits) is not drafted for by the same bytes read again.
     # The largest layer alone does not show that: half of them may be stored in more bits than the others.
-    if wanted > 0.75 * sum(_stored_bytes(linear, model.dtype) for linear in layers):
+    if draft_bytes > 0.75 * sum(_stored_bytes(linear, model.dtype) for linear in layers):
         return 0.0
     free = free_bytes()
     if count < SMALLEST or (free is not None and count > free / 2):  # memory that is taken unasked

@@ -144,8 +144,8 @@ class _QuantisedPacking(Packing):
         choose = self.scheme.head_product if linears[0] is self.head else self.scheme.product
         product = choose(shape)
         if product is None:
-            own: set[Product | None] = {getattr(linear, "projection", None) for linear in linears}
-            shared = own.pop() if len(own) == 1 else None
+            projections: set[Product | None] = {getattr(linear, "projection", None) for linear in linears}
+            shared = projections.pop() if len(projections) == 1 else None
             return super().projection(*linears) if shared is None else shared
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         quantised = make_product(
@@ -239,7 +239,7 @@ class OwnWeightsModel(OwnSequencesModel):
         ValueError: too little memory.
     """
 
-    what = "a quantised draft"
+    role = "a quantised draft"
 
     def __init__(self, target: LanguageModel, scheme: Scheme | None) -> None:
         super().__init__(target, "" if scheme is None else scheme.name)

@@ -34,18 +34,18 @@ class SparseState(SequenceState):
         source: the target's sequence of the same text.
         chosen: whether there is a subset yet.
         chosen_from: how many leading tokens it was chosen from; the later ones are all there.
-        kept: slots of the subset.
+        num_kept: slots of the subset.
     """
 
     source: SequenceState = field(kw_only=True)
     chosen: bool = False
     chosen_from: int = 0
-    kept: int = 0
+    num_kept: int = 0
 
     @property
     def committed_slots(self) -> int:
         """Slots of the subset and of what was read behind it."""
-        return self.kept + len(self.tokens) - self.chosen_from
+        return self.num_kept + len(self.tokens) - self.chosen_from
 
     @property
     def num_slots(self) -> int:
@@ -116,10 +116,10 @@ class SparseModel(TreeRunner):
         # The first chunk, a chosen one and the text's unfinished last one; or the sinks and the last token.
         least = 3 * self.chunk if self.select == "retrieval" else SINKS + 1
         if self.budget < least:
-            why = (
+            reason = (
                 f"3 chunks of {self.chunk}" if self.select == "retrieval" else f"{SINKS} first tokens and a recent one"
             )
-            raise ValueError(f"sparse_kv needs budget >= {least} ({why}), not {self.budget}")
+            raise ValueError(f"sparse_kv needs budget >= {least} ({reason}), not {self.budget}")
 
     def _check_keys(self) -> None:
         """Look at one token: what the cache keeps must be what queries are compared with."""
@@ -146,17 +146,17 @@ class SparseModel(TreeRunner):
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
         """Nothing is read: the subset is chosen from what the target has, once the next token is known."""
-        own = _own(sequence)
-        if taps or own.source.tokens != list(tokens):
+        state = _sparse_state(sequence)
+        if taps or state.source.tokens != list(tokens):
             raise ValueError("a sparse cache takes its text from the target: prefill that first, with the same tokens")
         return {}
 
     def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
         """As ever, but from a new subset when there is none or it is ``rebuild`` tokens behind."""
-        own = _own(sequence)
-        self.target.expect(own.source, len(tokens))
-        other = own.regime != own.source.regime
-        if not own.chosen or other or len(own.source.tokens) - own.chosen_from >= self.rebuild:
+        state = _sparse_state(sequence)
+        self.target.expect(state.source, len(tokens))
+        other_regime = state.regime != state.source.regime
+        if not state.chosen or other_regime or len(state.source.tokens) - state.chosen_from >= self.rebuild:
             self.choose(sequence, tokens[-1])
         return super().catch_up(sequence, tokens)
 
@@ -164,12 +164,12 @@ class SparseModel(TreeRunner):
         """Nothing to do: the text is as the target has read it, and is chosen anew when that reads it again."""
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        if length < _own(sequence).chosen_from:
+        if length < _sparse_state(sequence).chosen_from:
             raise CapabilityError("a sparse cache cannot give back tokens that its subset was chosen from")
         super().rewind(sequence, length)
 
     def _slots(self, sequence: SequenceState) -> int:
-        return _own(sequence).committed_slots
+        return _sparse_state(sequence).committed_slots
 
     def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
         if after is not None:
@@ -184,8 +184,8 @@ class SparseModel(TreeRunner):
     @torch.inference_mode()
     def choose(self, sequence: SequenceState, root: int) -> None:
         """Take the subset of the target's committed text that suits the token ``root`` behind it; drop the scratch."""
-        own = _own(sequence)
-        source, kept = own.source, 0
+        state = _sparse_state(sequence)
+        source, num_slots = state.source, 0
         count = len(source.tokens)
         retrieve = count > self.budget and self.select == "retrieval"
         queries = self.queries(source, root) if retrieve and len(self._ends_only) < self.num_layers else {}
@@ -202,11 +202,11 @@ class SparseModel(TreeRunner):
                 else:
                     slots = recent_slots(count, self.budget).to(key.device).expand(len(key), -1)
                 key, value = _gathered(key, slots), _gathered(value, slots)
-            kept = key.shape[1]
-            own.cache.load(own.row, layer, key.to(self.device), value.to(self.device))
-        own.clear_scratch()
-        own.tokens[:], own.regime = source.tokens, source.regime
-        own.chosen, own.chosen_from, own.kept = True, count, kept
+            num_slots = key.shape[1]
+            state.cache.load(state.row, layer, key.to(self.device), value.to(self.device))
+        state.clear_scratch()
+        state.tokens[:], state.regime = source.tokens, source.regime
+        state.chosen, state.chosen_from, state.num_kept = True, count, num_slots
 
     def queries(self, source: SequenceState, root: int) -> dict[int, Tensor]:
         """Per layer the query [Hq, D] of a token behind the target's text: one forward of the target."""
@@ -234,8 +234,8 @@ def retrieved_slots(keys: Tensor, query: Tensor, budget: int, chunk: int, local:
     room = (num_retrieved(count, budget, chunk) - (count - whole)) // chunk
     wide = torch.promote_types(keys.dtype, torch.float32)
     means = keys[:, :whole].unflatten(1, (-1, chunk)).mean(2, dtype=wide)  # [H, whole / chunk, D]
-    asked = query.to(wide).view(heads, -1, query.shape[-1]).mean(1)  # [H, D]
-    scores = torch.einsum("hcd,hd->hc", means, asked)
+    mean_query = query.to(wide).view(heads, -1, query.shape[-1]).mean(1)  # [H, D]
+    scores = torch.einsum("hcd,hd->hc", means, mean_query)
     latest = min(int(local * budget) // chunk, room - 1)
     scores[:, 0] = torch.inf
     scores[:, scores.shape[1] - latest :] = torch.inf
@@ -262,7 +262,7 @@ def _gathered(stored: Tensor, slots: Tensor) -> Tensor:
     return stored.gather(1, slots[:, :, None].expand(-1, -1, stored.shape[-1]))
 
 
-def _own(sequence: SequenceState) -> SparseState:
+def _sparse_state(sequence: SequenceState) -> SparseState:
     if not isinstance(sequence, SparseState):
         raise ValueError("this sequence belongs to another model: open it with open_beside")
     return sequence

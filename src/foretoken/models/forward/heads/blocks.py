@@ -90,7 +90,7 @@ class NativeBlocks:
         states, logits = x.new_empty(rows, self.width), x.new_empty(rows, self.num_tokens)
         scale = self.head.scale
         best = BestTokens(rows, min(top, self.num_tokens), scale) if top and scale is not None else None
-        asked = native.BestStruct() if best is None else best.asked
-        call = native.BlocksCallStruct(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), asked)
+        best_struct = native.BestStruct() if best is None else best.struct
+        call = native.BlocksCallStruct(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), best_struct)
         native.run_blocks(self._blocks, call, torch.get_num_threads())
         return Guessed(logits, [] if best is None else best.tokens(self.ids), self.head.behind)

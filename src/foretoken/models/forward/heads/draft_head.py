@@ -78,10 +78,10 @@ class DraftHead:
         """The projection as our library multiplies by it, in 8 bits where the target has it in more."""
         if self._native is None:
             head = self._parts.head
-            known = self.product
+            product = self.product
             if self._weight is None and self.ids is None and isinstance(head, QuantisedLinear):
-                known = head.product
-            self._native = known if isinstance(known, NativeProduct) else packed_rows(*self._rows())
+                product = head.product
+            self._native = product if isinstance(product, NativeProduct) else packed_rows(*self._rows())
             self.weight_bytes = self._native.nbytes
         return self._native
 

@@ -79,13 +79,13 @@ class HeadForward:
             return self._run_module(call)
         run = HeadRun(self.head, call)
         places = run.places
-        embeddings = self.embedded(places.taken(call.ids))
-        output = self.model(embeddings, places.taken(call.states), run.positions, None, run)  # type: ignore[arg-type]
-        kept, spans = places.wanted(output, call.wanted)
-        if len(kept):
-            logits = self.project(self.model.head_state(kept))
+        embeddings = self.embedded(places.flat(call.ids))
+        output = self.model(embeddings, places.flat(call.states), run.positions, None, run)  # type: ignore[arg-type]
+        scored, spans = places.scored(output, call.wanted)
+        if len(scored):
+            logits = self.project(self.model.head_state(scored))
         else:
-            logits = kept.new_zeros(0, self.vocab_size)
+            logits = scored.new_zeros(0, self.vocab_size)
         return [logits[start:end] for start, end in spans], {"state": places.padded(output)}
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -101,13 +101,13 @@ class HeadForward:
         output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], self._keep(call))
         return self._outputs(call, output, self.model.head_state(output[:, call.first :]))
 
-    def _outputs(self, call: NetworkCall, output: Tensor, kept: Tensor) -> Outputs:
+    def _outputs(self, call: NetworkCall, output: Tensor, scored: Tensor) -> Outputs:
         """Of a call's output [b, width, D] and what is projected of it [b, k, D]."""
-        if kept.shape[1]:
-            logits = self.project(kept.flatten(0, 1)).view(*kept.shape[:2], -1)
+        if scored.shape[1]:
+            logits = self.project(scored.flatten(0, 1)).view(*scored.shape[:2], -1)
         else:
-            logits = kept.new_zeros(len(kept), 0, self.vocab_size)
-        return call.taken(logits), {"state": output}
+            logits = scored.new_zeros(len(scored), 0, self.vocab_size)
+        return call.feed_logits(logits), {"state": output}
 
 
 class FeatureModel(TreeRunner):
@@ -201,9 +201,9 @@ class FeatureModel(TreeRunner):
         """The same by one call of our library."""
         for feed, place in zip(feeds, places, strict=True):
             self.pool.make_room(feed.sequence, place.committed + len(place.parents))
-        began = now(self.device)
+        start_s = now(self.device)
         rows = list(self._run_native(feeds, places))
-        self.run_s += now(self.device) - began
+        self.run_s += now(self.device) - start_s
         self.run_rows += sum(place.new for place in places)
         self.pool.note_size()
         return rows

@@ -88,7 +88,7 @@ class HeadRun:
         (b, width), mask = call.ids.shape, call.masks[""]
         self.layer = head.layer
         self.places = RowPlaces(b, width, call.counts, call.ids.device)
-        self.positions = self.places.taken(call.positions)
+        self.positions = self.places.flat(call.positions)
         groups = head.size.heads // head.size.kv_heads
         self.dtype = head.dtype
         if mask is not None and self.dtype == torch.bfloat16:
@@ -110,9 +110,9 @@ class HeadRun:
 
     def decoded(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
         """The whole layer, x [n, D] -> [n, D]; ``beside`` [n, 2 D] is what a wide layer's attention reads."""
-        given, x = x.dtype, x.to(self.dtype)
+        dtype, x = x.dtype, x.to(self.dtype)
         if beside is None:
             x = self.layer.attend(0, x, self.run)
         else:
             x = self.layer.mixed(0, beside.to(self.dtype), x, self.run)
-        return self.layer.feed(x, x).to(given)
+        return self.layer.feed(x, x).to(dtype)

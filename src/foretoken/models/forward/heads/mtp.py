@@ -121,20 +121,20 @@ def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str =
     experts = any(".experts." in name for name in tensors)
     with torch.device("meta"):
         module = NativeModule(network, experts, feed)
-    wanted = module.state_dict()
-    given = fused(tensors)
-    for name in [*wanted, *sorted(given.keys() - wanted.keys())]:
-        if name not in given:
+    expected = module.state_dict()
+    weights = fused(tensors)
+    for name in [*expected, *sorted(weights.keys() - expected.keys())]:
+        if name not in weights:
             raise ValueError(f"its multi-token prediction module lacks the tensor {name}: the checkpoint is incomplete")
-        if name not in wanted:
+        if name not in expected:
             kind = type(module.layer).__name__
             raise ValueError(f"its multi-token prediction module holds a tensor {name} that {kind} does not have")
-        if wanted[name].shape != given[name].shape:
+        if expected[name].shape != weights[name].shape:
             raise ValueError(
-                f"{name} of its multi-token prediction module is {list(given[name].shape)} and must be "
-                f"{list(wanted[name].shape)}"
+                f"{name} of its multi-token prediction module is {list(weights[name].shape)} and must be "
+                f"{list(expected[name].shape)}"
             )
-    floats = {n: t.to(torch.float32) if t.is_floating_point() else t for n, t in given.items()}
+    floats = {n: t.to(torch.float32) if t.is_floating_point() else t for n, t in weights.items()}
     module.load_state_dict(floats, assign=True)
     return module.requires_grad_(False)
 

@@ -129,12 +129,12 @@ class NativeHead(NativeRows):
         """
 
         def masks(rows: Sequence[int], of: Sequence[RowPlan], used: int) -> list[Tensor | None]:
-            own = window.within(layer) if layer.kind == "full" and window.cut(of) is not None else layer
-            if len(rows) > 1 or not of[0].is_chain or of[0].new > 1 or own != LayerMask():
-                return [stacked_mask(rows, [row_allowed(place, own, used) for place in of])]
+            layer_mask = window.within(layer) if layer.kind == "full" and window.cut(of) is not None else layer
+            if len(rows) > 1 or not of[0].is_chain or of[0].new > 1 or layer_mask != LayerMask():
+                return [stacked_mask(rows, [row_allowed(place, layer_mask, used) for place in of])]
             return [None]
 
-        order, groups, held = self.grouped([feed.sequence for feed in feeds], places, masks)
+        order, groups, pointed_to = self.grouped([feed.sequence for feed in feeds], places, masks)
         counts = [places[i].new for i in order]
         rows = sum(counts)
         states: list[Any] = [feeds[i].states for i in order]
@@ -144,55 +144,55 @@ class NativeHead(NativeRows):
             ids = torch.tensor([token for i in order for token in feeds[i].tokens])
             beside = self.parts.embedding(ids).to(torch.bfloat16).contiguous()
         output = x.new_empty(rows, self.width)
-        wanted, want = self._wanted(feeds, order, counts)
+        num_scored, scored = self._scored_rows(feeds, order, counts)
         cos, sin = self.turns([places[i] for i in order])
-        logits, best, scale = x.new_empty(len(want), self.num_tokens if want else 0), None, self.project.scale
-        if top and want and scale is not None:
-            best = BestTokens(len(want), min(top, self.num_tokens), scale)
+        logits, best, scale = x.new_empty(len(scored), self.num_tokens if scored else 0), None, self.project.scale
+        if top and scored and scale is not None:
+            best = BestTokens(len(scored), min(top, self.num_tokens), scale)
         tapped = native.pointers([None, None if self.hands_on_normed else output])
-        numbers = native.numbers(want)
+        numbers = native.numbers(scored)
         turns = (ctypes.c_void_p(cos.data_ptr()), ctypes.c_void_p(sin.data_ptr()))
         call = native.CallStruct(
             *(rows, len(groups), ctypes.addressof(groups), x.data_ptr(), 0, 1),
             *(b"\0", b"\0" if self.has_mlp else b"\1", 1, cos.shape[1]),
             *(ctypes.addressof(turns[0]), ctypes.addressof(turns[1]), ctypes.addressof(tapped)),
-            *(output.data_ptr() if self.hands_on_normed else None, len(want), ctypes.addressof(numbers), None),
+            *(output.data_ptr() if self.hands_on_normed else None, len(scored), ctypes.addressof(numbers), None),
             *(logits.data_ptr(), None if beside is None else beside.data_ptr()),
-            native.BestStruct() if best is None else best.asked,
+            native.BestStruct() if best is None else best.struct,
         )
         native.run(self._model, call, torch.get_num_threads())
-        del held
-        if best is None and want:
+        del pointed_to
+        if best is None and scored:
             logits = self.project.behind(logits.float())
         likeliest = None if best is None else (best.tokens(self.ids), best.values())
-        return self._handed_out(order, counts, wanted, output, logits, likeliest)
+        return self._handed_out(order, counts, num_scored, output, logits, likeliest)
 
-    def _wanted(
+    def _scored_rows(
         self, feeds: Sequence[Feed], order: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[int], list[int]]:
         """Per feed how many of its last rows have logits, and which of all rows these are."""
         if not self.guesses:
             return [0] * len(order), []
-        given = [feeds[i].wanted for i in order]
-        wanted = [count if number is None else number for number, count in zip(given, counts, strict=True)]
+        requested = [feeds[i].wanted for i in order]
+        num_scored = [count if number is None else number for number, count in zip(requested, counts, strict=True)]
         want, end = list[int](), 0
-        for count, number in zip(counts, wanted, strict=True):
+        for count, number in zip(counts, num_scored, strict=True):
             end += count
             want.extend(range(end - number, end))
-        return wanted, want
+        return num_scored, want
 
     def _handed_out(
         self,
         order: Sequence[int],
         counts: Sequence[int],
-        wanted: Sequence[int],
+        num_scored: Sequence[int],
         output: Tensor,
         logits: Tensor,
         best: tuple[list[Any], list[Any]] | None,
     ) -> list[HeadRows]:
         by_feed: dict[int, HeadRows] = {}
         row = place = 0
-        for i, count, number in zip(order, counts, wanted, strict=True):
+        for i, count, number in zip(order, counts, num_scored, strict=True):
             state = {"state": output[row : row + count]}
             rows = logits[place : place + number]
             if best is None:

@@ -32,7 +32,7 @@ LANES = 16
 """Channels of a group of a convolution come in whole vectors of the widest kind."""
 NO_PRODUCT = native.ProductStruct(None, 0)
 NO_NORM = native.NormStruct(None, 0.0)
-NOTHING_SAID = (0, None, None, None, None, native.BestStruct())
+NO_LOGITS = (0, None, None, None, None, native.BestStruct())
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ class NativeBlockNet(NativeRows):
         self.num_tokens = self.project.native().shape[0]
         heads, kv_heads, dim = self.size
         beside = native.ALONE, NO_NORM, NO_NORM, NO_PRODUCT
-        readers = self._kept([self._reader(layer) for layer in pieces.layers])
+        readers = self._layer_array([self._reader(layer) for layer in pieces.layers])
         self._reader_model = native.ModelStruct(
             *(readers, self.num_layers, self.width, 0, kv_heads, dim, NO_NORM, NO_PRODUCT, *beside)
         )
-        layers = self._kept([self._layer(*each) for each in zip(pieces.layers, kinds, strict=True)])
+        layers = self._layer_array([self._layer(*each) for each in zip(pieces.layers, kinds, strict=True)])
         self._model = native.ModelStruct(
             *(layers, self.num_layers, self.width, heads, kv_heads, dim),
             *(norm(pieces.last), product(self.project.native()), *beside),
         )
 
-    def _kept(self, layers: Sequence[native.LayerStruct]) -> int:
+    def _layer_array(self, layers: Sequence[native.LayerStruct]) -> int:
         return ctypes.addressof(self._description.keep(native.array(native.LayerStruct, layers)))
 
     def _reader(self, layer: LayerParts) -> native.LayerStruct:
@@ -124,10 +124,10 @@ class NativeBlockNet(NativeRows):
     def read(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
         """Keep keys and values of places, whose ``states`` are the network's inputs, and whose nodes and room are
         there; nothing is said of them."""
-        order, groups, held = self.grouped([feed.sequence for feed in feeds], places, lambda *_: ())
+        order, groups, pointed_to = self.grouped([feed.sequence for feed in feeds], places, lambda *_: ())
         x = torch.cat([feeds[i].states for i in order]).to(torch.bfloat16).contiguous()  # type: ignore[misc]
         self._run(self._reader_model, x, groups, [places[i] for i in order], kinds=0)
-        del held
+        del pointed_to
         nothing = x.new_empty(0, self.num_tokens)
         return [Rows(nothing, {}) for _ in feeds]
 
@@ -146,9 +146,11 @@ class NativeBlockNet(NativeRows):
         def masks(rows: Sequence[int], of: Sequence[RowPlan], used: int) -> list[Tensor | None]:
             if len(rows) == 1 and self.kinds == [(0, False)] and window.cut(of) is None:
                 return [None]
-            return [stacked_mask(rows, [seen(place, used, *kind, window) for place in of]) for kind in self.kinds]
+            return [
+                stacked_mask(rows, [visible_slots(place, used, *kind, window) for place in of]) for kind in self.kinds
+            ]
 
-        order, groups, held = self.grouped([feed.sequence for feed in feeds], places, masks)
+        order, groups, pointed_to = self.grouped([feed.sequence for feed in feeds], places, masks)
         rows, count = len(feeds[0].tokens), len(feeds)
         ids = torch.tensor([feeds[i].tokens for i in order])
         x = self.net.embedded(ids, self.embedding).to(torch.bfloat16).flatten(0, 1).contiguous()
@@ -158,10 +160,12 @@ class NativeBlockNet(NativeRows):
         best = (
             BestTokens(len(want), min(top, self.num_tokens), scale) if top and len(want) and scale is not None else None
         )
-        said = (len(want), ctypes.addressof(want), None, logits.data_ptr(), None)
-        best_asked = native.BestStruct() if best is None else best.asked
-        self._run(self._model, x, groups, [places[i] for i in order], len(self.kinds), states, (*said, best_asked))
-        del held
+        logits_call = (len(want), ctypes.addressof(want), None, logits.data_ptr(), None)
+        best_struct = native.BestStruct() if best is None else best.struct
+        self._run(
+            self._model, x, groups, [places[i] for i in order], len(self.kinds), states, (*logits_call, best_struct)
+        )
+        del pointed_to
         whole = self.project.behind(logits.float()).unflatten(0, (count, -1))
         pair = None if best is None else [each.unflatten(0, (count, -1)) for each in best.tensors()]
         states = states.unflatten(0, (count, -1))
@@ -179,9 +183,9 @@ class NativeBlockNet(NativeRows):
         places: Sequence[RowPlan],
         kinds: int,
         last: Tensor | None = None,
-        said: Any = NOTHING_SAID,
+        logits_call: Any = NO_LOGITS,
     ) -> None:
-        """All layers over rows x [n, D], whose normed outputs go to ``last``; ``said`` is about their logits."""
+        """All layers over rows x [n, D], whose normed outputs go to ``last``; ``logits_call`` is about their logits."""
         cos, sin = self.turns(places)
         turns = (ctypes.c_void_p * 1)(cos.data_ptr()), (ctypes.c_void_p * 1)(sin.data_ptr())
         skipped = b"\1" if last is None else b"\0"
@@ -192,13 +196,13 @@ class NativeBlockNet(NativeRows):
                 *(len(x), len(groups), ctypes.addressof(groups), x.data_ptr(), 0, self.num_layers),
                 *(b"\0" * self.num_layers, skipped * self.num_layers, kinds, cos.shape[1]),
                 *(ctypes.addressof(turns[0]), ctypes.addressof(turns[1]), ctypes.addressof(taps)),
-                *(None if last is None else last.data_ptr(), *said),
+                *(None if last is None else last.data_ptr(), *logits_call),
             ),
             torch.get_num_threads(),
         )
 
 
-def seen(place: RowPlan, used: int, reach: int, causal: bool, window: Window) -> NDArray[np.bool_]:
+def visible_slots(place: RowPlan, used: int, reach: int, causal: bool, window: Window) -> NDArray[np.bool_]:
     """[rows, used] whether a block's rows see the slots of their text: those before it, and each other.
 
     Args:

@@ -63,17 +63,17 @@ class NativeRows(ABC):
         """The texts in the order of their rows, the groups as the library reads them, and what they point to."""
         order: list[int] = []
         groups: list[native.GroupStruct] = []
-        held: list[Any] = []
+        pointed_to: list[Any] = []
         for indices in by_cache(sequences):
             indices.sort(key=lambda i: sequences[i].row)
             order += indices
             rows = [sequences[i].row for i in indices]
             cache: TreeCache = sequences[indices[0]].cache
-            groups.append(self._group(cache, rows, [places[i] for i in indices], masks, held))
-        return order, native.array(native.GroupStruct, groups), held
+            groups.append(self._group(cache, rows, [places[i] for i in indices], masks, pointed_to))
+        return order, native.array(native.GroupStruct, groups), pointed_to
 
     def _group(
-        self, cache: TreeCache, rows: Sequence[int], places: Sequence[RowPlan], masks: Masks, held: list[Any]
+        self, cache: TreeCache, rows: Sequence[int], places: Sequence[RowPlan], masks: Masks, pointed_to: list[Any]
     ) -> native.GroupStruct:
         low, count = rows[0], rows[-1] + 1 - rows[0]
         starts, widths = [0] * count, [0] * count  # rows between the fed ones take no part
@@ -83,10 +83,10 @@ class NativeRows(ABC):
         cache.flush()
         cache.reserve(rows[-1] + 1, used)
         keys, values = self._buffers(cache)
-        seen = masks(rows, places, used)
+        group_masks = masks(rows, places, used)
         arrays = [native.pointers(keys), native.pointers(values), native.numbers(starts), native.numbers(widths)]
-        arrays.append(native.pointers(seen))
-        held += [seen, arrays, keys, values]
+        arrays.append(native.pointers(group_masks))
+        pointed_to += [group_masks, arrays, keys, values]
         first, second, *others = map(ctypes.addressof, arrays)
         return native.GroupStruct(first, second, cache.num_slots, used, low, count, max(widths), *others)
 
@@ -118,14 +118,14 @@ class NativeRows(ABC):
         return torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)
 
 
-def stacked_mask(rows: Sequence[int], seen: Sequence[NDArray[np.bool_]]) -> Tensor:
+def stacked_mask(rows: Sequence[int], visible: Sequence[NDArray[np.bool_]]) -> Tensor:
     """[texts, width, used], zero where a node sees a slot.
 
     Args:
         rows: of the cache, in order; those between them take no part.
-        seen: [nodes, used] of each.
+        visible: [nodes, used] of each.
     """
-    wide = np.zeros((rows[-1] + 1 - rows[0], max(map(len, seen)), seen[0].shape[1]), np.bool_)
-    for row, own in zip(rows, seen, strict=True):
-        wide[row - rows[0], : len(own)] = own
+    wide = np.zeros((rows[-1] + 1 - rows[0], max(map(len, visible)), visible[0].shape[1]), np.bool_)
+    for row, row_visible in zip(rows, visible, strict=True):
+        wide[row - rows[0], : len(row_visible)] = row_visible
     return torch.from_numpy(np.where(wide, np.int16(0), np.int16(0x3F80)))  # any bfloat16 number that is not zero

@@ -51,8 +51,8 @@ class _StackedForward(HeadForward):
         """Logits [n, V] per feed and the outputs [b, width, M D]."""
         step = self.step
         embeddings = self.parts.embedding(call.ids).float()
-        given: Any = call.states
-        inputs = given.unflatten(-1, (self.depth, -1))  # [b, width, M, D]
+        states: Any = call.states
+        inputs = states.unflatten(-1, (self.depth, -1))  # [b, width, M, D]
         outputs: list[Tensor] = []
         for index, module in enumerate(self.model.steps):
             if index < min(step, self.depth - 1):
@@ -107,11 +107,11 @@ class StackedModel(FeatureModel):
     @torch.inference_mode()
     def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
         """A copy of the keys and values, and as one more layer of the states that the next place begins with."""
-        kept = super().snapshot(sequence, length)
-        if kept is None:
+        snapshot = super().snapshot(sequence, length)
+        if snapshot is None:
             return None
         states = torch.cat(self._read[id(sequence)])[None, :length]
-        return replace(kept, layers=[*kept.layers, (states, states[:, :, :0])])
+        return replace(snapshot, layers=[*snapshot.layers, (states, states[:, :, :0])])
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
         *layers, beside = snapshot.layers
