@@ -45,7 +45,7 @@ def build_draft_model(
     It is loaded on ``device``, or on the target's where that is ``None``.  Unless it is ``packed``, its weights stay
     where they can be trained.  ``quantize`` is one of :data:`QUANTIZE`.
     """
-    path = _given_path(drafter, path, target_source, "of the same tokenizer")
+    path = _required_path(drafter, path, target_source, "of the same tokenizer")
     draft = _load_draft_model(path, target, device, packed, quantize)
     check_vocabularies(target, draft, path)
     if tokenizer is not None and path != BUILTIN:
@@ -53,21 +53,21 @@ def build_draft_model(
     return draft
 
 
-def given_draft_model(given: Any, target: LanguageModel, tokenizer: Any | None) -> LanguageModel:
+def given_draft_model(draft_source: Any, target: LanguageModel, tokenizer: Any | None) -> LanguageModel:
     """A draft model that is handed in, checked against the target like one from a folder.
 
     Args:
-        given: a ``PreTrainedModel``, which may be the target's own network, or a :class:`LanguageModel`.
+        draft_source: a ``PreTrainedModel``, which may be the target's own network, or a :class:`LanguageModel`.
     """
-    given = unwrapped(given)
-    check_handed_in(given)
-    name = type(given).__name__
-    if given is target:
+    draft_source = unwrapped(draft_source)
+    check_handed_in(draft_source)
+    name = type(draft_source).__name__
+    if draft_source is target:
         raise ValueError(f"this {name} is the target itself, whose texts are its own: give its .model to draft with it")
-    draft = given if isinstance(given, LanguageModel) else wrap(given)
+    draft = draft_source if isinstance(draft_source, LanguageModel) else wrap(draft_source)
     check_vocabularies(target, draft, name)
-    if tokenizer is not None and not isinstance(given, LanguageModel):
-        check_same_tokenizer(tokenizer, load_tokenizer(given), name)
+    if tokenizer is not None and not isinstance(draft_source, LanguageModel):
+        check_same_tokenizer(tokenizer, load_tokenizer(draft_source), name)
     return draft
 
 
@@ -84,21 +84,21 @@ def build_foreign_draft_model(
 
     It is loaded on ``device``, or on the target's where that is ``None``.
     """
-    path = _given_path(name, path, target_source, "and its tokenizer")
+    path = _required_path(name, path, target_source, "and its tokenizer")
     if tokenizer is None:
         raise ValueError(f"drafter {name!r} needs the target's tokenizer: pass tokenizer=... to load")
     draft = _load_draft_model(path, target, device, quantize=quantize)
-    own = load_tokenizer(resolve(path, "draft"))
-    if own is None:
+    draft_tokenizer = load_tokenizer(resolve(path, "draft"))
+    if draft_tokenizer is None:
         raise ValueError(
             f"drafter {name!r} needs the draft model's tokenizer, and {path} has none: copy tokenizer.json into it"
         )
-    return draft, own
+    return draft, draft_tokenizer
 
 
-def _given_path(drafter: str, path: str | None, target_source: Any, what: str) -> str:
+def _required_path(drafter: str, path: str | None, target_source: Any, hint: str) -> str:
     if path is None and not is_builtin(target_source):
-        raise ValueError(f"drafter {drafter!r} needs a path for this target: {drafter}:PATH (a draft LM {what})")
+        raise ValueError(f"drafter {drafter!r} needs a path for this target: {drafter}:PATH (a draft LM {hint})")
     return BUILTIN if path is None else path
 
 

@@ -70,10 +70,10 @@ class LoadingContext(BuildContext):
     ) -> tuple[LanguageModel, Any]:
         shipped = None if path is not None or is_builtin(self.source) else _shipped("draft", self.source, self.target)
         path = path if shipped is None else str(shipped)
-        draft, own = build_foreign_draft_model(
+        draft, draft_tokenizer = build_foreign_draft_model(
             name, path, self.target, self.source, self.tokenizer, self.device, quantize
         )
-        return windowed(draft, window), own
+        return windowed(draft, window), draft_tokenizer
 
     def drafter(self, spec: str) -> Drafter | None:
         if spec == "none":
@@ -89,10 +89,10 @@ class LoadingContext(BuildContext):
         try:
             built = construct(cls, path, self, options)
         except Exception as error:
-            told = blamed(error)
-            if told is error:
+            blame = blamed(error)
+            if blame is error:
                 raise DrafterError(f"{place} cannot be made: {error}") from error
-            raise told from error
+            raise blame from error
         if not isinstance(built, Drafter):
             raise DrafterError(f"{place}.build returned {type(built).__name__}, not a drafter")
         check_outside(built)
@@ -103,23 +103,23 @@ class LoadingContext(BuildContext):
         chosen = default_members(self.target, self.source)[:most] if specs is None else split_specs(specs)
         return self.group(chosen)
 
-    def part(self, given: Part | None) -> Drafter | None:
+    def part(self, spec: Part | None) -> Drafter | None:
         """The drafter that a spec, a drafter or a draft model stands for."""
-        if given is None:
+        if spec is None:
             return None
-        if isinstance(given, Drafter):
-            check_outside(given)
-            return given
-        if isinstance(given, str):
-            return self.drafter(given)
-        if isinstance(given, type) and issubclass(given, Drafter):
-            raise DrafterError(fault_of(given, Drafter, "drafter"))
-        if isinstance(given, Path):
-            raise ValueError(f"a path is no drafter: give model:{given} for a draft model, or NAME:{given}")
-        if isinstance(given, LanguageModel) or (isinstance(given, nn.Module) and not isinstance(given, type)):
-            draft = given_draft_model(given, self.target, self.tokenizer)
+        if isinstance(spec, Drafter):
+            check_outside(spec)
+            return spec
+        if isinstance(spec, str):
+            return self.drafter(spec)
+        if isinstance(spec, type) and issubclass(spec, Drafter):
+            raise DrafterError(fault_of(spec, Drafter, "drafter"))
+        if isinstance(spec, Path):
+            raise ValueError(f"a path is no drafter: give model:{spec} for a draft model, or NAME:{spec}")
+        if isinstance(spec, LanguageModel) or (isinstance(spec, nn.Module) and not isinstance(spec, type)):
+            draft = given_draft_model(spec, self.target, self.tokenizer)
             return (ModelDrafter if mask_token(draft) is None else PardDrafter)(draft, target=self.target)
-        raise ValueError(f"{with_article(type(given).__name__)} is no drafter: {ACCEPTED}")
+        raise ValueError(f"{with_article(type(spec).__name__)} is no drafter: {ACCEPTED}")
 
     def group(self, specs: Sequence[Part | None]) -> list[Drafter]:
         """The drafters of a list of specs, drafters and draft models."""
@@ -162,10 +162,10 @@ def check_outside(drafter: Drafter) -> None:
         _check_facts(drafter)
         _ = drafter.limits  # an engine asks for them: what a constructor forgot is missing here
     except Exception as error:
-        told = blamed(error)
-        if told is error:
+        blame = blamed(error)
+        if blame is error:
             raise
-        raise told from error
+        raise blame from error
 
 
 def _check_facts(drafter: Drafter) -> None:
@@ -176,9 +176,9 @@ def _check_facts(drafter: Drafter) -> None:
         raise DrafterError(fault)
     if isinstance(drafter.taps, str):
         raise DrafterError(f'{place} has taps = {drafter.taps!r}: write a tuple, ("{drafter.taps}",)')
-    for name, now in NOW_DATA.items():
-        if hasattr(cls, name) and not (now is FORESIGHT and drafter.foresight is not None):
-            raise DrafterError(f"{place} has a method {name}, which nobody asks any more: {now}")
+    for name, replacement in NOW_DATA.items():
+        if hasattr(cls, name) and not (replacement is FORESIGHT and drafter.foresight is not None):
+            raise DrafterError(f"{place} has a method {name}, which nobody asks any more: {replacement}")
     if isinstance(drafter, ModelDrafter) and drafter.draws_together:
         for name in ("_expand", "_add_children", "_candidates"):  # rounds of several requests would pass it by
             if getattr(cls, name) is not getattr(ModelDrafter, name):
@@ -194,10 +194,10 @@ def _check_facts(drafter: Drafter) -> None:
 def check_specs(*, allow_lossy: bool, **specs: Any) -> None:
     """Find what is wrong with spec strings, by role, before a model is loaded for them, and with verifiers and
     controllers that are objects."""
-    for role, given in specs.items():
-        if role in OBJECTS and not (given is None or isinstance(given, str)):
-            OBJECTS[role](given)
-        for spec in given if isinstance(given, list | tuple) else [given]:
+    for role, role_specs in specs.items():
+        if role in OBJECTS and not (role_specs is None or isinstance(role_specs, str)):
+            OBJECTS[role](role_specs)
+        for spec in role_specs if isinstance(role_specs, list | tuple) else [role_specs]:
             if isinstance(spec, str) and spec not in ("auto", "none"):
                 kind, _, _ = read_spec(role, spec)
                 if role == "verifier" and not (kind.lossless or allow_lossy):
@@ -237,9 +237,9 @@ def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
         return None
     if _has_draft(target_source):
         return DEFAULT_GROUP
-    named = named_model(target_source)
-    if named is not None and named.drafter != "auto":
-        return named.drafter
+    entry = named_model(target_source)
+    if entry is not None and entry.drafter != "auto":
+        return entry.drafter
     free = free_drafters(target, target_source)
     return f"router,drafters=({'|'.join(free)})" if len(free) > 1 else next(iter(free), None)
 
@@ -248,8 +248,8 @@ def free_drafters(target: LanguageModel, target_source: Any, besides: Sequence[s
     """Names of the drafters that a target has for nothing and that are expected to pay; those that run a network first,
     because what copies text has a guess only now and then.  Those of ``besides`` are not asked."""
     context = LoadingContext(target, target_source)
-    asked = [(row, row.load().traits.free_for) for row in rows("drafter") if row.name not in besides]
-    free = [row for row, is_free in asked if is_free is not None and is_free(context)]
+    offers = [(row, row.load().traits.free_for) for row in rows("drafter") if row.name not in besides]
+    free = [row for row, is_free in offers if is_free is not None and is_free(context)]
     return [row.name for row in sorted(free, key=lambda row: not row.needs)]
 
 
@@ -281,8 +281,8 @@ def _shipped(name: str, target_source: Any, target: LanguageModel | None = None)
     """The folder of a trained drafter that comes with the library for a target."""
     if str(target_source) == BUILTIN:
         folders = [ZOO]
-    elif (named := named_model(target_source)) is not None:
-        folders = [ZOO / named.name]
+    elif (entry := named_model(target_source)) is not None:
+        folders = [ZOO / entry.name]
     else:
         folders = [] if target is None else [ZOO / model for model in named_models.MODELS]
         folders = [folder for folder in folders if (folder / name).is_dir() and _trained_for(folder, target)]
@@ -307,11 +307,13 @@ def drafter_folder(name: str, path: str | None, target_source: Any, target: Lang
     if path is None:
         shipped = _shipped(name, target_source, target)
         if shipped is None:
-            there = [model for model in named_models.MODELS.values() if _shipped(name, model.name)]
-            ours = [f"; {name}:{model.name} comes with the library for {model.title.split(',')[0]}" for model in there]
+            models = [model for model in named_models.MODELS.values() if _shipped(name, model.name)]
+            hints = [
+                f"; {name}:{model.name} comes with the library for {model.title.split(',')[0]}" for model in models
+            ]
             raise ValueError(
                 f"drafter {name!r} needs a folder for this target: {name}:FOLDER, made by `foretoken train {name}`"
-                + "".join(ours)
+                + "".join(hints)
             )
         return shipped
     folder = Path(path).expanduser()
@@ -319,9 +321,9 @@ def drafter_folder(name: str, path: str | None, target_source: Any, target: Lang
         shipped = _shipped(name, path)
         if shipped is not None:
             return shipped
-        theirs = f", or import another project's with `foretoken import MODEL FOLDER --out {path}`"
+        import_hint = f", or import another project's with `foretoken import MODEL FOLDER --out {path}`"
         raise ValueError(
             f"{folder} is not a folder with a trained drafter: make one with `foretoken train {name}`"
-            f"{theirs if name in IMPORTED else ''}"
+            f"{import_hint if name in IMPORTED else ''}"
         )
     return folder

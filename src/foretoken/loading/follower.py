@@ -25,12 +25,12 @@ def main() -> None:
     """Follow the leader."""
     calls: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(calls,), daemon=True).start()
-    said, sys.stdout = sys.stdout, sys.stderr  # nobody else may write where the leader reads
-    told = json.loads(sys.argv[1])
+    stdout, sys.stdout = sys.stdout, sys.stderr  # nobody else may write where the leader reads
+    settings = json.loads(sys.argv[1])
 
-    def say(**what: object) -> None:
-        said.write(json.dumps(what) + "\n")
-        said.flush()
+    def say(**fields: object) -> None:
+        stdout.write(json.dumps(fields) + "\n")
+        stdout.flush()
 
     from foretoken.loading.networks import load_network, parse_dtype
     from foretoken.loading.parallel import join
@@ -38,10 +38,10 @@ def main() -> None:
     from foretoken.models.other.parallel import follow
 
     say(ready="to join")
-    join(told["rank"], told)
+    join(settings["rank"], settings)
     try:
-        network = load_network(told["path"], parse_dtype(told["dtype"]), told["world"])
-        inner = HuggingFaceModel(network, exact=told["exact"], lean=False)
+        network = load_network(settings["path"], parse_dtype(settings["dtype"]), settings["world"])
+        inner = HuggingFaceModel(network, exact=settings["exact"], lean=False)
     except Exception as error:
         say(error=str(error))
         raise

@@ -21,13 +21,15 @@ from foretoken.options import FIELDS, FILTERS
 FILE = "generation_config.json"
 SAMPLED = ("temperature", *FILTERS)
 """Fields that mean something only where sampling is on."""
-NEUTRAL = {name: one.default if one.neutral is None else one.neutral for name, one in FIELDS.items() if one.sampling}
+NEUTRAL = {
+    name: field.default if field.neutral is None else field.neutral for name, field in FIELDS.items() if field.sampling
+}
 NEUTRAL["min_tokens"] = 0
 """Values that change nothing, which need not be named."""
 RANGES = {
-    name: one.configured
-    for name, one in sorted(FIELDS.items(), key=lambda row: not row[1].sampling)
-    if one.configured is not None
+    name: field.configured
+    for name, field in sorted(FIELDS.items(), key=lambda row: not row[1].sampling)
+    if field.configured is not None
 }
 """Fields that are looked at, those of sampling first."""
 THEIR_NAMES = {"min_tokens": "min_new_tokens"}
@@ -64,8 +66,8 @@ class GenerationDefaults:
 
     def __str__(self) -> str:
         """One line: what they are, and where they are from."""
-        said = ", ".join(f"{name} {value}" for name, value in self.sampling.items())
-        return f"{said} from {self.source}" if said else ""
+        settings = ", ".join(f"{name} {value}" for name, value in self.sampling.items())
+        return f"{settings} from {self.source}" if settings else ""
 
 
 def read_defaults(source: Any) -> GenerationDefaults:
@@ -80,8 +82,8 @@ def read_defaults(source: Any) -> GenerationDefaults:
         from transformers import GenerationConfig
 
         config: Any = getattr(source, "generation_config", None)
-        said = config.to_diff_dict() if isinstance(config, GenerationConfig) else {}
-        return _defaults(said, f"the {type(source).__name__}'s generation_config", "generation_config")
+        stated = config.to_diff_dict() if isinstance(config, GenerationConfig) else {}
+        return _defaults(stated, f"the {type(source).__name__}'s generation_config", "generation_config")
     if is_builtin(source):
         return GenerationDefaults()
     file = _file_of(str(source))
@@ -119,45 +121,45 @@ def _file_of(source: str) -> Path | None:
 
 def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationDefaults:
     """Defaults from fields; ``place`` is named where they are refused, ``source`` where they are used."""
-    said = {name: values.get(THEIR_NAMES.get(name, name)) for name in RANGES}
-    given = {name: value for name, value in said.items() if value is not None}
-    for name, value in given.items():
+    stated = {name: values.get(THEIR_NAMES.get(name, name)) for name in RANGES}
+    settings = {name: value for name, value in stated.items() if value is not None}
+    for name, value in settings.items():
         _check(name, value, place)
     _check_ends(values.get("eos_token_id"), place)
     if not isinstance(values.get("do_sample", False), bool | None):
         raise LoadError(_wrong("do_sample", values["do_sample"], place))
     sampled = bool(values.get("do_sample", False))
     _tell_not_applied(values, sampled, place)
-    named = {name: value for name, value in given.items() if name in SAMPLED and value != NEUTRAL[name]}
-    if not sampled and named:
-        fields = ", ".join(f"{name} {value:g}" for name, value in named.items())
-        why = "do_sample is false" if values.get("do_sample") is not None else "do_sample is not set"
-        logging.getLogger("foretoken").warning("%s has %s, but %s: greedy, as generate does it", place, fields, why)
+    sampling_settings = {name: value for name, value in settings.items() if name in SAMPLED and value != NEUTRAL[name]}
+    if not sampled and sampling_settings:
+        fields = ", ".join(f"{name} {value:g}" for name, value in sampling_settings.items())
+        reason = "do_sample is false" if values.get("do_sample") is not None else "do_sample is not set"
+        logging.getLogger("foretoken").warning("%s has %s, but %s: greedy, as generate does it", place, fields, reason)
     if not sampled:
-        given = {name: value for name, value in given.items() if name not in SAMPLED}
-        if named:  # what was said holds wherever a request leaves it out, a server's included
-            given = {"temperature": 0.0, **given}
-    elif "temperature" not in given:
-        given = {"temperature": 1.0, **given}
-    kept = {n: v for n, v in given.items() if n == "temperature" or v != NEUTRAL.get(n)}
-    return GenerationDefaults(kept, source if kept else "")
+        settings = {name: value for name, value in settings.items() if name not in SAMPLED}
+        if sampling_settings:  # what was said holds wherever a request leaves it out, a server's included
+            settings = {"temperature": 0.0, **settings}
+    elif "temperature" not in settings:
+        settings = {"temperature": 1.0, **settings}
+    changed = {n: v for n, v in settings.items() if n == "temperature" or v != NEUTRAL.get(n)}
+    return GenerationDefaults(changed, source if changed else "")
 
 
 def _tell_not_applied(values: Mapping[str, Any], sampled: bool, place: str) -> None:
     """One line about the fields with which ``generate`` of Transformers would write another text."""
     neutral = {**NOT_APPLIED, **(NOT_APPLIED_SAMPLED if sampled else NOT_APPLIED_GREEDY)}
-    said = {name: values.get(name) for name in neutral}
-    named = [
+    stated = {name: values.get(name) for name in neutral}
+    unsupported = [
         f"{name} {ascii(value)[:40]}"
-        for name, value in said.items()
+        for name, value in stated.items()
         if value is not None and value != neutral[name] and value not in ([], {}, "")
     ]
-    if named:
+    if unsupported:
         logging.getLogger("foretoken").warning(
             "%s has %s, not applied here: pass logits_processor=[...] (stop=, bad_words=, deadline_s=) with a request, "
             "or use model.generate(..., custom_generate=ft.custom_generate)",
             place,
-            ", ".join(named),
+            ", ".join(unsupported),
         )
 
 

@@ -43,8 +43,8 @@ def check_backend(backend: str, source: Any) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
     if backend != "auto" and not is_gguf(source):
-        what = source if isinstance(source, str | Path) else with_article(type(source).__name__)
-        raise ValueError(f"backend={backend} is for GGUF files, and {what} is none: leave backend out")
+        description = source if isinstance(source, str | Path) else with_article(type(source).__name__)
+        raise ValueError(f"backend={backend} is for GGUF files, and {description} is none: leave backend out")
 
 
 def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
@@ -85,8 +85,10 @@ def remedy(backend: str) -> str:
     """What to do about a file that we do not cover."""
     if has_llama_cpp():
         return "load it with backend=llama.cpp"
-    how = "llama.cpp may run it" if backend == "auto" else "backend=llama.cpp may run it"
-    return f"{how} (pip install 'foretoken[gguf]', which compiles it), or give a Transformers folder of the model"
+    alternative = "llama.cpp may run it" if backend == "auto" else "backend=llama.cpp may run it"
+    return (
+        f"{alternative} (pip install 'foretoken[gguf]', which compiles it), or give a Transformers folder of the model"
+    )
 
 
 def _check_options(options: Mapping[str, Any], reasons: Mapping[str, str], usual: Sequence[Any]) -> None:

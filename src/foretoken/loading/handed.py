@@ -38,7 +38,7 @@ def check_handed_in(source: Any) -> None:
     if isinstance(source, LanguageModel):
         return
     if not isinstance(source, nn.Module) or isinstance(source, type):
-        raise LoadError(_what(source))
+        raise LoadError(_kind_of(source))
     name = type(source).__name__
     if name == "FullyShardedDataParallel":
         raise LoadError(f"{with_article(name)} keeps a part of every weight here: save it, and load its path")
@@ -62,19 +62,23 @@ def check_handed_in(source: Any) -> None:
 def check_place(source: Any, dtype: str | torch.dtype | None, device: str | torch.device | None) -> None:
     """Refuse a dtype or a device other than those of a model that is handed in, by a ``ValueError``; ``"auto"`` is
     wherever it is."""
-    wanted, place = parse_dtype(dtype), parse_device(device)
-    own: Any = getattr(source, "dtype", None)
-    if None not in (wanted, own) and wanted != own:
-        as_it_is = str(own).removeprefix("torch.")
-        raise ValueError(f"a model that is handed in stays as it is, in {as_it_is}: call model.to({wanted}) first")
-    here: Any = device_of(source) if isinstance(source, nn.Module) else getattr(source, "device", None)
-    if str(device) == "auto" or place is None or here is None:
+    requested_dtype, place = parse_dtype(dtype), parse_device(device)
+    model_dtype: Any = getattr(source, "dtype", None)
+    if None not in (requested_dtype, model_dtype) and requested_dtype != model_dtype:
+        as_it_is = str(model_dtype).removeprefix("torch.")
+        raise ValueError(
+            f"a model that is handed in stays as it is, in {as_it_is}: call model.to({requested_dtype}) first"
+        )
+    model_device: Any = device_of(source) if isinstance(source, nn.Module) else getattr(source, "device", None)
+    if str(device) == "auto" or place is None or model_device is None:
         return
-    if place.type != here.type or place.index not in (None, here.index):
-        raise ValueError(f"a model that is handed in stays where it is, on {here}: call model.to({str(place)!r}) first")
+    if place.type != model_device.type or place.index not in (None, model_device.index):
+        raise ValueError(
+            f"a model that is handed in stays where it is, on {model_device}: call model.to({str(place)!r}) first"
+        )
 
 
-def _what(source: Any) -> str:
+def _kind_of(source: Any) -> str:
     """One line about something that is no network."""
     kind = with_article(type(source).__name__)
     if source is None:

@@ -55,14 +55,14 @@ def check_supported(
     config: GenerationConfig,
     processors: Sequence[Any],
     synced_gpus: bool,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     call: Mapping[str, Any],
 ) -> None:
     """Refuse what cannot be done, by its name.
 
     Args:
         input_ids: [B, n].
-        given: the arguments of the model's own forward.
+        arguments: the arguments of the model's own forward.
     """
     problems = {
         "encoder-decoder models": bool(getattr(model.config, "is_encoder_decoder", False)),
@@ -77,7 +77,7 @@ def check_supported(
     problems.update({type(p).__name__: isinstance(p, STATEFUL) for p in processors})
     refused = [name for name, wrong in problems.items() if wrong]
     refused.extend(_other_methods(model, config))
-    refused.extend(_inputs_that_would_be_dropped(given, input_ids))
+    refused.extend(_inputs_that_would_be_dropped(arguments, input_ids))
     refused.extend(_ways_of_its_own(model))
     if refused:
         _forget_rows(model)
@@ -106,9 +106,9 @@ def _other_methods(model: Any, config: GenerationConfig) -> Iterator[str]:
             yield OTHER_METHODS.get(method, str(method.value))
 
 
-def _inputs_that_would_be_dropped(given: Mapping[str, Any], input_ids: Tensor) -> Iterator[str]:
+def _inputs_that_would_be_dropped(arguments: Mapping[str, Any], input_ids: Tensor) -> Iterator[str]:
     """Names of the arguments that would change what the model's own forward says."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is None or value is False or name in OWN_KEYS:
             continue
         if name in CACHE_NAMES:
@@ -116,7 +116,7 @@ def _inputs_that_would_be_dropped(given: Mapping[str, Any], input_ids: Tensor) -
             if getattr(value, "_is_user_defined", False) or int(value.get_seq_length()) > 0:
                 yield f"{name}= (it keeps a cache of its own: pass all token ids and no cache)"
         elif name == "position_ids":
-            if not _are_usual(value, given.get("attention_mask"), input_ids.shape[1]):
+            if not _are_usual(value, arguments.get("attention_mask"), input_ids.shape[1]):
                 yield "position_ids= that do not count the tokens from 0"
         else:
             yield f"{name}="

@@ -33,16 +33,16 @@ def params_of(
     sampler applies them, become plain parameters (so that distributions need no prefix); all others stay processors.
     """
     rest = list(processors)
-    own: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if config.do_sample:
-        own["temperature"] = 1.0
+        fields["temperature"] = 1.0
         rest, warpers = _split_warpers(rest)
         for warper in warpers:
             name = ("temperature", *FILTERS)[_OWN_ORDER.index(type(warper))]
-            own[name] = getattr(warper, name)
+            fields[name] = getattr(warper, name)
     if rest and type(rest[0]) is hf.RepetitionPenaltyLogitsProcessor and _skips_padding_only(rest[0], padding):
-        own["repetition_penalty"] = rest.pop(0).penalty
-    return SamplingParams(**own, processors=tuple(_for_row(p, row, padding, rows) for p in rest))
+        fields["repetition_penalty"] = rest.pop(0).penalty
+    return SamplingParams(**fields, processors=tuple(_for_row(p, row, padding, rows) for p in rest))
 
 
 def _split_warpers(processors: list[Any]) -> tuple[list[Any], list[Any]]:

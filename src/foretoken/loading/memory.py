@@ -39,10 +39,10 @@ def explains_full_memory(load: Callable[P, T]) -> Callable[P, T]:
             return load(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             report = str(error)
-        wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", report)
+        allocation = re.search(r"Tried to allocate ([\d.]+ \w+)", report)
         place = re.search(r"GPU (\d+)", report)
         device = f"cuda:{place[1] if place else torch.cuda.current_device()}"
-        more = wanted[1] if wanted else "more"
+        more = allocation[1] if allocation else "more"
         raise LoadError(f"loading needs another {more} on {device}, and {_free(device)} are free there: {ADVICE}")
 
     return loading

@@ -76,21 +76,21 @@ def load_model(
     check_backend(backend, source)
     auto = quantize == AUTO and role == "draft"
     quantize = None if auto else quantize
-    ours = pack is True or (pack == "auto" and exact != "approximate")
+    packs = pack is True or (pack == "auto" and exact != "approximate")
     if is_gguf(source):
-        how = {"device": device, "exact": exact, "inflate": inflate, "pack": pack, "quantize": quantize}
-        loaded = load_gguf(source, backend, dtype=parse_dtype(dtype), **how)
+        options = {"device": device, "exact": exact, "inflate": inflate, "pack": pack, "quantize": quantize}
+        loaded = load_gguf(source, backend, dtype=parse_dtype(dtype), **options)
         if isinstance(loaded, LanguageModel):
             return loaded
         if role == "draft":
             _check_finite(loaded, source, role)
-        return wrap(loaded, exact=exact, lean=lean, in_place=ours, probe=lambda: ordinary_text(source))
-    given = not isinstance(source, str | Path)
+        return wrap(loaded, exact=exact, lean=lean, in_place=packs, probe=lambda: ordinary_text(source))
+    is_object = not isinstance(source, str | Path)
     if quantize is not None:
         check_kind(quantize)
-        if given and inflate is None:
+        if is_object and inflate is None:
             raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")
-    if given:
+    if is_object:
         check_place(source, dtype, device)
     if isinstance(source, LanguageModel):
         if inflate is not None:
@@ -99,21 +99,21 @@ def load_model(
         if pack is True:
             raise ValueError(f"pack=True is for checkpoints and Transformers models, not {type(source).__name__}")
         return source
-    network = source if given else _load_network(source, role, dtype, device)
-    if not given and (role == "draft" or quantize is not None):
+    network = source if is_object else _load_network(source, role, dtype, device)
+    if not is_object and (role == "draft" or quantize is not None):
         _check_finite(network, source, role)
     if inflate is not None:
         shape = shape_for(network.config.get_text_config(), inflate)
         big = inflate_network(network, shape)
         if quantize is not None:
             quantise_linears(big, quantize, wide=exact != "bitwise")
-        return InflatedModel(big, network, shape, exact=exact, lean=lean, in_place=ours)
+        return InflatedModel(big, network, shape, exact=exact, lean=lean, in_place=packs)
     if pack is True:
         check_packable(network)
     quantize = fastest_kind(network) if auto else quantize
     if quantize is not None:
         quantise_linears(network, quantize, wide=exact != "bitwise")
-    in_place = ours and (not given or pack is True)
+    in_place = packs and (not is_object or pack is True)
     return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(source))
 
 
@@ -131,14 +131,14 @@ def _load_network(
     source: str | Path, role: str, dtype: str | torch.dtype | None, device: str | torch.device | None
 ) -> Any:
     """The ``PreTrainedModel`` of a path, a hub id or ``"builtin"``, checked before it is read."""
-    wanted, device = parse_dtype(dtype), parse_device(device)
+    torch_dtype, device = parse_dtype(dtype), parse_device(device)
     local = local_folder(source, role)
     if local is None:
-        return from_pretrained(place_of(resolve(source, role)), wanted, device)
+        return from_pretrained(place_of(resolve(source, role)), torch_dtype, device)
     if is_adapter(local):
         return _load_updated(local, dtype, device)
     check_folder(local)
-    return from_pretrained(str(local), wanted, device)
+    return from_pretrained(str(local), torch_dtype, device)
 
 
 def _load_updated(folder: Path, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Any:

@@ -49,11 +49,13 @@ def declared(source: str, config: Any) -> int:
     """How many modules ``config.json`` announces: the file's own words, for classes have defaults."""
     file = Path(source) / "config.json"
     try:
-        told: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else config.to_dict()
+        config_fields: Mapping[str, Any] = (
+            json.loads(file.read_text(encoding="utf-8")) if file.exists() else config.to_dict()
+        )
     except ValueError:
         return 0
-    told = {**told, **(told.get("text_config") or {})}
-    return max((int(told.get(key) or 0) for key in DECLARED), default=0)
+    config_fields = {**config_fields, **(config_fields.get("text_config") or {})}
+    return max((int(config_fields.get(key) or 0) for key in DECLARED), default=0)
 
 
 def _absence(source: str, announced: int) -> str:
@@ -114,7 +116,7 @@ def _read(module: Mapping[str, str], where: Mapping[str, Path]) -> dict[str, Ten
     read: dict[str, Tensor] = {}
     for file in sorted({where[name] for name in module.values()}):
         with safe_open(file, "pt") as opened:
-            tensors = {mine: opened.get_tensor(name) for mine, name in module.items() if where[name] == file}
-        check_finite(((module[mine], tensor) for mine, tensor in tensors.items()), file)
+            tensors = {our_name: opened.get_tensor(name) for our_name, name in module.items() if where[name] == file}
+        check_finite(((module[our_name], tensor) for our_name, tensor in tensors.items()), file)
         read.update(tensors)
     return read

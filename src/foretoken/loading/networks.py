@@ -35,9 +35,9 @@ def from_pretrained(
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    told = quantisation_of(path)
-    check_method(told, path)
-    place = f"{path} (quantised with {told['quant_method']})" if told.get("quant_method") else path
+    quantisation = quantisation_of(path)
+    check_method(quantisation, path)
+    place = f"{path} (quantised with {quantisation['quant_method']})" if quantisation.get("quant_method") else path
     has_encoder = _has_encoder(path)
     if has_encoder and split is not None:
         raise LoadError(f"{path} is an encoder and a decoder, which cannot be split: leave tensor_parallel out")
@@ -59,12 +59,12 @@ def from_pretrained(
             _check_fetched(path)
             raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
     model, info = loaded
-    if not told:  # else Transformers has read it with the package that wrote it
+    if not quantisation:  # else Transformers has read it with the package that wrote it
         check_storage(model, path, info.get("unexpected_keys", ()))
-    for key, stored, wanted in sorted(info.get("mismatched_keys", ())):
+    for key, stored, expected in sorted(info.get("mismatched_keys", ())):
         raise LoadError(
             f"{place} has a config.json that does not fit its weights: {key} is {list(stored)} in the "
-            f"file and {list(wanted)} in the configuration; copy both from the same checkpoint"
+            f"file and {list(expected)} in the configuration; copy both from the same checkpoint"
         )
     missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
     if missing:
@@ -107,18 +107,20 @@ def parse_device(device: str | torch.device | None) -> torch.device | None:
     where there is none such here."""
     if device is None:
         return None
-    there = devices()
+    available = devices()
     if device == "auto":
-        return torch.device(there[0])
+        return torch.device(available[0])
     try:
-        wanted = torch.device(device)
-        if wanted.type == "cuda" and f"cuda:{wanted.index or 0}" not in there:
-            raise ValueError(f"device {str(device)!r} is not on this machine: choose one of auto, {', '.join(there)}")
-        torch.empty(0, device=wanted)
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and f"cuda:{chosen.index or 0}" not in available:
+            raise ValueError(
+                f"device {str(device)!r} is not on this machine: choose one of auto, {', '.join(available)}"
+            )
+        torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from None
-    return wanted
+    return chosen
 
 
 def devices() -> list[str]:

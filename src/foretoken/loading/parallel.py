@@ -46,15 +46,15 @@ class PartProcess:
     rank: int
     process: subprocess.Popen[str]
     errors: IO[bytes]
-    _how: str | None = field(default=None, init=False)
+    _ending: str | None = field(default=None, init=False)
 
     def ended(self) -> str | None:
         """How it has ended; ``None`` as long as it lives."""
-        if self._how is None and self.process.poll() is not None:
+        if self._ending is None and self.process.poll() is not None:
             code = self.process.returncode
-            how = f"signal {-code}" if code < 0 else f"exit code {code}: {self._last_words()}"
-            self._how = f"process {self.rank} of the split model has ended ({how})"
-        return self._how
+            ending = f"signal {-code}" if code < 0 else f"exit code {code}: {self._last_words()}"
+            self._ending = f"process {self.rank} of the split model has ended ({ending})"
+        return self._ending
 
     def _last_words(self) -> str:
         self.errors.seek(0)
@@ -75,10 +75,10 @@ class PartProcess:
         if not line:
             self.process.wait(END_S)
             raise LoadError(self.ended() or f"process {self.rank} of the split model says nothing")
-        told: dict[str, Any] = json.loads(line)
-        if "error" in told:
-            raise LoadError(str(told["error"]))
-        return told
+        message: dict[str, Any] = json.loads(line)
+        if "error" in message:
+            raise LoadError(str(message["error"]))
+        return message
 
     def end(self) -> None:
         """Close its pipe, which ends it, and wait."""
@@ -105,21 +105,21 @@ def load_parallel(source: Any, count: int, *, dtype: Any, device: Any, exact: st
 
     kind = _kind(device, count)
     path = _check_source(source, count, others)
-    wanted = parse_dtype(dtype)
+    torch_dtype = parse_dtype(dtype)
     parts: list[PartProcess] = []
     give_back = _own_settings()
     with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
-        told = {"world": count, "store": str(Path(folder, "store")), "path": path, "exact": exact, "kind": kind}
-        told["threads"] = max(
+        settings = {"world": count, "store": str(Path(folder, "store")), "path": path, "exact": exact, "kind": kind}
+        settings["threads"] = max(
             1, torch.get_num_threads() // (count if kind == "cpu" else 1)
         )  # as many as one would have
-        told["dtype"] = None if wanted is None else str(wanted).removeprefix("torch.")
+        settings["dtype"] = None if torch_dtype is None else str(torch_dtype).removeprefix("torch.")
         try:
-            parts.extend(_started(rank, told) for rank in range(1, count))
+            parts.extend(_started(rank, settings) for rank in range(1, count))
             for part in parts:
                 part.heard()  # it has imported what it needs
-            join(0, told)
-            network = load_network(path, wanted, count)
+            join(0, settings)
+            network = load_network(path, torch_dtype, count)
             for part in parts:
                 part.heard()  # it has loaded its part
             return ParallelModel(HuggingFaceModel(network, exact=exact, lean=False), parts, give_back)
@@ -198,18 +198,18 @@ def check_split(config: Any, count: int) -> None:
     if not getattr(config, "base_model_tp_plan", None):
         raise CapabilityError(f"Transformers has no plan for splitting {config.model_type}: leave tensor_parallel out")
     heads = config.num_attention_heads
-    for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
+    for name, noun in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
         number = getattr(config, name, None) or heads
         if number % count:
             fitting = [n for n in range(2, number + 1) if number % n == 0 and heads % n == 0]
             hint = f"choose {' or '.join(map(str, fitting))}" if fitting else "this model cannot be split"
-            raise ValueError(f"tensor_parallel={count} does not divide the {number} {what} of this model: {hint}")
+            raise ValueError(f"tensor_parallel={count} does not divide the {number} {noun} of this model: {hint}")
 
 
-def _started(rank: int, told: dict[str, Any]) -> PartProcess:
+def _started(rank: int, settings: dict[str, Any]) -> PartProcess:
     errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
     process = subprocess.Popen(
-        [sys.executable, "-m", "foretoken.loading.follower", json.dumps({**told, "rank": rank})],
+        [sys.executable, "-m", "foretoken.loading.follower", json.dumps({**settings, "rank": rank})],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
@@ -220,20 +220,20 @@ def _started(rank: int, told: dict[str, Any]) -> PartProcess:
     return PartProcess(rank, process, errors)
 
 
-def join(rank: int, told: dict[str, Any]) -> None:
+def join(rank: int, settings: dict[str, Any]) -> None:
     """Meet the other processes, over the loopback interface."""
     if sys.platform == "linux":
         for name in INTERFACES:
             os.environ.setdefault(name, "lo")
-    torch.set_num_threads(told["threads"])
-    cuda = told["kind"] == "cuda"
+    torch.set_num_threads(settings["threads"])
+    cuda = settings["kind"] == "cuda"
     if cuda:
         torch.cuda.set_device(rank)
     distributed.init_process_group(
         "nccl" if cuda else "gloo",
-        store=distributed.FileStore(told["store"], told["world"]),  # type: ignore[attr-defined]
+        store=distributed.FileStore(settings["store"], settings["world"]),  # type: ignore[attr-defined]
         rank=rank,
-        world_size=told["world"],
+        world_size=settings["world"],
         timeout=timedelta(seconds=JOIN_S),
         device_id=torch.device("cuda", rank) if cuda else None,
     )

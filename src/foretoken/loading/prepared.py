@@ -56,11 +56,11 @@ class _ByExact(dict[str, Prepared]):
 @explains_full_memory
 def prepared_of(model: Any, exact: str) -> Prepared:
     """The model's wrapped target, made anew where the model has changed; one thread at a time may ask."""
-    kept = vars(model).get(ATTRIBUTE)
-    prepared = None if kept is None else kept.get(exact)
+    stored = vars(model).get(ATTRIBUTE)
+    prepared = None if stored is None else stored.get(exact)
     if prepared is not None and prepared.is_still(model):
         return prepared
-    if kept is None or prepared is not None:  # others are no better, and hold the memory that the new one needs
-        kept = vars(model)[ATTRIBUTE] = _ByExact()
-    made = kept[exact] = Prepared(model, exact)
+    if stored is None or prepared is not None:  # others are no better, and hold the memory that the new one needs
+        stored = vars(model)[ATTRIBUTE] = _ByExact()
+    made = stored[exact] = Prepared(model, exact)
     return made

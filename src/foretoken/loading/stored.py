@@ -34,18 +34,22 @@ def quantisation_of(path: str) -> Mapping[str, Any]:
     except Exception:  # whatever is wrong with the configuration, loading says it
         return {}
     inner = config.get("text_config")
-    told = config.get("quantization_config") or (isinstance(inner, Mapping) and inner.get("quantization_config"))
-    return told if isinstance(told, Mapping) else {}
+    quantisation = config.get("quantization_config") or (
+        isinstance(inner, Mapping) and inner.get("quantization_config")
+    )
+    return quantisation if isinstance(quantisation, Mapping) else {}
 
 
-def check_method(told: Any, place: str) -> None:
+def check_method(quantisation: Any, place: str) -> None:
     """Refuse a quantisation, as ``quantization_config`` names it, that Transformers passes over."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    settings = told if isinstance(told, Mapping) else vars(told) if told is not None else {}
+    settings = (
+        quantisation if isinstance(quantisation, Mapping) else vars(quantisation) if quantisation is not None else {}
+    )
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method") or ""))
-    known = settings.get("load_in_8bit") or settings.get("load_in_4bit") or method in AUTO_QUANTIZATION_CONFIG_MAPPING
-    if method and not known:
+    is_read = settings.get("load_in_8bit") or settings.get("load_in_4bit") or method in AUTO_QUANTIZATION_CONFIG_MAPPING
+    if method and not is_read:
         raise LoadError(
             f"{place} is quantised with {method}, which Transformers {transformers.__version__} does not read: "
             "take the full checkpoint, a GGUF file of it, or one that was quantised in another way"

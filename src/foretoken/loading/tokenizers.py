@@ -18,15 +18,15 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 TEMPLATE = "chat_template.jinja"
 
 
-def check_tokenizer(given: Any) -> None:
+def check_tokenizer(tokenizer: Any) -> None:
     """Refuse what is no tokenizer, by a ``ValueError``, before a text fails on it."""
-    if given is None or isinstance(given, _UnreadTokenizer):  # asked for anything, it would be read
+    if tokenizer is None or isinstance(tokenizer, _UnreadTokenizer):  # asked for anything, it would be read
         return
-    if callable(given) and hasattr(given, "decode") and not isinstance(given, type):
+    if callable(tokenizer) and hasattr(tokenizer, "decode") and not isinstance(tokenizer, type):
         return
-    shown = repr(given) if isinstance(given, str | Path) else with_article(type(given).__name__)
-    how = f"AutoTokenizer.from_pretrained({given!r})" if isinstance(given, str | Path) else "AutoTokenizer's"
-    raise ValueError(f"tokenizer must be a Transformers tokenizer, not {shown}: give {how}")
+    description = repr(tokenizer) if isinstance(tokenizer, str | Path) else with_article(type(tokenizer).__name__)
+    source = f"AutoTokenizer.from_pretrained({tokenizer!r})" if isinstance(tokenizer, str | Path) else "AutoTokenizer's"
+    raise ValueError(f"tokenizer must be a Transformers tokenizer, not {description}: give {source}")
 
 
 def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
@@ -154,10 +154,10 @@ def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> No
     """Refuse a draft model of another tokenizer than the target's, by a ``ValueError``."""
     if target is None or draft is None:
         return
-    mine, theirs = _written(target), _written(draft)
-    if mine == theirs:
+    target_ids, draft_ids = _ids_of(target), _ids_of(draft)
+    if target_ids == draft_ids:
         return
-    differing = sorted(set(mine.items()) ^ set(theirs.items()), key=lambda item: item[1])
+    differing = sorted(set(target_ids.items()) ^ set(draft_ids.items()), key=lambda item: item[1])
     token, index = differing[0]
     raise ValueError(
         f"the draft model {name} has another tokenizer than the target ({len(differing)} entries differ, first "
@@ -166,7 +166,7 @@ def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> No
     )
 
 
-def _written(tokenizer: Any) -> dict[str, int]:
+def _ids_of(tokenizer: Any) -> dict[str, int]:
     """Its vocabulary without the names that converters to GGUF give the places which only fill up a matrix."""
     return {token: place for token, place in tokenizer.get_vocab().items() if token != f"[PAD{place}]"}
 

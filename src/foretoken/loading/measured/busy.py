@@ -56,8 +56,8 @@ def _step_s(target: LanguageModel, threads: int, clock: Callable[[], float]) -> 
     torch.set_num_threads(threads)
     times: list[float] = []
     with opened(target, any_text(target, TEXT)) as (sequence,):
-        began = clock()
-        while len(times) <= CALLS and (len(times) < 2 or clock() - began < MOST_S):
+        start_s = clock()
+        while len(times) <= CALLS and (len(times) < 2 or clock() - start_s < MOST_S):
             before = clock()
             target.forward([Feed(sequence, [1 % target.vocab_size])])
             target.commit(sequence, [] if target.capabilities.rollback else [0])

@@ -95,16 +95,16 @@ def line_of(seconds: Mapping[int, float]) -> DrafterCost:
     return DrafterCost(max(long_s - step_s * long, 0.0), step_s, [])
 
 
-def _draft_s(target: LanguageModel, drafter: Drafter, text: Sequence[int], asked: FixedDepthController) -> float:
-    depth = asked.budget(None, 1).max_depth  # type: ignore[arg-type]
-    times = _rounds(target, drafter, asked, text, (1 + ROUNDS) * (1 + depth) + depth)
-    return min([one.draft_s for one in times[1 : 1 + ROUNDS]] or [one.draft_s for one in times])
+def _draft_s(target: LanguageModel, drafter: Drafter, text: Sequence[int], controller: FixedDepthController) -> float:
+    depth = controller.budget(None, 1).max_depth  # type: ignore[arg-type]
+    times = _rounds(target, drafter, controller, text, (1 + ROUNDS) * (1 + depth) + depth)
+    return min([record.draft_s for record in times[1 : 1 + ROUNDS]] or [record.draft_s for record in times])
 
 
 def _rest_s(target: LanguageModel, text: Sequence[int], curve: TargetCost) -> float:
     """Seconds of a plain round beside the target's call."""
     times = _rounds(target, None, None, text, 1 + ROUNDS)
-    return max(median(one.total_s - one.target_s for one in times), 0.0) if times else 0.0
+    return max(median(record.total_s - record.target_s for record in times), 0.0) if times else 0.0
 
 
 def _rounds(
@@ -135,6 +135,6 @@ def _key(target: LanguageModel, drafter: Drafter) -> str:
         "target": sampled or fingerprint_of(target),
         "machine": {key: machine[key] for key in COMPARED},
         "versions": machine["versions"],
-        "members": [[one.name, one.max_depth, one.max_nodes] for one in limits.members or (limits,)],
+        "members": [[member.name, member.max_depth, member.max_nodes] for member in limits.members or (limits,)],
     }
     return hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()

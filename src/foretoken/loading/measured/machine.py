@@ -69,9 +69,9 @@ def median_ms(run: Callable[[], Any], repeat: int, device: Any) -> float:
     """Median milliseconds of ``run`` after one warm-up."""
     times = []
     for _ in range(repeat + 1):
-        began = now(device)
+        start_s = now(device)
         run()
-        times.append(1000 * (now(device) - began))
+        times.append(1000 * (now(device) - start_s))
     return statistics.median(times[1:])
 
 
@@ -92,8 +92,8 @@ def dtype_costs(width: int, device: Any) -> list[dict[str, Any]]:
                 costs.append(median_ms(lambda x=x, product=product: product(x), 30, x.device))  # type: ignore[misc]
             except (RuntimeError, TypeError):
                 costs.append(None)
-        told = {"dtype": str(dtype).removeprefix("torch."), "supported": costs[0] is not None, "layout": layout}
-        table.append({**told, "linear_ms": costs[0], "linear_rows_ms": costs[1]})
+        row = {"dtype": str(dtype).removeprefix("torch."), "supported": costs[0] is not None, "layout": layout}
+        table.append({**row, "linear_ms": costs[0], "linear_rows_ms": costs[1]})
     return table
 
 
@@ -102,8 +102,10 @@ def layout_costs(target: LanguageModel) -> list[dict[str, Any]]:
     model, dtype = getattr(target, "model", None), getattr(target, "dtype", None)
     if not isinstance(model, torch.nn.Module) or dtype is None:
         return []
-    known = known_times(dtype, shapes_of(model))
-    return [{"product": key, **{f"rows_{n}_us": 1e6 * s for n, s in times.items()}} for key, times in known.items()]
+    measured_times = known_times(dtype, shapes_of(model))
+    return [
+        {"product": key, **{f"rows_{n}_us": 1e6 * s for n, s in times.items()}} for key, times in measured_times.items()
+    ]
 
 
 def scoring_costs(target: LanguageModel, repeat: int = 10, counts: Sequence[int] = COUNTS) -> list[dict[str, Any]]:
@@ -182,14 +184,14 @@ def _about_threads(report: dict[str, Any]) -> list[str]:
     if len(timed) < 2:
         return []
     best = min(timed, key=lambda row: row["one_token_ms"])
-    now = next((row for row in timed if row["threads"] == report["threads"]["torch_threads"]), best)
-    if now["one_token_ms"] > 1.15 * best["one_token_ms"]:
+    present = next((row for row in timed if row["threads"] == report["threads"]["torch_threads"]), best)
+    if present["one_token_ms"] > 1.15 * best["one_token_ms"]:
         return [
-            f"{best['threads']} thread(s) score a token in {best['one_token_ms']:.1f} ms, {now['threads']} in "
-            f"{now['one_token_ms']:.1f} ms: set OMP_NUM_THREADS={best['threads']}"
+            f"{best['threads']} thread(s) score a token in {best['one_token_ms']:.1f} ms, {present['threads']} in "
+            f"{present['one_token_ms']:.1f} ms: set OMP_NUM_THREADS={best['threads']}"
             + (" (the machine is busy; measure again when it is quiet)" if _busy(report) else "")
         ]
-    return [f"{now['threads']} thread(s) are a good choice for this target"]
+    return [f"{present['threads']} thread(s) are a good choice for this target"]
 
 
 def _busy(report: dict[str, Any]) -> bool:
@@ -200,16 +202,16 @@ def _busy(report: dict[str, Any]) -> bool:
 def _about_dtype(report: dict[str, Any]) -> list[str]:
     """Plain decoding multiplies single rows, and speculation several: both may be faster in another dtype."""
     lines = []
-    for key, what, so in (
+    for key, claim, so in (
         ("linear_ms", "a matrix of this target's width runs", "try"),
         ("linear_rows_ms", f"{ROWS} rows at once, as drafts are checked, run", "drafts pay more with"),
     ):
         costs = {row["dtype"]: row[key] for row in report["dtypes"] if row[key]}
-        mine = costs.get(report["target"]["dtype"])
+        target_ms = costs.get(report["target"]["dtype"])
         usable = {name: ms for name, ms in costs.items() if name in ("float32", "bfloat16")}
-        if mine is None or not usable:
+        if target_ms is None or not usable:
             continue
         best = min(usable, key=lambda name: usable[name])
-        if mine > 1.3 * usable[best]:
-            lines.append(f"{what} {mine / usable[best]:.1f} times faster in {best}: {so} --dtype {best}")
+        if target_ms > 1.3 * usable[best]:
+            lines.append(f"{claim} {target_ms / usable[best]:.1f} times faster in {best}: {so} --dtype {best}")
     return lines

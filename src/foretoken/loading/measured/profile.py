@@ -36,35 +36,35 @@ def machine_of(target: LanguageModel) -> dict[str, Any]:
 def fingerprint_of(target: LanguageModel) -> str:
     """Tells one target from another, whatever dtype it was loaded in."""
     try:
-        own = TargetParts(target).fingerprint()
+        marks = TargetParts(target).fingerprint()
     except CapabilityError:
-        known = getattr(target, "identity", "")  # of a GGUF file
-        return known or f"{type(target).__name__}-{target.vocab_size}-{target.context_length}"
+        identity = getattr(target, "identity", "")  # of a GGUF file
+        return identity or f"{type(target).__name__}-{target.vocab_size}-{target.context_length}"
     grown = f"-inflated-{target.num_parameters}" if isinstance(target, InflatedModel) else ""
-    return f"{own.num_layers}x{own.hidden_size}-{own.vocab_size}-{own.weights}-{own.layers}{grown}"
+    return f"{marks.num_layers}x{marks.hidden_size}-{marks.vocab_size}-{marks.weights}-{marks.layers}{grown}"
 
 
 def misfits(profile: Mapping[str, Any], target: LanguageModel) -> list[str]:
     """Why the profile's times may not hold for this target on this machine; empty when they do."""
     reasons = []
-    known = profile.get("target")
-    if known is not None and known["fingerprint"] != fingerprint_of(target):
-        source = known.get("source")
+    profiled = profile.get("target")
+    if profiled is not None and profiled["fingerprint"] != fingerprint_of(target):
+        source = profiled.get("source")
         reasons.append(f"it is of another target, {source}" if source else "it is of another target")
-    then, now = profile.get("machine") or {}, machine_of(target)
-    moved = [key for key in COMPARED if key in then and then[key] != now[key]]
-    return [*reasons, *(f"{key} was {_shown(then[key])} and is {_shown(now[key])}" for key in moved)]
+    tuned_on, present = profile.get("machine") or {}, machine_of(target)
+    moved = [key for key in COMPARED if key in tuned_on and tuned_on[key] != present[key]]
+    return [*reasons, *(f"{key} was {_shown(tuned_on[key])} and is {_shown(present[key])}" for key in moved)]
 
 
 def _shown(value: Any) -> str:
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
-def costs_for(profile: Mapping[str, Any], target: LanguageModel, name: str | Path, wanted: bool) -> RoundCosts | None:
+def costs_for(profile: Mapping[str, Any], target: LanguageModel, name: str | Path, is_used: bool) -> RoundCosts | None:
     """A profile's costs, measured again where it comes from another target or machine.
 
     Args:
-        wanted: whether anything will use the costs; if not, nothing is measured.
+        is_used: whether anything will use the costs; if not, nothing is measured.
 
     Warns:
         ProfileWarning: the profile is of another target or machine.
@@ -72,10 +72,10 @@ def costs_for(profile: Mapping[str, Any], target: LanguageModel, name: str | Pat
     reasons = misfits(profile, target)
     costs: RoundCosts | None = profile.get("costs")
     if reasons:
-        remedy = "its costs are measured again now" if wanted and costs is not None else "its speed-ups may not hold"
+        remedy = "its costs are measured again now" if is_used and costs is not None else "its speed-ups may not hold"
         text = f"the profile {name} does not fit ({'; '.join(reasons)}): {remedy}; run foretoken tune for a new one"
         warnings.warn(text, ProfileWarning, stacklevel=3)
-    if not wanted or costs is None:
+    if not is_used or costs is None:
         return None
     return refresh(costs, target) if reasons else costs
 
