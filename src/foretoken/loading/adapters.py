@@ -126,8 +126,8 @@ def _read_factors(file: Path) -> dict[str, dict[str, Tensor]]:
         factors.setdefault(match[1], {})[match[2]] = tensor
     for name, pair in factors.items():
         if len(pair) < 2:
-            other = "B" if "A" in pair else "A"
-            raise LoadError(f"{file} lacks base_model.model.{name}.lora_{other}.weight: the adapter is incomplete")
+            missing = "B" if "A" in pair else "A"
+            raise LoadError(f"{file} lacks base_model.model.{name}.lora_{missing}.weight: the adapter is incomplete")
     if not factors:
         raise LoadError(f"{file} holds no tensors: the adapter is incomplete")
     return factors

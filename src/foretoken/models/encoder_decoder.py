@@ -138,11 +138,11 @@ class EncoderDecoderModel(TreeRunner):
     @cached_property
     def kv_bytes_per_token(self) -> int:
         """What a token of an answer takes; one of a prompt takes as much in cross-attention."""
-        other = copy.copy(self)
-        other.separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
-        sequence = other.open()
-        other.prefill(sequence, self.answer_start[:1])
-        other.forward([Feed(sequence, self.answer_start[:1], wanted=0)])
+        probe = copy.copy(self)
+        probe.separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
+        sequence = probe.open()
+        probe.prefill(sequence, self.answer_start[:1])
+        probe.forward([Feed(sequence, self.answer_start[:1], wanted=0)])
         return sequence.cache.slot_bytes
 
     def _slots(self, sequence: SequenceState) -> int:

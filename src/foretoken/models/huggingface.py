@@ -184,8 +184,8 @@ class HuggingFaceModel(TreeRunner):
         if max(counts) < 2:
             return
         ends = [
-            ChainEnd(each.cache, each.row, each.num_slots, each.num_slots, count - 1)
-            for each, count in zip(sequences, counts, strict=True)
+            ChainEnd(sequence.cache, sequence.row, sequence.num_slots, sequence.num_slots, count - 1)
+            for sequence, count in zip(sequences, counts, strict=True)
         ]
         start_s, steps = now(self.device), NativeChains(native, ends)
         for number in range(max(counts) - 1):
@@ -222,9 +222,9 @@ class HuggingFaceModel(TreeRunner):
 
         Nothing that runs meanwhile is touched: another thread may go on with the model.
         """
-        other = copy.copy(self)
-        other.forwards, other._watch = self.forwards.over(network), Watch(network)
-        return other
+        clone = copy.copy(self)
+        clone.forwards, clone._watch = self.forwards.over(network), Watch(network)
+        return clone
 
     def go_on_with(self, other: HuggingFaceModel) -> None:
         """Take the network of a model that :meth:`over` has made ready; open sequences stay.
@@ -243,13 +243,13 @@ class HuggingFaceModel(TreeRunner):
         A forward covers all rows from its first sequence to its last: in a shared cache, those of another engine that
         lie between them cost time.  :meth:`take_weights` must be told to siblings one by one.
         """
-        other = copy.copy(self)
-        other.forwards = copy.copy(self.forwards)
-        other.separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
-        return other
+        clone = copy.copy(self)
+        clone.forwards = copy.copy(self.forwards)
+        clone.separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
+        return clone
 
     def windowed(self, window: Window) -> HuggingFaceModel:
         """A :meth:`sibling` that reads texts through a window; it runs no graphs, whose shapes are fixed."""
-        other = self.sibling()
-        other.window, other.graphs_off = window, "it reads a window of the text"
-        return other
+        clone = self.sibling()
+        clone.window, clone.graphs_off = window, "it reads a window of the text"
+        return clone

@@ -115,9 +115,9 @@ class TreeRunner(ModuleModel):
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        other = TreeRunner(self.forwards, TreeCache(self.cache.num_layers, self.cache.max_slots))
-        sequence = other.open()
-        other.prefill(sequence, [0])
+        probe = TreeRunner(self.forwards, TreeCache(self.cache.num_layers, self.cache.max_slots))
+        sequence = probe.open()
+        probe.prefill(sequence, [0])
         return sequence.cache.slot_bytes
 
     @torch.inference_mode()

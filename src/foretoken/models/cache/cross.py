@@ -99,7 +99,9 @@ def encoded(states: Tensor, cache: Any) -> Encoded:
     return Encoded(states, [(layer.keys, layer.values) for layer in cache.cross_attention_cache.layers])
 
 
-def placeholder(other: Crossed, size: int) -> Tensor:
+def placeholder(crossed_input: Crossed, size: int) -> Tensor:
     """[b, n, size] in place of the encoder's hidden states, whose keys and values are there: it takes no memory."""
-    like = next(encoded for encoded in other.inputs if encoded is not None).states
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand(len(other.inputs), other.length, size)
+    like = next(encoded for encoded in crossed_input.inputs if encoded is not None).states
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(
+        len(crossed_input.inputs), crossed_input.length, size
+    )

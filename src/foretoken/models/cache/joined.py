@@ -88,13 +88,13 @@ class _JoinedKeys(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """[texts, H, slots, D] of all that is there now."""
-        both = [
+        pairs = [
             layer.update(key_states[i : i + 1], value_states[i : i + 1]) for i, layer in enumerate(self.text_layers)
         ]
-        longest = max(key.shape[-2] for key, _ in both)
+        longest = max(key.shape[-2] for key, _ in pairs)
         keys, values = (
-            torch.cat([F.pad(each, (0, 0, longest - each.shape[-2], 0)) for each in side])
-            for side in zip(*both, strict=True)
+            torch.cat([F.pad(part, (0, 0, longest - part.shape[-2], 0)) for part in side])
+            for side in zip(*pairs, strict=True)
         )
         return keys, values
 

@@ -218,7 +218,7 @@ class TreeCache(Cache):
         """
         parts = self._parts()
         devices = {part.device for part in parts}
-        places = {device: [each.to(device) for each in (rows, source, target)] for device in devices}
+        places = {device: [index.to(device) for index in (rows, source, target)] for device in devices}
         read = []
         for part in parts:
             r, s, _ = places[part.device]

@@ -76,9 +76,9 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, f
     """Float32 logits [6, V] of the model's own forward, and how much quantised layers change them with later tokens: 0
     where that is rounding."""
     tokens = _text(vocab_size)
-    other = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
+    altered = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
     try:
-        logits, changed = (_forward(model, ids) for ids in (tokens, other))
+        logits, changed = (_forward(model, ids) for ids in (tokens, altered))
     except CapabilityError:
         raise
     except Exception as error:
@@ -105,10 +105,10 @@ def _mixes_tokens(model: Any) -> bool:
 def _sees_other_rows(layer: Any, model: Any) -> bool:
     ramp = torch.linspace(-1, 1, ROWS * layer.in_features, dtype=torch.float64).cos()
     rows = ramp.view(1, ROWS, -1).to(device_of(model), model.dtype)
-    others = rows.clone()
-    others[:, KEPT:] *= 32
+    altered = rows.clone()
+    altered[:, KEPT:] *= 32
     try:
-        before, changed = (layer(x)[:, :KEPT].float() for x in (rows, others))
+        before, changed = (layer(x)[:, :KEPT].float() for x in (rows, altered))
     except Exception:  # no layer over rows of hidden states
         return False
     return relative(changed, before) > LIMIT

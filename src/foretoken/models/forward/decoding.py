@@ -92,16 +92,16 @@ class DecoderForward:
     def _run(self, call: NetworkCall) -> Outputs:
         ids, (width, first) = call.ids, (call.ids.shape[1], call.first)
         low = call.cache.low
-        other = self._side_by_side([text.encoded for text in call.cache.texts[low : low + len(ids)]])
+        crossed_inputs = self._side_by_side([text.encoded for text in call.cache.texts[low : low + len(ids)]])
         with switched_attention(self), recording(self.model, call.taps) as hidden:
             decoding(self.model)
             out = self.model(
-                encoder_outputs=(placeholder(other, self.config.hidden_size),),
-                attention_mask=other.mask,
+                encoder_outputs=(placeholder(crossed_inputs, self.config.hidden_size),),
+                attention_mask=crossed_inputs.mask,
                 decoder_input_ids=ids,
                 decoder_attention_mask=self._mask(call, low),
                 use_cache=True,
-                **{self.cache_argument: with_crossed(call.cache, other)},
+                **{self.cache_argument: with_crossed(call.cache, crossed_inputs)},
             )
         return call.feed_logits(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
 

@@ -115,9 +115,9 @@ class LeanForward:
 
         ``change`` is given a layer's index as well, see :meth:`LeanLayer.with_products`.
         """
-        other = copy.copy(self.twin)
-        other.layers = [layer.with_products(partial(change, i)) for i, layer in enumerate(self.layers)]
-        return other
+        clone = copy.copy(self.twin)
+        clone.layers = [layer.with_products(partial(change, i)) for i, layer in enumerate(self.layers)]
+        return clone
 
     @property
     def is_coarse(self) -> bool:

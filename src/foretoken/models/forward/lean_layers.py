@@ -134,12 +134,12 @@ class LeanLayer:
 
     def with_products(self, change: Change) -> LeanLayer:
         """The same layer with other products (:data:`Change`); its own where the MLP is the model's module."""
-        other, family = copy.copy(self), self.family
+        clone, family = copy.copy(self), self.family
         inside = partial(linear_names, family.attention)
-        other.qkv = change(self.qkv, inside(*family.qkv))
-        other.out = OutputProjection(change(self.out.projection, inside(family.out)), self.out.joined)
-        other.mlp = with_products(self.mlp, family, change)
-        return other
+        clone.qkv = change(self.qkv, inside(*family.qkv))
+        clone.out = OutputProjection(change(self.out.projection, inside(family.out)), self.out.joined)
+        clone.mlp = with_products(self.mlp, family, change)
+        return clone
 
     def attend(self, index: int, x: Tensor, run: ForwardPass) -> Tensor:
         """The attention of layer ``index`` with its residual, x [n, D] -> [n, D]; writes its keys and values."""
@@ -188,8 +188,8 @@ class LeanLayer:
         query, key = qkv[:, :heads], qkv[:, heads:end]
         if self.norms_heads:
             return torch.cat([self.q_norm(query), self.k_norm(key)], 1)
-        both = torch.cat([self.q_norm(query.flatten(1)), self.k_norm(key.flatten(1))], 1)
-        return both.view(-1, end, self.size.dim)
+        normed = torch.cat([self.q_norm(query.flatten(1)), self.k_norm(key.flatten(1))], 1)
+        return normed.view(-1, end, self.size.dim)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -142,14 +142,14 @@ class NativeForward(LeanForward):
         output = x.new_empty(len(want), self.num_outputs)
         groups, pointed_to = self._groups(run, calls)
         turns = [run.turns[rope] for rope in self.ropes]
-        cos, sin = (native.pointers(each) for each in zip(*turns, strict=True))
+        cos, sin = (native.pointers(tensors) for tensors in zip(*turns, strict=True))
         rows = native.numbers(want)
         x = x.contiguous()
         last = states.get("last")
         call = native.CallStruct(
             *(n, len(run.groups), ctypes.addressof(groups), x.data_ptr(), plan.start, end),
             *(self._skipped(plan.skip_attention), self._skipped(plan.skip_mlp), self.num_kinds, turns[0][0].shape[-1]),
-            *(ctypes.addressof(each) for each in (cos, sin, tapped)),
+            *(ctypes.addressof(pointers) for pointers in (cos, sin, tapped)),
             *(None if last is None else last.data_ptr(), len(want), ctypes.addressof(rows)),
             *((None, output.data_ptr()) if whole else (output.data_ptr(), None)),
         )

@@ -87,14 +87,14 @@ class NativeChains:
         x = self.forward.embedded(torch.tensor([tokens[i] for i in active])).contiguous()
         rows: Any = number if len(active) == len(self.order) else (number, [self.order.index(i) for i in active])
         turns = [[side[rows].contiguous() for side in sides] for sides in self.turns]
-        cos, sin = (native.pointers(each) for each in zip(*turns, strict=True))
+        cos, sin = (native.pointers(tensors) for tensors in zip(*turns, strict=True))
         want = native.numbers([] if states else range(len(active)))
         output = x.new_empty(len(active), x.shape[-1] if states else self.forward.num_outputs)
         best = None if states else BestTokens(len(active), 1, 1.0)
         call = native.CallStruct(
             *(len(active), len(self.groups), ctypes.addressof(groups), x.data_ptr(), 0, len(self.nothing)),
             *(self.nothing, self.nothing, self.forward.num_kinds, turns[0][0].shape[-1]),
-            *(ctypes.addressof(each) for each in (cos, sin, self.taps)),
+            *(ctypes.addressof(pointers) for pointers in (cos, sin, self.taps)),
             *(output.data_ptr() if states else None, len(want), ctypes.addressof(want), None),
             *(None if states else output.data_ptr(), None),
             native.BestStruct() if best is None else best.struct,
@@ -115,7 +115,7 @@ class _Group:
         cache.reserve(high, self.used)
         self.slots = cache.num_slots
         self._buffers = cache.buffers(forward.like)
-        self._pointers = [native.pointers(each) for each in self._buffers]
+        self._pointers = [native.pointers(tensors) for tensors in self._buffers]
         self._starts, self._widths = native.numbers([0] * (high - self.low)), native.numbers([0] * (high - self.low))
         self._masks = native.pointers([None] * forward.num_kinds)
 

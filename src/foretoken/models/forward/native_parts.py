@@ -51,14 +51,18 @@ class Description:
 
     def product(self, *projections: Any) -> native.ProductStruct:
         """Linear layers of one input.  Raises ``NotCoveredError`` for a weight that the library does not read."""
-        parts = [part for each in projections for part in (each.products if isinstance(each, SideBySide) else [each])]
+        parts = [
+            part
+            for projection in projections
+            for part in (projection.products if isinstance(projection, SideBySide) else [projection])
+        ]
         linears = self.keep(native.array(Linear, [self._linear(part) for part in parts]))
         return native.ProductStruct(ctypes.addressof(linears), len(parts))
 
     def products(self, projections: Sequence[Any]) -> int:
         """The address of an array of products, each of its own input."""
         return ctypes.addressof(
-            self.keep(native.array(native.ProductStruct, [self.product(each) for each in projections]))
+            self.keep(native.array(native.ProductStruct, [self.product(projection) for projection in projections]))
         )
 
     def _linear(self, product: Any) -> Linear:

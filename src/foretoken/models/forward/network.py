@@ -127,17 +127,17 @@ class Network:
 
     def public(self, dtype: torch.dtype | None = None) -> Network:
         """The same network on its public forward, which computes in ``dtype`` where the caller has widened it."""
-        other = copy.copy(self)
-        other.fast, other.dtype = None, self.dtype if dtype is None else dtype
-        return other
+        clone = copy.copy(self)
+        clone.fast, clone.dtype = None, self.dtype if dtype is None else dtype
+        return clone
 
     def over(self, model: Any) -> Network:
         """The same forward over another model of this shape."""
-        other = copy.copy(self)
-        other.model, other.configs, other.rotary = model, attention_configs(model), ChangingRotary.of(model)
+        clone = copy.copy(self)
+        clone.model, clone.configs, clone.rotary = model, attention_configs(model), ChangingRotary.of(model)
         if self.fast is not None:
-            other.fast = self.fast.again(other)
-        return other
+            clone.fast = self.fast.again(clone)
+        return clone
 
     def take_weights(self, source: nn.Module) -> None:
         """Copy the weights of ``source``, a network of the same shape, over the present ones."""

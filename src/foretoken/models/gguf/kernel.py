@@ -139,12 +139,12 @@ def _packed(weight: GroupedWeight) -> Tensor:
 
 def _side_by_side(scale: Tensor, zero: Tensor | None) -> Tensor:
     """Numbers [out, k] as [ceil(out / 32), k, 1 or 2, 32], scales before zeros."""
-    both = torch.stack([scale] if zero is None else [scale, zero], -1)
-    both = F.pad(both, (0, 0, 0, 0, 0, -len(both) % integers.WIDTH))
-    return both.unflatten(0, (-1, integers.WIDTH)).permute(0, 2, 3, 1).contiguous()
+    stacked = torch.stack([scale] if zero is None else [scale, zero], -1)
+    stacked = F.pad(stacked, (0, 0, 0, 0, 0, -len(stacked) % integers.WIDTH))
+    return stacked.unflatten(0, (-1, integers.WIDTH)).permute(0, 2, 3, 1).contiguous()
 
 
-def _apart(both: Tensor) -> tuple[Tensor, Tensor | None]:
+def _apart(stacked: Tensor) -> tuple[Tensor, Tensor | None]:
     """Scales and zeros [out, k] that :func:`_side_by_side` was given."""
-    kinds = both.permute(2, 0, 3, 1).flatten(1, 2)
+    kinds = stacked.permute(2, 0, 3, 1).flatten(1, 2)
     return kinds[0], kinds[1] if len(kinds) > 1 else None

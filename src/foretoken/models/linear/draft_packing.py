@@ -26,14 +26,14 @@ def packed(*linears: Any) -> NativeProduct:
     """Plain linear layers of one input as one product, their outputs side by side."""
     if not all(is_plain(linear) for linear in linears):
         raise NotCoveredError("its linear layers are of another kind")
-    weights, biases = [each.weight.detach() for each in linears], [each.bias for each in linears]
-    bias = None
-    if any(each is not None for each in biases):
-        bias = torch.cat([
-            weight.new_zeros(len(weight)) if each is None else each.detach()
-            for weight, each in zip(weights, biases, strict=True)
+    weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
+    joined = None
+    if any(bias is not None for bias in biases):
+        joined = torch.cat([
+            weight.new_zeros(len(weight)) if bias is None else bias.detach()
+            for weight, bias in zip(weights, biases, strict=True)
         ])  # fmt: skip
-    return packed_rows(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+    return packed_rows(weights[0] if len(weights) == 1 else torch.cat(weights), joined)
 
 
 def packed_rows(weight: Tensor, bias: Tensor | None) -> NativeProduct:

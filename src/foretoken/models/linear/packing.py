@@ -108,8 +108,8 @@ def laid_out(weight: Tensor, layout: str) -> WeightLayout:
         return _made(weight, layout if layout in usable else "plain") or PlainLayout(weight)
     shape = (int(weight.shape[0]), int(weight.shape[1]))
     fastest = _made(weight, fastest_layout(weight.dtype, [shape], usable))
-    others = [name for name in usable if name != "half"]  # which depends on the numbers in a weight
-    return fastest or _made(weight, fastest_layout(weight.dtype, [shape], others)) or PlainLayout(weight)
+    unconditional = [name for name in usable if name != "half"]  # which depends on the numbers in a weight
+    return fastest or _made(weight, fastest_layout(weight.dtype, [shape], unconditional)) or PlainLayout(weight)
 
 
 def _made(weight: Tensor, layout: str) -> WeightLayout | None:

@@ -42,8 +42,8 @@ def values8(packed: Tensor, out: int) -> Tensor:
 
 def laid_out4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
     """:func:`packed4` of the values, and scales and zeros [ceil(out / 32), in / group, 2, 32]."""
-    both = _filled(torch.stack([weight.scale, weight.zero], -1))  # [out, in / group, 2]
-    return packed4(weight.values.to(torch.uint8)), both.unflatten(0, (-1, WIDTH)).permute(0, 2, 3, 1).contiguous()
+    stacked = _filled(torch.stack([weight.scale, weight.zero], -1))  # [out, in / group, 2]
+    return packed4(weight.values.to(torch.uint8)), stacked.unflatten(0, (-1, WIDTH)).permute(0, 2, 3, 1).contiguous()
 
 
 def packed4(values: Tensor) -> Tensor:

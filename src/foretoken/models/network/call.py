@@ -117,8 +117,8 @@ def inputs_of(
         row = rows[i]
         ids[i][: row.new] = feed.tokens
         positions[i][: row.new] = [row.first_position + d for d in row.depths[len(row.depths) - row.new :]]
-    both = torch.tensor([ids, positions], device=device)
-    return both[0], both[1]
+    stacked = torch.tensor([ids, positions], device=device)
+    return stacked[0], stacked[1]
 
 
 def padded_states(

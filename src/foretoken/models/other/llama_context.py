@@ -97,9 +97,9 @@ class LlamaContext:
         logits = np.ctypeslib.as_array(rows, shape=(count, self.vocab_size))
         return torch.from_numpy(logits.copy())  # the next call writes over them
 
-    def join(self, source: int, other: int, start: int, end: int) -> None:
-        """The cells of ``source`` at positions from ``start`` to before ``end`` join ``other`` too."""
-        self._c.llama_memory_seq_cp(self._memory, source, other, start, end)
+    def join(self, source: int, target: int, start: int, end: int) -> None:
+        """The cells of ``source`` at positions from ``start`` to before ``end`` join ``target`` too."""
+        self._c.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def leave(self, sequence: int, start: int) -> None:
         """The cells from position ``start`` on leave an id; a cell that no id has is free."""

@@ -219,8 +219,8 @@ class LlamaCppModel(LanguageModel):
         grown = self._branches[sequence.row].grow(
             sequence.scratch_parents, sequence.scratch_depths, len(sequence.tokens), self._free.pop
         )
-        for source, other, start, end in grown[1]:
-            self._context.join(source, other, start, end)
+        for source, target, start, end in grown[1]:
+            self._context.join(source, target, start, end)
         return grown[0]
 
     # -- room --------------------------------------------------------------------------------------------------------

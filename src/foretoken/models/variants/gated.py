@@ -35,11 +35,11 @@ def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
     """[out, in] of the linear layers that all decoder layers have, by their names in the layer; experts and routers
     are not among them."""
     layers = decoder_layers(network)
-    each = [{name: _shape(m) for name, m in layer.named_modules() if _is_linear(name, m)} for layer in layers]
+    layer_shapes = [{name: _shape(m) for name, m in layer.named_modules() if _is_linear(name, m)} for layer in layers]
     shapes = {
         name: shape
-        for name, shape in each[0].items()
-        if all(shapes_of_layer.get(name) == shape for shapes_of_layer in each)
+        for name, shape in layer_shapes[0].items()
+        if all(shapes_of_layer.get(name) == shape for shapes_of_layer in layer_shapes)
     }
     if not shapes:
         kind = type(layers[0]).__name__

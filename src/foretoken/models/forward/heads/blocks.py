@@ -71,7 +71,10 @@ class NativeBlocks:
         self.width = first.shape[0] // len(pieces.first)
         depth = len(pieces.rest[0])
         rest = [packed(layers[i]) for i in range(depth) for layers in pieces.rest]
-        projections = [each.native() if isinstance(each, DraftHead) else packed(each) for each in self.projections]
+        projections = [
+            projection.native() if isinstance(projection, DraftHead) else packed(projection)
+            for projection in self.projections
+        ]
         self.num_tokens = projections[0].shape[0]
         places = self._description.products(rest) if rest else None, self._description.products(projections)
         self._blocks = native.BlocksStruct(

@@ -107,7 +107,7 @@ class NativeHead(NativeRows):
             after = layer.post_attention_layernorm
             mlp = product(packed(layer.gate_proj, layer.up_proj)), product(packed(layer.down_proj))
         return native.LayerStruct(
-            *(norm(each) for each in (before, None, after, None, None, None)),
+            *(norm(module) for module in (before, None, after, None, None, None)),
             *(product(packed(layer.q_proj, layer.k_proj, layer.v_proj)), product(packed(layer.o_proj)), *mlp),
             *(self.size[2] ** -0.5, 1.0, 0, 0, 0, native.SILU),
         )
@@ -198,7 +198,7 @@ class NativeHead(NativeRows):
             if best is None:
                 by_feed[i] = HeadRows(rows, state)
             else:
-                tokens, values = (each[place : place + number] for each in best)
+                tokens, values = (column[place : place + number] for column in best)
                 by_feed[i] = HeadRows(rows, state, tokens, values, self.project.behind)
             row, place = row + count, place + number
         return [by_feed[i] for i in range(len(order))]

@@ -167,7 +167,7 @@ class NativeBlockNet(NativeRows):
         )
         del pointed_to
         whole = self.project.behind(logits.float()).unflatten(0, (count, -1))
-        pair = None if best is None else [each.unflatten(0, (count, -1)) for each in best.tensors()]
+        pair = None if best is None else [tensor.unflatten(0, (count, -1)) for tensor in best.tensors()]
         states = states.unflatten(0, (count, -1))
         by_feed = {
             i: BlockRows(whole[n], {"state": states[n]}, None if pair is None else (pair[0][n], pair[1][n]))
