@@ -87,6 +87,13 @@ def whole_pass(drafter: PeagleDrafter, model: HuggingFaceModel, tokens: list[int
     return logits
 
 
+def test_it_says_what_runs_its_network() -> None:
+    drafter = new_drafter(target_model())
+    model = drafter.model
+    runs = {"forward": model.forward_name, "native_off": model.native_off}
+    assert drafter.describe() == [{"drafter": "peagle", "vocabulary": len(CHOSEN), **runs}]
+
+
 @pytest.mark.parametrize("params", [SamplingParams(), T1], ids=["greedy", "sampled"])
 def test_one_place_of_one_layer_is_eagle_3(params: SamplingParams) -> None:
     target = target_model()

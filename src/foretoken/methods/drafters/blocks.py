@@ -22,11 +22,31 @@ from foretoken.methods.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.heads.native_net import BlockRows
 from foretoken.models.forward.parts import TargetParts
 
 
-class BlockDrafter(FeatureReader, ParallelDrafter):
+class OnePassDrafter(FeatureReader, ParallelDrafter):
+    """A network over the target's hidden states that runs once a draft, and a vocabulary projection."""
+
+    model: FeatureModel
+
+    @property
+    def head(self) -> DraftHead:
+        """The vocabulary projection."""
+        return self.model.project
+
+    def describe(self) -> list[dict[str, Any]]:
+        runs = {"forward": self.model.forward_name, "native_off": self.model.native_off}
+        return [{**entry, "vocabulary": self.head.size, **runs} for entry in super().describe()]
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The network and the vocabulary projection, which run once, as a share of every level."""
+        return share_of_bytes((self.model.weight_bytes + self.head.weight_bytes) // self.max_depth, target_bytes)
+
+
+class BlockDrafter(OnePassDrafter):
     """Trees of the lattice, or drawn chains and trees.
 
     Args:
@@ -84,19 +104,6 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
     def _candidates(self) -> int:
         """The most tokens of a place that are looked at."""
         return self.width
-
-    @property
-    def head(self) -> DraftHead:
-        """The vocabulary projection."""
-        return self.model.project
-
-    def describe(self) -> list[dict[str, Any]]:
-        runs = {"forward": self.model.forward_name, "native_off": self.model.native_off}
-        return [{**told, "vocabulary": self.head.size, **runs} for told in super().describe()]
-
-    def cost_beside(self, target_bytes: int) -> float:
-        """The network and the vocabulary projection, which run once, as a share of every level."""
-        return share_of_bytes((self.model.weight_bytes + self.head.weight_bytes) // self.max_depth, target_bytes)
 
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Context
-from foretoken.methods.drafters.base import BuildContext, share_of_bytes
+from foretoken.methods.drafters.base import BuildContext
+from foretoken.methods.drafters.blocks import OnePassDrafter
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.eagle3 import vocabulary_head
 from foretoken.methods.drafters.masked import MaskedReader
 from foretoken.methods.drafters.nets.peagle import DEEPEST, PeagleConfig, PeagleModel, PeagleNet
 from foretoken.methods.drafters.nets.store import load_net
-from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
+from foretoken.methods.drafters.parallel import Guesses
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL, Window
-from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
 
 
-class PeagleDrafter(MaskedReader, ParallelDrafter):
+class PeagleDrafter(MaskedReader, OnePassDrafter):
     """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
 
     Args:
@@ -69,18 +69,6 @@ class PeagleDrafter(MaskedReader, ParallelDrafter):
     def of(cls, net: PeagleNet, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
         """A drafter over a network as it is now: the projection is a copy."""
         return cls(PeagleModel(net, parts, target, vocabulary_head(net, parts)), **options)
-
-    @property
-    def head(self) -> DraftHead:
-        """The vocabulary projection."""
-        return self.model.project
-
-    def cost_beside(self, target_bytes: int) -> float:
-        """The network and the vocabulary projection, which run once, as a share of every level."""
-        return share_of_bytes((self.model.weight_bytes + self.head.weight_bytes) // self.max_depth, target_bytes)
-
-    def describe(self) -> list[dict[str, Any]]:
-        return [{**told, "vocabulary": self.head.size} for told in super().describe()]
 
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
