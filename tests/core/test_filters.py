@@ -82,6 +82,20 @@ def test_scores_at_the_ends_of_float32_do_no_harm(recwarn: pytest.WarningsRecord
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tiny", [1e-38, 1e-45, 1e-310, 5e-324])
+@pytest.mark.parametrize("name", ["top_p", "min_p", "temperature"])
+def test_the_smallest_values_give_distributions_without_warnings(
+    name: str, tiny: float, dtype: torch.dtype, recwarn: pytest.WarningsRecorder
+) -> None:
+    scores = scores_of("likely", dtype)
+    sampler = Sampler(SamplingParams(**{"temperature": 1.0, name: tiny}))
+    plain = torch.softmax(scores, -1)
+    expected = plain if name == "min_p" else torch.zeros_like(plain).scatter_(-1, plain.argmax(-1, True), 1.0)
+    torch.testing.assert_close(sampler.distributions(scores, None), expected, rtol=1e-5, atol=1e-7)
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("read", ["distribution", "ranking"])
 def test_what_is_not_finite_is_refused(bad: float, read: str) -> None:

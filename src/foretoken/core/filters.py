@@ -91,13 +91,14 @@ class Filters:
                 near = weights[ids]
                 if float(near.sum(dtype=np.float64)) > (self.top_p + ROUNDING) * total:
                     return ids, near, total
-            least = max((1 - self.top_p) / (2 * len(weights)) * total, np.finfo(weights.dtype).smallest_subnormal)
+            least = (1 - self.top_p) / (2 * len(weights)) * total
             ids = np.flatnonzero(weights >= least)  # all others have less than half of the mass that may be left out
             return ids, weights[ids], total
-        wanted, shares = (self.top_k, DEPTHS) if has_top_k else (1, (self.min_p / 2,) if self.min_p > 0 else ())
+        share_of_min_p = self.min_p / 2 or self.min_p  # half of the smallest float is 0, which has no logarithm
+        count, shares = (self.top_k, DEPTHS) if has_top_k else (1, (share_of_min_p,) if self.min_p > 0 else ())
         for share in shares:
             ids = np.flatnonzero(scores >= scores.dtype.type(best + temperature * np.log(share)))
-            if len(ids) >= wanted:
+            if len(ids) >= count:
                 break
         else:
             ids = np.arange(len(scores))
