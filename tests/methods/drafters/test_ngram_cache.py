@@ -256,6 +256,8 @@ def test_bad_options(tmp_path: Path) -> None:
         build(None, save=True)
     with pytest.raises(ValueError, match="share=false learns nothing that could be saved"):
         build(tmp_path / "new", save=True, share=False)
+    with pytest.raises(ValueError, match="there is no folder"):
+        build(tmp_path / "missing" / "new", save=True)
     with pytest.raises(ValueError, match="empty"):
         build_static_cache([""], Words(), tmp_path / "static")
 

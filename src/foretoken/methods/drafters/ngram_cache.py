@@ -117,6 +117,8 @@ class NgramCacheDrafter(SourceDrafter):
             raise ValueError("ngram_cache needs a file to save to: ngram_cache:FILE,save=true")
         if path is not None:
             drafter.path = Path(path)
+            if drafter.save_always and not drafter.path.parent.is_dir():
+                raise ValueError(f"ngram_cache cannot save to {path}: there is no folder {drafter.path.parent}")
             if drafter.path.exists() or not drafter.save_always:
                 drafter.load(path)
         return drafter
