@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from running_server import Running
 
+from foretoken.engine.stats import SpecStats
+from foretoken.server import usage
+
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
 PROMPT = "def fib(n):"
@@ -87,6 +90,16 @@ def test_a_seed_fixes_the_text_in_any_company(server: Running, stream: bool) -> 
     plain = server.complete(temperature=1.0, seed=1, max_tokens=12, speculative={"enabled": False})
     assert plain["choices"][0]["text"] == alone[0]
     assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+
+
+def test_choices_that_run_side_by_side_spend_their_seconds_once() -> None:
+    times = {"prefill_s": 0.3, "total_s": 0.8, "target_s": 0.4, "draft_s": 0.1}
+    choices = [SpecStats(num_new_tokens=8, num_prompt_tokens_computed=5, **times) for _ in range(4)]
+    found = usage.timings(usage.merged(choices))
+    assert (found["prompt_n"], found["predicted_n"]) == (20, 32)
+    assert found["prompt_ms"] == pytest.approx(300) and found["predicted_ms"] == pytest.approx(500)
+    assert found["predicted_per_second"] == pytest.approx(64)
+    assert usage.speculative(usage.merged(choices), 0)["target_ms"] == pytest.approx(400)
 
 
 def test_several_prompts_as_text_and_as_ids(server: Running) -> None:

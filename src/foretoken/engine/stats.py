@@ -123,7 +123,10 @@ class SpecStats:
         return total
 
     def merge(self, other: SpecStats) -> None:
-        """Add another request's counts and times; both are of one target."""
+        """Add another request's counts and times; both are of one target.
+
+        Times of requests that ran together add up to more than has passed, because each has all of its rounds.
+        """
         for name, value in vars(other).items():
             if isinstance(value, int | float):
                 setattr(self, name, getattr(self, name) + value)

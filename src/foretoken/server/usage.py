@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -78,9 +79,13 @@ def histogram(stats: SpecStats) -> list[int]:
 
 
 def merged(all_stats: Sequence[SpecStats]) -> SpecStats:
-    """The counts of several choices together; waiting times are the longest of them."""
+    """The counts of several choices together.
+
+    Times are the longest of them: choices run side by side, and a second in which all of them ran is one second, not
+    one for each.
+    """
     whole = SpecStats.summed(all_stats)
-    for name in ("queue_s", "first_token_s"):
+    for name in (field.name for field in fields(SpecStats) if field.name.endswith("_s")):
         setattr(whole, name, max((getattr(stats, name) for stats in all_stats), default=0.0))
     return whole
 
