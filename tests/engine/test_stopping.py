@@ -125,6 +125,16 @@ def test_two_matches_in_one_token_cut_at_the_earlier() -> None:
     assert output.text == STORY[: STORY.index("on the")]
 
 
+@pytest.mark.parametrize(("stops", "first"), [(["e", "he "], "e"), (["the", "th"], "th"), (["t.", "at."], "at.")])
+def test_stop_strings_that_overlap(stops: list[str], first: str) -> None:
+    """The first to be complete ends the text, in whatever order they were given; of several, the one that began first,
+    and of those the shortest."""
+    for given in (stops, stops[::-1]):
+        output, pieces = both(STORY, stop=given)
+        assert (output.text, output.stop_reason) == (STORY[: STORY.index(first)], first)
+        check_pieces(output, pieces)
+
+
 def test_a_stop_string_that_never_comes() -> None:
     output, pieces = both(STORY, stop=["xyz", "STOPPED"], max_new_tokens=200)
     assert (output.text, output.finish_reason) == (STORY, "eos")
