@@ -446,7 +446,7 @@ def test_nothing_is_kept_of_a_request_that_ended() -> None:
     request = contexts(1)
     world.play(controller, request, 5)
     controller.finish(request[0])
-    assert not controller._seen and controller.plan != RoundPlan(tokens=9.0)
+    assert not controller._records and controller.plan != RoundPlan(tokens=9.0)
 
 
 def test_k_is_the_longest_draft() -> None:

@@ -274,4 +274,4 @@ def test_a_controller_is_told_of_the_rounds_that_it_watches(watches: bool) -> No
 def test_auto_keeps_nothing_of_a_finished_request() -> None:
     controller = build("auto")
     outputs(engine(tables()[0], group(), None, controller), [Request(PROMPT, max_new_tokens=20)])
-    assert not controller._seen  # type: ignore[attr-defined]
+    assert not controller._records  # type: ignore[attr-defined]

@@ -113,6 +113,6 @@ def test_a_plan_is_frozen_and_becomes_a_budget() -> None:
 
 def test_a_plan_in_one_line() -> None:
     plan = RoundPlan((COPY, replace(MODEL, depth=1)), 1.61, 1.7, 1.92)
-    assert plan.told(MEMBERS, 1.0) == (
+    assert plan.described(MEMBERS, 1.0) == (
         "a round with 8 drafts of ngram, else 1 draft of model costs 1.92 plain rounds and brings 1.61 tokens"
     )

@@ -92,40 +92,40 @@ class AcceptanceModel:
         for counts in (*self.population[True], *self.population[False]):
             counts.discount(self.keep)
 
-    def add(self, greedy: bool, member: int, own: DraftCounts, depth: int, accepted: int) -> None:
+    def add(self, greedy: bool, member: int, counts: DraftCounts, depth: int, accepted: int) -> None:
         """A round of a request in which a drafter was asked for ``depth`` tokens (0: it had no guess)."""
-        own.discount(REQUEST_KEEP)
-        own.add(depth, accepted)
+        counts.discount(REQUEST_KEEP)
+        counts.add(depth, accepted)
         self.population[greedy][member].add(depth, accepted)
 
-    def outlook(self, greedy: bool, member: int, own: DraftCounts, depth: int, requests: int = 1) -> _Outlook:
-        """For drafts of up to ``depth`` of requests that showed ``own`` together."""
+    def outlook(self, greedy: bool, member: int, counts: DraftCounts, depth: int, requests: int = 1) -> _Outlook:
+        """For drafts of up to ``depth`` of requests that have these ``counts`` together."""
         everyone, copies = self.population[greedy][member], self.copies[member]
         weight = (COPIER_WEIGHT if copies else REQUEST_WEIGHT) * requests
-        chance, survival, known = 1.0, [], PRIOR
+        chance, survival, prior = 1.0, [], PRIOR
         for place in range(depth):
-            known = shrunk(everyone, place, known, DEPTH_WEIGHT if place else FIRST_WEIGHT)
-            chance *= known if copies else shrunk(own, place, known, weight)
+            prior = shrunk(everyone, place, prior, DEPTH_WEIGHT if place else FIRST_WEIGHT)
+            chance *= prior if copies else shrunk(counts, place, prior, weight)
             survival.append(chance)
         if copies:
-            survival = mixed(own, survival, weight)
+            survival = mixed(counts, survival, weight)
         share = (everyone.covered + 1.0) / (everyone.covered + everyone.bare + 1.0)
-        share = (own.covered + weight * share) / (own.covered + own.bare + weight)
+        share = (counts.covered + weight * share) / (counts.covered + counts.bare + weight)
         return _Outlook(survival, share, everyone.tries[0] if everyone.tries else 0.0)
 
 
-def mixed(own: DraftCounts, others: Sequence[float], weight: float) -> list[float]:
+def mixed(counts: DraftCounts, others: Sequence[float], weight: float) -> list[float]:
     """Survival by depth of a drafter that copies: a text repeats itself or does not, so that a request's own drafts
     count at all depths against the whole drafts of others, worth ``weight``.
 
     Depth by depth, one copied text among many would promise long drafts to every text: a first token that is accepted
     once in ten times would be followed by others' nine in ten.
     """
-    drafts = own.tries[0] if own.tries else 0.0
-    chance, known, survival = 1.0, others[0], []
+    drafts = counts.tries[0] if counts.tries else 0.0
+    chance, prior, survival = 1.0, others[0], []
     for place, promised in enumerate(others):
-        known = shrunk(own, place, known, DEPTH_WEIGHT if place else 0.0)
-        chance *= known
+        prior = shrunk(counts, place, prior, DEPTH_WEIGHT if place else 0.0)
+        chance *= prior
         survival.append((drafts * chance + weight * promised) / (drafts + weight))
     return survival
 

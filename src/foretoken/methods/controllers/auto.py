@@ -68,12 +68,12 @@ class AutoController(Controller):
         self.width = [1.0] * len(self.members)  # nodes of a draft per level that was asked for
         self.plan = self.chosen = self.rival = RoundPlan()  # in use, the best one, and the best one that drafts
         self._weighed: list[Draft] = []
-        self._budget, self._given, self._keep = Budget(0, 0), frozenset[int](), 0
+        self._budget, self._requests, self._keep = Budget(0, 0), frozenset[int](), 0
         self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
         self._credit = CREDIT
         self._waited, self._again = 0, False  # choices since plain decoding was measured again, and whether it is now
         self._repeats: dict[int, int] = {}  # how often it was, by size of the batch
-        self._measures, self._pads, self._batch, self._seen = False, False, 1, list[tuple[Context, StepRecord]]()
+        self._measures, self._pads, self._batch, self._records = False, False, 1, list[tuple[Context, StepRecord]]()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
@@ -86,9 +86,9 @@ class AutoController(Controller):
         requests = frozenset(context.request_id for context in contexts)
         size = len(contexts).bit_length()
         measured = self._next_to_measure(size, contexts)
-        alike = size == self._batch.bit_length() and requests <= self._given
+        alike = size == self._batch.bit_length() and requests <= self._requests
         if measured or self._measures or self._keep <= 0 or not alike:
-            self._given, self._batch = requests, len(contexts)
+            self._requests, self._batch = requests, len(contexts)
             self.plan = measured or self._choose(contexts)
             self._keep = KEPT if self._pays(self.plan) else 1
             self._measures = measured is not None or self.plan is not self.chosen
@@ -101,10 +101,10 @@ class AutoController(Controller):
         every drafter that runs a model at two lengths; of what was measured before, nothing."""
         todo = self._to_measure.get(size)
         if todo is None:
-            known = None if self._start is None else self._start.drafters
-            models = [i for i, one in enumerate(self.members) if one.relative_cost and one.name not in (known or ())]
+            measured = None if self._start is None else self._start.drafters
+            models = [i for i, m in enumerate(self.members) if m.relative_cost and m.name not in (measured or ())]
             lengths = {index: sorted({1, min(LONG, self.depths[index][-1])}) for index in models}
-            plain = [(-1, 0)] if known is None else []
+            plain = [(-1, 0)] if measured is None else []
             times = LATER if self._to_measure else FIRST
             cold = self.costs.SKIPPED if times == FIRST else 1  # rounds of which nothing is learned
             drafts = [(index, depth) for index in models for depth in lengths[index]]
@@ -143,7 +143,7 @@ class AutoController(Controller):
 
     def _pays(self, plan: RoundPlan) -> bool:
         """Whether a plan is expected to be as fast as plain decoding by what was seen, and is not only hoped to be."""
-        return plan.tokens * self._plain_s >= plan.seconds and all(draft.seen >= KNOWN for draft in plan.drafts)
+        return plan.tokens * self._plain_s >= plan.seconds and all(draft.evidence >= KNOWN for draft in plan.drafts)
 
     def _plain_is_due(self, batch: int) -> bool:
         """Whether to decode plainly for a round, to learn what that costs; behind drafts of a network for two.
@@ -155,26 +155,26 @@ class AutoController(Controller):
             return True
         # Of a round with more requests than are asked about (one that brings its own tree) nothing is learned about
         # plain decoding of this batch: what was tried counts as well, or it would be due for ever.
-        seen = max(self.costs.plain_rounds(batch), self._repeats.get(batch, 0))
+        rounds = max(self.costs.plain_rounds(batch), self._repeats.get(batch, 0))
         self._waited += 1
         close = self.chosen.goodput * self.costs.round_s(batch, batch) < CLOSE
-        if not (self.chosen.drafts and close and seen < SAMPLES and self._waited > seen):
+        if not (self.chosen.drafts and close and rounds < SAMPLES and self._waited > rounds):
             return False
-        self._waited, self._repeats[batch] = 0, seen + 1
+        self._waited, self._repeats[batch] = 0, rounds + 1
         self._again = any(self.members[draft.member].relative_cost for draft in self.chosen.drafts)
         return True
 
     def _drafts(self, index: int, contexts: Sequence[Context]) -> list[Draft]:
         """A member at every length."""
-        batch, own = len(contexts), DraftCounts.pooled([self.state(context)[index] for context in contexts])
+        batch, counts = len(contexts), DraftCounts.pooled([self.state(context)[index] for context in contexts])
         depths = self._open_depths(index, contexts)
-        outlook = self.acceptance.outlook(contexts[0].sampler.greedy, index, own, depths[-1], batch)
-        drafts, tokens, squares, done = [], 1.0, 0.0, 0
+        outlook = self.acceptance.outlook(contexts[0].sampler.greedy, index, counts, depths[-1], batch)
+        drafts, tokens, squares, first = [], 1.0, 0.0, 0
         for depth in depths:
-            for place in range(done, depth):
+            for place in range(first, depth):
                 tokens += outlook.survival[place]
                 squares += (2 * place + 1) * outlook.survival[place]
-            done = depth
+            first = depth
             # Drafts may be better than they seem by 1.5 standard errors.
             variance = max(squares - (tokens - 1.0) ** 2, 0.0)
             hoped = tokens + 1.5 * (variance / (outlook.drafts + 1.0)) ** 0.5
@@ -204,7 +204,7 @@ class AutoController(Controller):
 
     def observe(self, context: Context, record: StepRecord) -> None:
         """Keep the record until all of the round are there."""
-        self._seen.append((context, record))
+        self._records.append((context, record))
 
     def finish(self, context: Context) -> None:
         """Learn from the last round now: nothing is kept of a request but what it taught."""
@@ -212,50 +212,50 @@ class AutoController(Controller):
 
     def _digest(self) -> None:
         """Learn from the round that has passed."""
-        if not self._seen:
+        if not self._records:
             return
-        seen, self._seen = self._seen, []
+        records, self._records = self._records, []
         self.acceptance.tick()
-        asked: dict[tuple[int, int], int] = {}
-        for context, record in seen:
+        num_asked: dict[tuple[int, int], int] = {}
+        for context, record in records:
             before = len(context.tokens) - 1 - record.num_accepted_tokens
             answered = -1 if record.num_draft_tokens == 0 else record.member if self.grouped else 0
             for draft in self.plan.drafts:
                 depth = min(draft.depth, remaining(context, before) - 1) if draft.member == answered else 0
-                own = self.state(context)[draft.member]
-                self.acceptance.add(context.sampler.greedy, draft.member, own, depth, record.num_accepted_tokens)
+                counts = self.state(context)[draft.member]
+                self.acceptance.add(context.sampler.greedy, draft.member, counts, depth, record.num_accepted_tokens)
                 if draft.member == answered:
-                    asked[answered, draft.depth] = asked.get((answered, draft.depth), 0) + 1
+                    num_asked[answered, draft.depth] = num_asked.get((answered, draft.depth), 0) + 1
                     width = record.num_draft_tokens / max(depth, 1)
                     self.width[answered] += 0.05 * (width - self.width[answered])
                     break
             self._learn_beside(context, context.tokens[before:])
-        self._account(seen, asked)
-        record = seen[-1][1]
-        counts = [record.num_nodes for _, record in seen]
-        if len(counts) == record.batch_size and max(counts) > min(counts):
-            self._pads = record.round_nodes >= record.batch_size * max(counts)
-        member, depth = next(iter(asked)) if len(asked) == 1 else (-1, 0)
-        self.costs.observe(record, member, depth, sum(asked.values()))
+        self._account(records, num_asked)
+        record = records[-1][1]
+        nodes = [record.num_nodes for _, record in records]
+        if len(nodes) == record.batch_size and max(nodes) > min(nodes):
+            self._pads = record.round_nodes >= record.batch_size * max(nodes)
+        member, depth = next(iter(num_asked)) if len(num_asked) == 1 else (-1, 0)
+        self.costs.observe(record, member, depth, sum(num_asked.values()))
 
-    def _learn_beside(self, context: Context, written: Sequence[int]) -> None:
+    def _learn_beside(self, context: Context, tokens: Sequence[int]) -> None:
         """Learn from drafts that were not asked for: what was written is what they would have been compared with."""
         for member, tree in context.beside.items():
-            depth, own = min(max(tree.depths), len(written)), self.state(context)[member]
-            self.acceptance.add(context.sampler.greedy, member, own, depth, tree.matched(written))
+            depth, counts = min(max(tree.depths), len(tokens)), self.state(context)[member]
+            self.acceptance.add(context.sampler.greedy, member, counts, depth, tree.matched(tokens))
         context.beside = {}
 
-    def _account(self, seen: Sequence[tuple[Context, StepRecord]], asked: Mapping[tuple[int, int], int]) -> None:
+    def _account(self, records: Sequence[tuple[Context, StepRecord]], drafts: Mapping[tuple[int, int], int]) -> None:
         """What the round has won or lost against plain decoding, by what rounds cost: a pause of the machine is none.
 
         What was won is not kept beyond :data:`CREDIT`, so that no text pays for much that is tried (conservative
         bandits, https://arxiv.org/abs/1602.04282, with a limit).
         """
-        batch, record = len(seen), seen[-1][1]
+        batch, record = len(records), records[-1][1]
         plain_s = self.costs.round_s(batch, batch)
         seconds = self.costs.round_s(batch, record.round_nodes or record.num_nodes)
-        seconds += sum(self.costs.draft_s(member, depth, batch) for member, depth in asked)
-        tokens = sum(1 + record.num_accepted_tokens for _, record in seen) / batch
+        seconds += sum(self.costs.draft_s(member, depth, batch) for member, depth in drafts)
+        tokens = sum(1 + record.num_accepted_tokens for _, record in records) / batch
         self._credit = min(self._credit + tokens * (1.0 + EARNED) - seconds / plain_s, CREDIT)
 
     # -- telling -----------------------------------------------------------------------------------------------------
@@ -267,9 +267,9 @@ class AutoController(Controller):
     @property
     def why(self) -> str:
         """The reason in one line: all requests of a batch have the same plan."""
-        told = self.rival.told(self.members, self._plain_s)
+        cost = self.rival.described(self.members, self._plain_s)
         return (
-            f"{'drafts' if self.chosen.drafts else 'plain'}: {told if self.rival.drafts else 'nothing is measured yet'}"
+            f"{'drafts' if self.chosen.drafts else 'plain'}: {cost if self.rival.drafts else 'nothing is measured yet'}"
         )
 
     def report(self) -> dict[str, Any]:

@@ -110,8 +110,8 @@ class BanditController(Controller):
     def _lengths_of(self, limits: Limits) -> list[int]:
         """Draft lengths above 0 that a drafter makes, shortest first."""
         powers = [2**i for i in range(limits.max_depth.bit_length())]
-        wanted = [*powers, limits.max_depth] if self.lengths is None else self.lengths
-        return sorted({min(length, limits.max_depth) for length in wanted if length})
+        lengths = [*powers, limits.max_depth] if self.lengths is None else self.lengths
+        return sorted({min(length, limits.max_depth) for length in lengths if length})
 
     def _table(self, context: Context, batch_size: int) -> Table:
         """What is known at about this batch size (within a factor of two): costs depend on it, so the best arm does."""

@@ -39,7 +39,7 @@ class ConfidenceController(StoppingController):
         if not 0 <= threshold <= 1:
             raise ValueError(f"confidence needs a threshold in [0, 1], not {threshold}")
         self.threshold, self.adapt = threshold, adapt
-        self._seen: deque[tuple[float, bool]] = deque(maxlen=REMEMBERED)
+        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=REMEMBERED)
 
     def rule(self, context: Context) -> Stop:
         threshold = self.threshold
@@ -58,21 +58,21 @@ class ConfidenceController(StoppingController):
         if not self.adapt or not drafted or not len(drafted) == levels(record) == record.num_draft_tokens:
             return
         accepted = record.num_accepted_tokens
-        self._seen.extend((chance, i < accepted) for i, chance in enumerate(drafted[: accepted + 1]))
-        if len(self._seen) > ENOUGH and len({kept for _, kept in self._seen}) == 2:
-            self.threshold = best_threshold(self._seen)
+        self._outcomes.extend((chance, i < accepted) for i, chance in enumerate(drafted[: accepted + 1]))
+        if len(self._outcomes) > ENOUGH and len({is_accepted for _, is_accepted in self._outcomes}) == 2:
+            self.threshold = best_threshold(self._outcomes)
 
 
-def best_threshold(seen: Iterable[tuple[float, bool]]) -> float:
+def best_threshold(outcomes: Iterable[tuple[float, bool]]) -> float:
     """The threshold with the smallest false-positive rate + 3 false-negative rate; the largest one of equals.
 
     Args:
-        seen: probabilities of drafted tokens, and whether they were accepted; both sorts must be there.
+        outcomes: probabilities of drafted tokens, and whether they were accepted; both sorts must be there.
     """
-    pairs = list(seen)
-    chances, kept = np.array([chance for chance, _ in pairs]), np.array([accepted for _, accepted in pairs])
+    pairs = list(outcomes)
+    chances, accepts = np.array([chance for chance, _ in pairs]), np.array([accepted for _, accepted in pairs])
     thresholds = np.unique(chances)[::-1]
     reached = chances[None, :] >= thresholds[:, None]  # [thresholds, tokens]
-    false_positive = (reached & ~kept).sum(1) / (~kept).sum()
-    false_negative = (~reached & kept).sum(1) / kept.sum()
+    false_positive = (reached & ~accepts).sum(1) / (~accepts).sum()
+    false_negative = (~reached & accepts).sum(1) / accepts.sum()
     return float(thresholds[int(np.argmin(false_positive + 3.0 * false_negative))])

@@ -41,26 +41,26 @@ class CostCurve:
     shape: tuple[float, float, float]
     samples: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     _line: tuple[float, float, float] | None = None
-    _known: dict[tuple[int, int], float] = field(default_factory=dict)
+    _corrections: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def add(self, point: tuple[int, int], seconds: float) -> None:
         """One more round at a point, if it still needs one."""
-        seen = self.samples.setdefault(point, [])
-        if len(seen) < SAMPLES:
-            seen.append(seconds)
+        samples = self.samples.setdefault(point, [])
+        if len(samples) < SAMPLES:
+            samples.append(seconds)
             self._line = None
 
     def at(self, x: int, y: int) -> float:
         """The cost at a point, seen or not; never nothing, though a profile may say that a look-up takes no time."""
         if self._line is None:
-            medians = {point: (median(seen), len(seen)) for point, seen in self.samples.items()}
+            medians = {point: (median(samples), len(samples)) for point, samples in self.samples.items()}
             self._line = fit(medians, self.shape)
             # At a point the line through all points is worth five rounds there: costs jump where kernels change.
-            self._known = {
-                point: (value / self._on_line(*point)) ** (seen / (seen + 5.0))
-                for point, (value, seen) in medians.items()
+            self._corrections = {
+                point: (value / self._on_line(*point)) ** (count / (count + 5.0))
+                for point, (value, count) in medians.items()
             }
-        return max(self._on_line(x, y) * self._known.get((bucket(x), bucket(y)), 1.0), 1e-9)
+        return max(self._on_line(x, y) * self._corrections.get((bucket(x), bucket(y)), 1.0), 1e-9)
 
     def _on_line(self, x: int, y: int) -> float:
         a, b, c = self._line or self.shape
@@ -70,13 +70,13 @@ class CostCurve:
 def fit(medians: Mapping[tuple[int, int], tuple[float, int]], shape: Sequence[float]) -> tuple[float, float, float]:
     """The line through points (value, rounds) by weighted least squares, with a Gaussian prior of the shape."""
     features = np.array([(1.0, *point) for point in medians])
-    values, seen = np.array(list(medians.values())).T
+    values, counts = np.array(list(medians.values())).T
     values = np.maximum(values, 1e-9)  # a coarse clock may say that a round took no time
-    prior = np.maximum(np.array(shape), 1e-9) * np.average(values / (features @ shape), weights=seen)
-    weights = seen**0.5 / (NOISE * values)
+    prior = np.maximum(np.array(shape), 1e-9) * np.average(values / (features @ shape), weights=counts)
+    weights = counts**0.5 / (NOISE * values)
     rows = np.concatenate([weights[:, None] * features, np.diag(1.0 / prior)])
-    wanted = np.concatenate([weights * values, np.ones(3)])
-    a, b, c = np.maximum(np.linalg.lstsq(rows, wanted, rcond=None)[0], 0.0).tolist()
+    goal = np.concatenate([weights * values, np.ones(3)])
+    a, b, c = np.maximum(np.linalg.lstsq(rows, goal, rcond=None)[0], 0.0).tolist()
     return a, b, c
 
 
@@ -96,7 +96,7 @@ class CostModel:
         self.rounds = CostCurve(ROUND_SHAPE)
         self.drafts = [CostCurve(DRAFT_SHAPE if member.relative_cost else FREE_SHAPE) for member in members]
         self.drift, self.factors = 1.0, [1.0] * len(members)
-        self._seen = set[tuple[int, int]]()  # points of rounds, not of what was measured before
+        self._points = set[tuple[int, int]]()  # points of rounds, not of what was measured before
         self._skip, self._evicted = self.SKIPPED if start is None else 0, False
         self._assumed = frozenset[tuple[int, int]]()  # points that were measured before
         if start is not None:
@@ -115,7 +115,7 @@ class CostModel:
         """Keep only what was seen since: another process was in the way when rounds were measured before."""
         for point in self._assumed:
             del self.rounds.samples[point][:SURE]
-        self.rounds.samples = {point: seen for point, seen in self.rounds.samples.items() if seen}
+        self.rounds.samples = {point: samples for point, samples in self.rounds.samples.items() if samples}
         self._assumed = frozenset()
 
     def round_s(self, batch: int, nodes: float) -> float:
@@ -129,7 +129,7 @@ class CostModel:
     def was_seen(self, batch: int, nodes: float) -> bool:
         """Whether a round of so many requests was run here with half as many drafts: not all of them have a guess."""
         least = (batch + nodes) / 2
-        return any(b == bucket(batch) and n >= least for b, n in self._seen)
+        return any(b == bucket(batch) and n >= least for b, n in self._points)
 
     def draft_s(self, member: int, depth: int, batch: int) -> float:
         """A draft for so many requests; by its size while none was seen."""
@@ -139,8 +139,8 @@ class CostModel:
             return (relative * depth if relative else FREE) * self.round_s(batch, batch)
         return curve.at(depth, depth * batch) * self.factors[member]
 
-    def observe(self, record: StepRecord, member: int, depth: int, asked: int) -> None:
-        """Learn from a round in which ``asked`` requests got drafts of ``depth`` from one member (-1: from none, or
+    def observe(self, record: StepRecord, member: int, depth: int, requests: int) -> None:
+        """Learn from a round in which so many ``requests`` got drafts of ``depth`` from one member (-1: from none, or
         from several).
 
         A plain round behind a network's draft says nothing: the other weights have pushed the target's out of the
@@ -155,13 +155,13 @@ class CostModel:
             self._skip = max(self._skip - 1, 0)
             return
         point = bucket(record.batch_size), bucket(record.round_nodes or record.num_nodes)
-        self._seen.add(point)
+        self._points.add(point)
         if self._assumed and record.total_s - draft_s < FALSE * self.drift * self.rounds.at(*point):
             self._forget_start()
         self.drift *= math.exp(DRIFT_RATE * self._learn(self.rounds, point, record.total_s - draft_s, 1.0))
         if member < 0 or depth == 0 or draft_s <= 0:
             return
-        point = bucket(depth), bucket(depth * asked)
+        point = bucket(depth), bucket(depth * requests)
         off = self._learn(self.drafts[member], point, draft_s, self.factors[member])
         self.factors[member] *= math.exp(FACTOR_RATE * off)
 

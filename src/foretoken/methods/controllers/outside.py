@@ -16,13 +16,13 @@ class ControllerError(OutsideError):
     """A controller that is none of ours has raised, or broken a rule of the protocol."""
 
 
-def check_controller(given: Any) -> None:
+def check_controller(controller: Any) -> None:
     """Refuse an object that is no controller, and one from outside that does not say what it is.
 
     Raises:
         ControllerError: a class instead of an object, something else, or a controller without a name.
     """
-    if fault := fault_of(given, Controller, "controller"):
+    if fault := fault_of(controller, Controller, "controller"):
         raise ControllerError(fault)
 
 
@@ -33,8 +33,10 @@ def check_budgets(budgets: Any, count: int, controller: Controller) -> None:
         ControllerError: not one budget for each request, or a budget whose parts are none.
     """
     if not isinstance(budgets, Sequence) or len(budgets) != count:
-        what = f"{len(budgets)} budgets" if isinstance(budgets, Sequence) else type(budgets).__name__
-        raise _broken(controller, f"returned {what} for a round of {count}: it must be a list with one Budget for each")
+        returned = f"{len(budgets)} budgets" if isinstance(budgets, Sequence) else type(budgets).__name__
+        raise _broken(
+            controller, f"returned {returned} for a round of {count}: it must be a list with one Budget for each"
+        )
     for budget in budgets:
         _check_budget(budget, controller)
 

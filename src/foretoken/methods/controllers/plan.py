@@ -26,7 +26,7 @@ class Draft:
         seconds: of drafting for the batch.
         hoped: upper confidence bound of the tokens, by which drafts are chosen.
         share: of the text, for how much it has a guess.
-        seen: drafts that this rests on.
+        evidence: drafts that this rests on.
     """
 
     member: int
@@ -36,7 +36,7 @@ class Draft:
     seconds: float
     hoped: float
     share: float = 1.0
-    seen: float = 0.0
+    evidence: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class RoundPlan:
             budget = Budget(draft.depth, nodes, member=draft.member if grouped else None, otherwise=budget)
         return budget or Budget(0, 0)
 
-    def told(self, members: Sequence[Limits], plain_s: float) -> str:
+    def described(self, members: Sequence[Limits], plain_s: float) -> str:
         """What a round of it costs and brings, for people."""
         lengths = [f"{d.depth} draft{'s' if d.depth > 1 else ''} of {members[d.member].name}" for d in self.drafts]
         who = ", else ".join(lengths) or "no drafts"
@@ -75,14 +75,14 @@ def planned(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = 
     ``pads``: the target runs as many nodes for every request as for the one with most; not to know it costs .02 of the
     speed where it does (``benchmarks/auto_simulated.py`` with such a target).
     """
-    bare, seen, hoped = 1.0, [], []  # share of the text without a guess; rounds per token, by draft
+    bare, rounds, hoped = 1.0, [], []  # share of the text without a guess; rounds per token, by draft
     for draft in drafts:
-        seen.append(bare * draft.share / draft.tokens)
+        rounds.append(bare * draft.share / draft.tokens)
         hoped.append(bare * draft.share / draft.hoped)
         bare *= 1.0 - draft.share
-    tokens, most = 1.0 / (sum(seen) + bare), 1.0 / (sum(hoped) + bare)
+    tokens, most = 1.0 / (sum(rounds) + bare), 1.0 / (sum(hoped) + bare)
     seconds, reached, widths = 0.0, 1.0, []
-    for draft, part in zip(drafts, seen, strict=True):
+    for draft, part in zip(drafts, rounds, strict=True):
         seconds += draft.seconds * (1.0 - (1.0 - reached) ** batch)
         widths.append((draft.nodes, part * tokens))
         reached = max(reached - part * tokens, 0.0)

@@ -67,10 +67,10 @@ class MovingThreshold:
         """Learn from a round of ``drafted`` > 0 tokens; at the cap it was not this bar that ended the draft."""
         self.rate = self.rate_smoothing * self.rate + (1 - self.rate_smoothing) * accepted / drafted
         if self.rate < self.aim:
-            wanted = self.value + self.step
+            goal = self.value + self.step
         else:
-            wanted = self.value if drafted >= cap else self.value - self.step
-        self.value = min(max(self.smoothing * self.value + (1 - self.smoothing) * wanted, 0.0), 1.0)
+            goal = self.value if drafted >= cap else self.value - self.step
+        self.value = min(max(self.smoothing * self.value + (1 - self.smoothing) * goal, 0.0), 1.0)
 
 
 class StoppingController(Controller):

@@ -85,7 +85,7 @@ class Growth(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def frontier(self, seen: Candidates, first: int, width: int, nodes: int) -> list[int]:
+    def frontier(self, candidates: Candidates, first: int, width: int, nodes: int) -> list[int]:
         """Nodes of the last level (those from ``first`` on) that the drafter reads next; none ends the draft.
 
         Args:
@@ -94,6 +94,6 @@ class Growth(ABC):
             nodes: most draft nodes that the target will score.
         """
 
-    def kept(self, seen: Candidates, nodes: int) -> list[int]:
+    def kept(self, candidates: Candidates, nodes: int) -> list[int]:
         """At most ``nodes`` nodes that the target scores: the best of all."""
-        return seen.best(nodes)
+        return candidates.best(nodes)

@@ -110,17 +110,17 @@ class CostAware(Growth):
         self.step_cost = step_cost
         self.cost: Cost = cost or (lambda nodes: 1.0 + node_cost * max(0, nodes - 1 - free))
 
-    def frontier(self, seen: Candidates, first: int, width: int, nodes: int) -> list[int]:
+    def frontier(self, candidates: Candidates, first: int, width: int, nodes: int) -> list[int]:
         """The nodes of the last level that are worth scoring, if that level raised the rate."""
-        depth = seen.depths[first]
-        count, rate = self._best(seen.values(seen.best(nodes)), depth)
-        _, before = self._best(seen.values(seen.best(nodes, before=first)), depth - 1)
-        return [node for node in seen.best(count) if node >= first] if rate > before else []
+        depth = candidates.depths[first]
+        count, rate = self._best(candidates.values(candidates.best(nodes)), depth)
+        _, before = self._best(candidates.values(candidates.best(nodes, before=first)), depth - 1)
+        return [node for node in candidates.best(count) if node >= first] if rate > before else []
 
-    def kept(self, seen: Candidates, nodes: int) -> list[int]:
+    def kept(self, candidates: Candidates, nodes: int) -> list[int]:
         """As many of the best nodes as pay, none if plain decoding is faster."""
-        best = seen.best(nodes)
-        return best[: self._best(seen.values(best), seen.depths[-1])[0]]
+        best = candidates.best(nodes)
+        return best[: self._best(candidates.values(best), candidates.depths[-1])[0]]
 
     def _best(self, values: Sequence[float], depth: int) -> tuple[int, float]:
         return best_count(values, self.cost, depth * self.step_cost)

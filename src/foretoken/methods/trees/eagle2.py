@@ -13,5 +13,5 @@ class Eagle2(Growth):
 
     name = "eagle2"
 
-    def frontier(self, seen: Candidates, first: int, width: int, nodes: int) -> list[int]:
-        return sorted(range(first, len(seen)), key=lambda node: (-seen.scores[node], node))[:width]
+    def frontier(self, candidates: Candidates, first: int, width: int, nodes: int) -> list[int]:
+        return sorted(range(first, len(candidates)), key=lambda node: (-candidates.scores[node], node))[:width]

@@ -47,7 +47,7 @@ def lattice(
         place: what may follow a path of drafted tokens, asked with the state of the place before (``None`` at first).
         goes_on: told the chance of the next node, whether it is looked at, and any behind it.
     """
-    seen = Candidates([root])
+    candidates = Candidates([root])
     waiting: list[tuple[float, int, int, int, int]] = []  # -score, depth, rank, token, parent
     following: list[Continuations | None] = []  # of every node
 
@@ -55,21 +55,21 @@ def lattice(
         """The candidate of a rank behind a node; those behind it wait until it was taken."""
         behind = following[node]
         if behind is not None and rank < len(behind.tokens) and behind.log_probs[rank] > -math.inf:
-            score = seen.scores[node] + behind.log_probs[rank]
-            heapq.heappush(waiting, (-score, seen.depths[node] + 1, rank, behind.tokens[rank], node))
+            score = candidates.scores[node] + behind.log_probs[rank]
+            heapq.heappush(waiting, (-score, candidates.depths[node] + 1, rank, behind.tokens[rank], node))
 
     def expand(node: int, state: Any) -> None:
-        following.append(None if seen.depths[node] >= depth else place(seen.path_tokens(node), state))
+        following.append(None if candidates.depths[node] >= depth else place(candidates.path_tokens(node), state))
         wait(node, 0)
 
     expand(0, None)
-    while waiting and len(seen) <= nodes and (goes_on is None or goes_on(math.exp(-waiting[0][0]))):
+    while waiting and len(candidates) <= nodes and (goes_on is None or goes_on(math.exp(-waiting[0][0]))):
         score, _, rank, token, parent = heapq.heappop(waiting)
         behind: Any = following[parent]
-        seen.add(parent, [token], [-score])
+        candidates.add(parent, [token], [-score])
         if behind.ends[rank]:
             following.append(None)
         else:
-            expand(len(seen) - 1, behind.state)
+            expand(len(candidates) - 1, behind.state)
         wait(parent, rank + 1)
-    return seen
+    return candidates

@@ -34,11 +34,11 @@ def truncate(tree: TokenTree, max_depth: int) -> TokenTree:
     if len(tree) - 1 <= max_depth or max(tree.depths) <= max_depth:
         return tree
     probes = tree.probes or (False,) * len(tree)
-    kept = {0}
+    nodes = {0}
     for node in range(1, len(tree)):
-        if tree.parents[node] in kept and (probes[node] or tree.depths[node] <= max_depth):
-            kept.add(node)
-    return select(tree, sorted(kept))
+        if tree.parents[node] in nodes and (probes[node] or tree.depths[node] <= max_depth):
+            nodes.add(node)
+    return select(tree, sorted(nodes))
 
 
 def first_nodes(tree: TokenTree, max_nodes: int) -> TokenTree:
@@ -49,13 +49,13 @@ def first_nodes(tree: TokenTree, max_nodes: int) -> TokenTree:
 def from_paths(root: int, paths: Sequence[Sequence[int]]) -> TokenTree:
     """The trie of deterministic token paths below ``root``, in order of first appearance."""
     tokens, parents = [root], [-1]
-    known: dict[tuple[int, int], int] = {}
+    node_of: dict[tuple[int, int], int] = {}
     for path in paths:
         parent = 0
         for token in path:
-            node = known.get((parent, token))
+            node = node_of.get((parent, token))
             if node is None:
-                node = known[(parent, token)] = len(tokens)
+                node = node_of[(parent, token)] = len(tokens)
                 tokens.append(token)
                 parents.append(parent)
             parent = node

@@ -26,8 +26,8 @@ class OptTree(Growth):
             raise ValueError(f"opt_tree needs threshold >= 0 and finite, not {threshold}")
         self.threshold = threshold
 
-    def frontier(self, seen: Candidates, first: int, width: int, nodes: int) -> list[int]:
+    def frontier(self, candidates: Candidates, first: int, width: int, nodes: int) -> list[int]:
         """The nodes of the last level that are among the best, if that level was worth its step."""
-        best = seen.best(nodes)
-        gain = sum(seen.values(best)) - sum(seen.values(seen.best(nodes, before=first)))
+        best = candidates.best(nodes)
+        gain = sum(candidates.values(best)) - sum(candidates.values(candidates.best(nodes, before=first)))
         return [node for node in best if node >= first] if gain > self.threshold else []

@@ -62,10 +62,10 @@ class BestTrees:
     def _collect(self, size: int, depth: int, path: Choice, shape: list[Choice]) -> None:
         """Walk back through the choices made for a subtree of ``size`` nodes whose root is ``path``."""
         for child in range(self.children[depth][size], 0, -1):
-            rest = self.left[depth, child, size]
+            remaining = self.left[depth, child, size]
             shape.append((*path, child - 1))
-            self._collect(size - rest, depth - 1, (*path, child - 1), shape)
-            size = rest
+            self._collect(size - remaining, depth - 1, (*path, child - 1), shape)
+            size = remaining
 
 
 def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
@@ -106,11 +106,11 @@ def by_value(choices: Iterable[Choice], acceptance: Sequence[float]) -> list[Cho
 
     So any first n nodes are a tree that can be drawn (where p falls: the best one within the shape).
     """
-    left, ordered = set(choices), []
+    places, ordered = set(choices), []
     waiting: list[tuple[float, int, Choice]] = []
 
     def offer(path: Choice, parent: float) -> None:
-        if path in left:
+        if path in places:
             heapq.heappush(waiting, (-parent * acceptance[path[-1]], len(path), path))
 
     values: dict[Choice, float] = {(): 1.0}

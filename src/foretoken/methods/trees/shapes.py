@@ -75,13 +75,13 @@ def fitting_nodes(
         max_nodes: how many nodes may be used, the first ones that fit.
         ranks: candidates that there are per place.
     """
-    kept = {0}
+    nodes = {0}
     for node, (choice, parent) in enumerate(zip(choices, parents, strict=True), 1):
-        if len(kept) > max_nodes:
+        if len(nodes) > max_nodes:
             break
-        if parent in kept and len(choice) <= max_depth and choice[-1] < ranks:
-            kept.add(node)
-    return sorted(kept - {0})
+        if parent in nodes and len(choice) <= max_depth and choice[-1] < ranks:
+            nodes.add(node)
+    return sorted(nodes - {0})
 
 
 def read_tree(file: str | Path, method: str, heads: int | None = None) -> list[Choice]:
@@ -109,8 +109,8 @@ def read_tree(file: str | Path, method: str, heads: int | None = None) -> list[C
         raise ValueError(f"the tree in {file} was made for {stored!r}, not for {method!r}")
     choice_parents(choices)
     if not choices or min(map(min, choices)) < 0 or (heads is not None and max(map(len, choices)) > heads):
-        what = "this drafter" if heads is None else f"{heads} heads"
-        raise ValueError(f"the tree in {file} does not fit {what}: make it for this drafter")
+        heads_of = "this drafter" if heads is None else f"{heads} heads"
+        raise ValueError(f"the tree in {file} does not fit {heads_of}: make it for this drafter")
     return choices
 
 

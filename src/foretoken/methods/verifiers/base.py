@@ -115,17 +115,19 @@ def draw(distribution: Tensor, u: float) -> int:
     return index
 
 
-def draw_all(wanted: Sequence[tuple[Tensor, float]]) -> list[int]:
+def draw_all(drawings: Sequence[tuple[Tensor, float]]) -> list[int]:
     """:func:`draw` for several distributions or weights [V] of one size and their uniforms."""
-    if len(wanted) < 2 or is_large(wanted[0][0]):
-        return [draw(distribution, u) for distribution, u in wanted]
-    distributions = torch.stack([distribution for distribution, _ in wanted])
+    if len(drawings) < 2 or is_large(drawings[0][0]):
+        return [draw(distribution, u) for distribution, u in drawings]
+    distributions = torch.stack([distribution for distribution, _ in drawings])
     cdf = running_sums(distributions)
-    goal = cdf[:, -1] * torch.tensor([u for _, u in wanted], dtype=cdf.dtype, device=cdf.device)
+    goal = cdf[:, -1] * torch.tensor([u for _, u in drawings], dtype=cdf.dtype, device=cdf.device)
     indices = torch.searchsorted(cdf, goal[:, None], right=True).clamp_(max=distributions.shape[-1] - 1)
     tokens, weights = torch.cat((indices, distributions.gather(-1, indices)), -1).T.tolist()
     rounded = (not weight > 0.0 for weight in weights)  # up to the last step of the CDF
-    return [draw(*one) if bad else int(token) for one, token, bad in zip(wanted, tokens, rounded, strict=True)]
+    return [
+        draw(*drawing) if bad else int(token) for drawing, token, bad in zip(drawings, tokens, rounded, strict=True)
+    ]
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -138,9 +140,9 @@ def without(p: Tensor, token: int) -> Tensor:
 
     ``p`` itself when nothing is left.
     """
-    rest = p.clone()
-    rest[token] = 0.0
-    return _normalised(rest, p)
+    weights = p.clone()
+    weights[token] = 0.0
+    return _normalised(weights, p)
 
 
 def rest_of(p: Tensor, q: Tensor | None, token: int) -> Tensor:
@@ -152,9 +154,9 @@ def leftover(p: Tensor, q: Tensor | None, token: int, budget: float) -> Tensor:
     """[budget * p - q]+ [V], not normalised; ``q`` may be ``None`` for a point mass at ``token``."""
     if q is not None:
         return (p * budget).sub_(q).clamp_min_(0.0)
-    rest = p * budget
-    rest[token] = 0.0  # a point mass has weight 1 there, which budget * p never exceeds
-    return rest
+    weights = p * budget
+    weights[token] = 0.0  # a point mass has weight 1 there, which budget * p never exceeds
+    return weights
 
 
 def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
@@ -201,15 +203,15 @@ class SiblingDistributions:
         distribution = self._tree.distribution(node)
         if distribution is None:
             return None
-        rest = self._open.get(self._key(node))
-        if rest is None:  # the first child: the distribution as it is
+        weights = self._open.get(self._key(node))
+        if weights is None:  # the first child: the distribution as it is
             return distribution
-        total = rest.sum()
-        if is_nothing(float(total), rest):
-            rest = torch.ones_like(rest)
-            rest[self._drawn[self._key(node)]] = 0.0
-            total = rest.sum()
-        return rest / total
+        total = weights.sum()
+        if is_nothing(float(total), weights):
+            weights = torch.ones_like(weights)
+            weights[self._drawn[self._key(node)]] = 0.0
+            total = weights.sum()
+        return weights / total
 
     def remove(self, node: int) -> None:
         """``node`` was tried: later siblings of its row were drawn from what it left."""

@@ -55,7 +55,7 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
         ValueError: a chain rule met a node with two children.
         NonFiniteLogitsError: NaN logits, or no finite logit left.
     """
-    if any(one.verifies_alone for one in verifiers):
+    if any(drawing.verifies_alone for drawing in verifiers):
         each = zip(verifiers, all_scores, rngs, strict=True)
         return [verifier.verify(scores.tree, scores, rng) for verifier, scores, rng in each]
     if all_scores[0].logits.device.type != "cpu":
@@ -75,8 +75,8 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
         if isinstance(coins, LateCoins) and coins.later is not None:
             late[len(verdicts) - 1] = coins.later
     for is_home in (True, False):
-        here = {index: one for index, one in late.items() if (one[0].device.type == "cpu") == is_home}
-        for index, token in zip(here, draw_all(list(here.values())), strict=True):
+        drawings = {index: drawing for index, drawing in late.items() if (drawing[0].device.type == "cpu") == is_home}
+        for index, token in zip(drawings, draw_all(list(drawings.values())), strict=True):
             verdicts[index] = replace(verdicts[index], next_token=token)
     return verdicts
 

@@ -51,10 +51,10 @@ class BlockVerifier(Verifier):
             if keep[i] == 0.0:
                 continue
             child = nodes[i + 1]
-            rest = leftover(distributions[i], tree.distribution(child), tree.tokens[child], keep[i])
-            total = float(rest.sum())
+            residual = leftover(distributions[i], tree.distribution(child), tree.tokens[child], keep[i])
+            total = float(residual.sum())
             if i == 0 or coins.accept(pass_chance(total, keep[i])):
-                next_token = coins.draw(distributions[i] if is_nothing(total, rest) else rest)
+                next_token = coins.draw(distributions[i] if is_nothing(total, residual) else residual)
                 return Verdict(tuple(nodes[1 : i + 1]), next_token, next_is_bonus=False)
         raise AssertionError("unreachable: the empty prefix is always accepted")
 
@@ -76,22 +76,22 @@ class BlockVerifier(Verifier):
         @cache
         def rest_after(i: int) -> tuple[Tensor, float]:
             child = nodes[i + 1]
-            rest = leftover(distribution(i), tree.distribution(child), tree.tokens[child], keep[i])
-            return rest, float(rest.sum())
+            residual = leftover(distribution(i), tree.distribution(child), tree.tokens[child], keep[i])
+            return residual, float(residual.sum())
 
         def passes(i: int) -> bool:
             return keep[i] > 0.0 and coins.accept_lazily(keep[i], lambda: pass_chance(rest_after(i)[1], keep[i]))
 
         stop = next((i for i in range(last - 1, 0, -1) if passes(i)), 0)
-        rest, total = rest_after(stop)
-        next_token = coins.draw(distribution(stop) if is_nothing(total, rest) else rest)
+        residual, total = rest_after(stop)
+        next_token = coins.draw(distribution(stop) if is_nothing(total, residual) else residual)
         return Verdict(tuple(nodes[1 : stop + 1]), next_token, next_is_bonus=False)
 
 
-def pass_chance(rest: float, budget: float) -> float:
+def pass_chance(residual: float, budget: float) -> float:
     """S / (S + 1 - P): the chance to keep a prefix of budget P none of whose extensions were accepted."""
-    total = rest + (1.0 - budget)
-    return 1.0 if total <= 0.0 else rest / total
+    total = residual + (1.0 - budget)
+    return 1.0 if total <= 0.0 else residual / total
 
 
 def all_at_once(tree: TokenTree, scores: Scores) -> bool:

@@ -57,8 +57,8 @@ def objection(kind: Kind, is_tree: bool, rule: type[Verifier], greedy: bool) -> 
     drawn = {Kind.IID, Kind.WITHOUT_REPLACEMENT}
     fitting = {kind} if is_tree or kind not in drawn else drawn
     if not fitting & rule.kinds:
-        wanted = " or ".join(k.value for k in Kind if k in rule.kinds)
-        return f"it is right for drafts of kind {wanted}, and these are {kind.value}"
+        kinds = " or ".join(k.value for k in Kind if k in rule.kinds)
+        return f"it is right for drafts of kind {kinds}, and these are {kind.value}"
     return None
 
 

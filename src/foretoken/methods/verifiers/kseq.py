@@ -26,20 +26,20 @@ class KseqVerifier(Verifier):
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         def choose(node: int, children: Sequence[int]) -> int:
-            rest = scores.p(node)  # [V]
+            residual = scores.p(node)  # [V]
             for group in _groups(tree, children):
                 tokens, q = [tree.tokens[child] for child in group], tree.distribution(group[0])
                 if q is None:
-                    if coins.accept(float(rest[tokens[0]])):
+                    if coins.accept(float(residual[tokens[0]])):
                         return tokens[0]
-                    rest = without(rest, tokens[0])
+                    residual = without(residual, tokens[0])
                     continue
-                rho = threshold(rest, q, len(group))
+                rho = threshold(residual, q, len(group))
                 for token in tokens:
-                    if coins.accept(float(rest[token]), rho * float(q[token])):
+                    if coins.accept(float(residual[token]), rho * float(q[token])):
                         return token
-                rest = _residual(rest, q, len(group), rho)
-            return coins.draw(rest)
+                residual = _residual(residual, q, len(group), rho)
+            return coins.draw(residual)
 
         return walk_down(tree, choose)
 
@@ -70,9 +70,9 @@ def _residual(p: Tensor, q: Tensor, k: int, rho: float) -> Tensor:
     beta = float(shared.sum())
     if beta <= 0.0:
         return p
-    rest = (p - shared * ((1.0 - (1.0 - beta) ** k) / beta)).clamp_min_(0.0)
-    total = rest.sum()
-    return p if is_nothing(float(total), rest) else rest / total
+    residual = (p - shared * ((1.0 - (1.0 - beta) ** k) / beta)).clamp_min_(0.0)
+    total = residual.sum()
+    return p if is_nothing(float(total), residual) else residual / total
 
 
 def _groups(tree: TokenTree, children: Sequence[int]) -> list[list[int]]:

@@ -55,8 +55,8 @@ class LenientVerifier(Verifier):
     def _rest(self, p: Tensor, q: Tensor | None, token: int) -> Tensor:
         """[p - l q]+ [V], not normalised; ``p`` when nothing is left."""
         if q is None:
-            rest = p.clone()
-            rest[token] = (rest[token] - self.lenience).clamp_min(0.0)
+            residual = p.clone()
+            residual[token] = (residual[token] - self.lenience).clamp_min(0.0)
         else:
-            rest = (p - q * self.lenience).clamp_min_(0.0)
-        return p if is_nothing(float(rest.sum()), rest) else rest
+            residual = (p - q * self.lenience).clamp_min_(0.0)
+        return p if is_nothing(float(residual.sum()), residual) else residual

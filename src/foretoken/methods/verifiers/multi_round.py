@@ -20,12 +20,12 @@ class MultiRoundVerifier(Verifier):
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         def choose(node: int, children: Sequence[int]) -> int:
-            rest = scores.p(node)  # [V]
+            residual = scores.p(node)  # [V]
             for child in children:
                 token = tree.tokens[child]
-                if coins.accept(float(rest[token]), drawn_chance(tree, child)):
+                if coins.accept(float(residual[token]), drawn_chance(tree, child)):
                     return token
-                rest = rest_of(rest, tree.distribution(child), token)
-            return coins.draw(rest)
+                residual = rest_of(residual, tree.distribution(child), token)
+            return coins.draw(residual)
 
         return walk_down(tree, choose)

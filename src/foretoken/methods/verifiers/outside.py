@@ -15,15 +15,15 @@ class VerifierError(OutsideError):
     """A verifier that is none of ours has raised, or broken a rule of the protocol."""
 
 
-def check_verifier(given: Any) -> None:
+def check_verifier(verifier: Any) -> None:
     """Refuse an object that is no verifier, and one from outside that does not say what it is.
 
     Raises:
         VerifierError: a class instead of an object, something else, or a verifier without its facts.
     """
-    if fault := fault_of(given, Verifier, "verifier"):
+    if fault := fault_of(verifier, Verifier, "verifier"):
         raise VerifierError(fault)
-    cls, kinds = type(given), given.kinds
+    cls, kinds = type(verifier), verifier.kinds
     if not isinstance(kinds, set | frozenset) or not kinds or not all(isinstance(kind, Kind) for kind in kinds):
         place = f"{cls.__name__} ({line_of(cls)})"
         raise VerifierError(f"{place} has kinds = {kinds!r}: write a set, such as frozenset({{Kind.IID}})")
@@ -45,8 +45,8 @@ def check_verdict(verdict: Any, tree: TokenTree, verifier: Verifier, vocab_size:
         if type(node) is not int:
             raise _broken(verifier, f"gave a path with a node of type {type(node).__name__}: it must be an int")
         if not 1 <= node < len(tree):
-            known = f"draft nodes go from 1 to {len(tree) - 1}" if len(tree) > 1 else "nothing was drafted"
-            raise _broken(verifier, f"gave a path with node {node}: {known}, and the root is not listed")
+            valid = f"draft nodes go from 1 to {len(tree) - 1}" if len(tree) > 1 else "nothing was drafted"
+            raise _broken(verifier, f"gave a path with node {node}: {valid}, and the root is not listed")
         if tree.parents[node] != last:
             raise _broken(verifier, f"gave the path {tuple(verdict.path)}: node {node} is no child of node {last}")
         if tree.probes and tree.probes[node]:

@@ -24,12 +24,12 @@ class PointVerifier(Verifier):
         """Rejection with a point mass as the draft distribution: the residual is the distribution without the token."""
 
         def choose(node: int, children: Sequence[int]) -> int:
-            rest = scores.p(node)  # [V]
+            residual = scores.p(node)  # [V]
             for token in dict.fromkeys(tree.tokens[child] for child in children):
-                if coins.accept(float(rest[token])):
+                if coins.accept(float(residual[token])):
                     return token
-                rest = without(rest, token)
-            return coins.draw(rest)
+                residual = without(residual, token)
+            return coins.draw(residual)
 
         return walk_down(tree, choose)
 
@@ -48,8 +48,8 @@ class PointVerifier(Verifier):
                 if coins.accept(weight, remaining):
                     return token
                 remaining -= weight
-            rest = p.index_fill(0, index, 0.0)
+            residual = p.index_fill(0, index, 0.0)
             # Nothing left but for rounding: the children cover the support, and the last likely one was meant.
-            return coins.draw(p if is_nothing(float(rest.sum()), rest) else rest)
+            return coins.draw(p if is_nothing(float(residual.sum()), residual) else residual)
 
         return walk_down(tree, choose)

@@ -54,6 +54,6 @@ class RejectionVerifier(Verifier):
         p_x, q_x = scores.weights or chain_weights(tree, distributions)
         for i, (p, q) in enumerate(zip(p_x, q_x, strict=True)):
             if not coins.accept(p, q):
-                rest = rest_of(distributions[i], tree.distribution(i + 1), tree.tokens[i + 1])
-                return Verdict(tuple(range(1, i + 1)), coins.draw(rest), next_is_bonus=False)
+                residual = rest_of(distributions[i], tree.distribution(i + 1), tree.tokens[i + 1])
+                return Verdict(tuple(range(1, i + 1)), coins.draw(residual), next_is_bonus=False)
         return Verdict(tuple(range(1, len(tree))), coins.draw(distributions[-1]), next_is_bonus=True)

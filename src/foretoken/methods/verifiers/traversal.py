@@ -70,9 +70,9 @@ def _visit(tree: TokenTree, scores: Scores, coins: Coins, node: int, budget: flo
 
 def _after_rejection(distribution: Tensor, q: Tensor | None, token: int, budget: float) -> tuple[Tensor, float]:
     """Distribution [V] and budget of a node after the subtree of a child drawn from ``q`` was rejected."""
-    rest = leftover(distribution, q, token, budget)
-    total = rest.sum()
+    residual = leftover(distribution, q, token, budget)
+    total = residual.sum()
     weight = float(total)
-    if is_nothing(weight, rest):  # at the root by rounding only: it keeps its distribution
+    if is_nothing(weight, residual):  # at the root by rounding only: it keeps its distribution
         return distribution, pass_chance(0.0, budget)
-    return rest / total, pass_chance(weight, budget)
+    return residual / total, pass_chance(weight, budget)

@@ -23,13 +23,13 @@ class WithoutReplacementVerifier(Verifier):
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         def choose(node: int, children: Sequence[int]) -> int:
-            rest, drawn = scores.p(node), SiblingDistributions(tree)
+            residual, drawn = scores.p(node), SiblingDistributions(tree)
             for child in children:
                 token, q = tree.tokens[child], drawn.distribution(child)  # q: [V]
-                if coins.accept(float(rest[token]), 1.0 if q is None else float(q[token])):
+                if coins.accept(float(residual[token]), 1.0 if q is None else float(q[token])):
                     return token
-                rest = rest_of(rest, q, token)
+                residual = rest_of(residual, q, token)
                 drawn.remove(child)
-            return coins.draw(rest)
+            return coins.draw(residual)
 
         return walk_down(tree, choose)
