@@ -143,7 +143,7 @@ class Drafting:
     def allow_reading(self, runs: Sequence[Running], most: int) -> None:
         """Drafters may read as much beside a round as the target does (``most`` tokens), and more than texts grow by
         meanwhile."""
-        self.pace.left, self.pace.spent_s = max(most, 2 * BESIDE), 0.0
+        self.pace.remaining, self.pace.spent_s = max(most, 2 * BESIDE), 0.0
         for run in runs:
             texts = DraftTexts.of(run.context)
             texts.waits = texts.has_read = False

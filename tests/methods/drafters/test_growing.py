@@ -19,11 +19,11 @@ from foretoken.methods.trees.eagle2 import Eagle2
 TEXT = [4, 5, 6]
 
 
-def growing(budget: Budget | None = None, *, seen: Candidates | None = None, **params: Any) -> Growing:
+def growing(budget: Budget | None = None, *, candidates: Candidates | None = None, **params: Any) -> Growing:
     sequence: Any = SimpleNamespace(scratch_tokens=[6])
     context = Context(0, list(TEXT), len(TEXT), Sampler(SamplingParams(**params)), Rng(0))
     limit = Budget(4, 16) if budget is None else budget
-    return Growing(context, Levels((2, 1)), limit, 16, sequence, draws=False, races=False, seen=seen)
+    return Growing(context, Levels((2, 1)), limit, 16, sequence, draws=False, races=False, candidates=candidates)
 
 
 def test_nodes_have_their_places_paths_and_distributions() -> None:
@@ -59,7 +59,7 @@ def test_the_frontier_enters_the_scratch_behind_its_parents() -> None:
 
 def test_growth_by_confidence_reads_the_best_and_keeps_what_pays() -> None:
     for costs, kept in ((None, 4), (TargetCost({1: 1.0, 2: 1.0, 64: 200.0}), 1)):
-        tree = growing(seen=Candidates([TEXT[-1]]))
+        tree = growing(candidates=Candidates([TEXT[-1]]))
         assert tree.seen is not None
         grows = DynamicTree(Eagle2(), costs, width=2)
         assert grows.grow(tree, tree.seen, [[7, 8]], [[-0.1, -2.0]], None, 2) == ([0, 0] if costs is None else [0])
@@ -71,7 +71,7 @@ def test_growth_by_confidence_reads_the_best_and_keeps_what_pays() -> None:
 
 
 def test_a_stop_rule_ends_a_path_by_confidence_and_keeps_its_token() -> None:
-    tree = growing(Budget(4, 16, min_confidence=0.5), seen=Candidates([TEXT[-1]]))
+    tree = growing(Budget(4, 16, min_confidence=0.5), candidates=Candidates([TEXT[-1]]))
     assert tree.seen is not None
     sure = torch.log_softmax(torch.tensor([[0.0] * 7 + [3.0, 1.0]]), -1)
     values, tokens = sure.topk(2)
@@ -80,7 +80,7 @@ def test_a_stop_rule_ends_a_path_by_confidence_and_keeps_its_token() -> None:
 
 
 def test_impossible_tokens_are_no_candidates() -> None:
-    tree = growing(seen=Candidates([TEXT[-1]]))
+    tree = growing(candidates=Candidates([TEXT[-1]]))
     assert tree.seen is not None
     DynamicTree(Eagle2(), None, 2).grow(tree, tree.seen, [[7, 8]], [[0.0, -float("inf")]], None, 4)
     assert tree.tokens == [6, 7]

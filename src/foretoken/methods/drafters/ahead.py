@@ -133,8 +133,8 @@ class AheadDrafter(ModelDrafter):
         **options: Any,
     ) -> Drafter:
         """From a spec ``ahead[:PATH]``; ``quantize``, ``vocab``, ``window`` and ``sink`` are those of ``model``."""
-        given = {"quantize": quantize, "vocab": vocab, "window": window, "sink": sink, **options}
-        return super().build(path, context, parallel=False, **given)
+        arguments = {"quantize": quantize, "vocab": vocab, "window": window, "sink": sink, **options}
+        return super().build(path, context, parallel=False, **arguments)
 
     # -- a request's life --------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class AheadDrafter(ModelDrafter):
         if self._job is not None:
             job, self._job = self._job, None
             job.result()  # what went wrong there goes wrong here
-        trees = [self._known(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+        trees = [self._ready(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
         missed = [i for i, tree in enumerate(trees) if tree is None]
         if missed:
             usual = super().propose_batch([contexts[i] for i in missed], [budgets[i] for i in missed])
@@ -166,7 +166,7 @@ class AheadDrafter(ModelDrafter):
         if self._job is not None:
             wait([self._job])
 
-    def _known(self, context: Context, budget: Budget) -> TokenTree | None:
+    def _ready(self, context: Context, budget: Budget) -> TokenTree | None:
         """The chain behind the outcome of the last round, if it was drafted."""
         ahead: Ahead | None = context.state.pop((self, "ahead"), None)
         if ahead is None or not _is_plain(budget):
@@ -221,12 +221,12 @@ class AheadDrafter(ModelDrafter):
         if key not in context.state:
             context.state[key] = self.twin.open()
         sequence: SequenceState = context.state[key]
-        own: SequenceState | None = context.state.get(self)
-        if own is not None and not sequence.tokens and len(own.tokens) > BESIDE:
+        first: SequenceState | None = context.state.get(self)
+        if first is not None and not sequence.tokens and len(first.tokens) > BESIDE:
             self.twin.expect(sequence, length)
-            kept = self.model.snapshot(own, len(own.tokens)) if own.regime == sequence.regime else None
-            if kept is not None:
-                self.twin.restore(sequence, kept, len(kept.tokens))
+            snapshot = self.model.snapshot(first, len(first.tokens)) if first.regime == sequence.regime else None
+            if snapshot is not None:
+                self.twin.restore(sequence, snapshot, len(snapshot.tokens))
         return sequence
 
     @torch.inference_mode()

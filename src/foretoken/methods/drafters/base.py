@@ -181,15 +181,15 @@ class BatchDrafter(Drafter):
         return self.propose_batch([context], [budget])[0]
 
 
-def share_of_bytes(own: int, target_bytes: int) -> float:
+def share_of_bytes(num_bytes: int, target_bytes: int) -> float:
     """What a step of a network costs, in target calls: its share of the target's bytes, because reading weights is what
     a step takes.
 
     Args:
-        own: bytes that the network reads per step; 0 where that is not known.
+        num_bytes: bytes that the network reads per step; 0 where that is not known.
         target_bytes: those of the target; 0 where that is not known.
     """
-    return own / target_bytes if own and target_bytes else UNKNOWN_COST
+    return num_bytes / target_bytes if num_bytes and target_bytes else UNKNOWN_COST
 
 
 Verify = Callable[[TokenTree, Scores, Any], Verdict]

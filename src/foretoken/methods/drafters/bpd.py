@@ -52,8 +52,8 @@ class BpdDrafter(BatchDrafter):
 
     def cost_beside(self, target_bytes: int) -> float:
         """A head of so many, and the target's vocabulary projection."""
-        own = weight_bytes(self.heads) // max(1, self.k - 1)
-        return share_of_bytes(own + weight_bytes(self.parts.head), target_bytes)
+        size = weight_bytes(self.heads) // max(1, self.k - 1)
+        return share_of_bytes(size + weight_bytes(self.parts.head), target_bytes)
 
     @torch.inference_mode()
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:

@@ -37,7 +37,7 @@ class Chain:
     Attributes:
         inside: what the inner drafters see of it.
         length: draft tokens that are wanted.
-        own: how many of them the model writes; the others come from the late drafter.
+        to_write: how many of them the model writes; the others come from the late drafter.
         distributions: per draft token the distribution [V] that it was drawn from; ``None`` for a point mass.
         places: where the model wrote its tokens: scores, and the node of them that each token follows.
         unread: tokens that the model is fed next, the last of them the root of the next guesses.
@@ -53,7 +53,7 @@ class Chain:
     sequence: SequenceState
     budget: Budget
     length: int
-    own: int
+    to_write: int
     tokens: list[int] = field(default_factory=list)
     distributions: list[Tensor | None] = field(default_factory=list)
     places: list[tuple[Scores, int]] = field(default_factory=list)
@@ -65,9 +65,9 @@ class Chain:
     most_guesses: int = 0
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Tokens that the model still has to write."""
-        return 0 if self.stopped else self.own - len(self.tokens)
+        return 0 if self.stopped else self.to_write - len(self.tokens)
 
     def enter(self) -> None:
         """Make the inner text this chain's, where several of them share it."""
@@ -194,7 +194,7 @@ class CascadeDrafter(BatchDrafter):
         return trees
 
     def _write(self, chains: Sequence[Chain]) -> None:
-        writing = [chain for chain in chains if chain.left > 0]
+        writing = [chain for chain in chains if chain.remaining > 0]
         for chain in writing:
             chain.inside.follow(chain.context.tokens)
             chain.unread = self.model.catch_up(chain.sequence, self._readable(chain.context.tokens))
@@ -207,7 +207,7 @@ class CascadeDrafter(BatchDrafter):
             trees = self._guesses(writing)
             for chain, tree, logits in zip(writing, trees, self._scored(writing, trees), strict=True):
                 self._review(chain, tree, logits)
-            writing = [chain for chain in writing if chain.left > 0]
+            writing = [chain for chain in writing if chain.remaining > 0]
 
     def _begin(self, context: Context, budget: Budget) -> Chain:
         # The last draft is not read, so one more than the context's room can be written; past the room, nothing.
@@ -220,19 +220,19 @@ class CascadeDrafter(BatchDrafter):
         """What the inner drafter thinks the model will write: at most one token less than missing, for the round adds
         one of its own."""
         trees: list[TokenTree] = [TokenTree.root_only(chain.unread[-1]) for chain in chains]
-        waiting = [i for i, chain in enumerate(chains) if chain.left > 1]
+        waiting = [i for i, chain in enumerate(chains) if chain.remaining > 1]
         while waiting:
             firsts = {id(chains[i].inside): i for i in reversed(waiting)}  # an inner text is one chain's at a time
-            asked = sorted(firsts.values())
-            for i in asked:
+            indices = sorted(firsts.values())
+            for i in indices:
                 chains[i].enter()
-            depths = [min(self.inner.max_depth, chains[i].left - 1) for i in asked]
-            nodes = [chains[i].most_guesses or self.inner.max_nodes for i in asked]
+            depths = [min(self.inner.max_depth, chains[i].remaining - 1) for i in indices]
+            nodes = [chains[i].most_guesses or self.inner.max_nodes for i in indices]
             budgets = [Budget(depth, most) for depth, most in zip(depths, nodes, strict=True)]
-            guessed = ask(self.inner, [chains[i].inside.text for i in asked], budgets)
-            for i, tree in zip(asked, guessed, strict=True):
+            guessed = ask(self.inner, [chains[i].inside.text for i in indices], budgets)
+            for i, tree in zip(indices, guessed, strict=True):
                 trees[i] = tree
-            waiting = [i for i in waiting if i not in asked]
+            waiting = [i for i in waiting if i not in indices]
         return trees
 
     def _scored(self, chains: Sequence[Chain], trees: Sequence[TokenTree]) -> list[Tensor]:
@@ -243,25 +243,25 @@ class CascadeDrafter(BatchDrafter):
             key = id(chain.sequence)
             feeds[key] = self._feed(chain, tree, feeds.get(key))
         rows = dict(zip(feeds, self.model.forward(list(feeds.values())), strict=True))
-        taken = dict.fromkeys(feeds, 0)
+        offsets = dict.fromkeys(feeds, 0)
         logits = []
         for chain, tree in zip(chains, trees, strict=True):
             key = id(chain.sequence)
-            logits.append(rows[key].logits[taken[key] : taken[key] + len(tree)])
-            taken[key] += len(tree)
+            logits.append(rows[key].logits[offsets[key] : offsets[key] + len(tree)])
+            offsets[key] += len(tree)
         return logits
 
     def _feed(self, chain: Chain, tree: TokenTree, before: Feed | None) -> Feed:
         """The unread tokens, the last of which is the tree's root, and the guesses below it; behind what the request's
         other chains feed."""
-        told: Sequence[int] = () if before is None else before.tokens
+        earlier: Sequence[int] = () if before is None else before.tokens
         above: Sequence[int] = () if before is None else before.parents or ()
-        wanted = 0 if before is None else before.wanted or 0
-        first = len(chain.sequence.scratch_tokens) + len(told)
+        num_logits = 0 if before is None else before.wanted or 0
+        first = len(chain.sequence.scratch_tokens) + len(earlier)
         root = chain.root = first + len(chain.unread) - 1
         parents = [chain.parent, *range(first, root), *(root + parent for parent in tree.parents[1:])]
         tokens = self._readable([*chain.unread, *tree.tokens[1:]])
-        return Feed(chain.sequence, [*told, *tokens], [*above, *parents], wanted=wanted + len(tree))
+        return Feed(chain.sequence, [*earlier, *tokens], [*above, *parents], wanted=num_logits + len(tree))
 
     def _review(self, chain: Chain, tree: TokenTree, logits: Tensor) -> None:
         """One inner verdict: every token of it has the model's distribution after the node before it."""

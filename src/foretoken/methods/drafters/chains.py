@@ -65,7 +65,7 @@ def grow_chains(
 def _follows(tree: Growing) -> bool:
     """Whether every token is the one that follows the last: no choice of nodes, no stop."""
     stops = tree.budget.asks_for_confidence or tree.budget.path_stop is not None
-    chooses = tree.branches or tree.seen is not None
+    chooses = tree.branches or tree.candidates is not None
     return (tree.draws or tree.races or tree.sampler.greedy) and not (stops or chooses)
 
 

@@ -321,7 +321,7 @@ def build_datastore(
     if not len(tokens):
         names = ", ".join(str(path) for path in paths)
         raise ValueError(f"no text in {names}: give .txt, .md, .rst or .py files, or .jsonl rows with a 'text'")
-    sorting = None if progress is None else lambda done, steps: progress("sorting", done, steps)
+    sorting = None if progress is None else lambda step, steps: progress("sorting", step, steps)
     order = suffix_order(tokens, sorting)
     meta = {
         "fingerprint": fingerprint(tokenizer),

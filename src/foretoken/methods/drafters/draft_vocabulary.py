@@ -28,16 +28,16 @@ LAYOUT = 'a JSON list of token ids, {"ids": [id, ...]} or {"counts": {"id": coun
 """What a file of a draft vocabulary holds."""
 
 
-def chosen_ids(vocab: str, context: BuildContext, size: int, known: Sequence[int] = ()) -> Tensor | None:
+def chosen_ids(vocab: str, context: BuildContext, size: int, trained: Sequence[int] = ()) -> Tensor | None:
     """The target's ids that a drafter may guess.
 
     Args:
-        vocab: the option.  Empty or 0: as the drafter is.  N: the first N of ``known``; where nothing is known the N
+        vocab: the option.  Empty or 0: as the drafter is.  N: the first N of ``trained``; where that is empty the N
             lowest ids, because tokenizers number their pieces in the order in which they were merged, the most frequent
             pairs first.  Otherwise a file (:func:`read_ids`).
         context: the target, with its ends of text and its tokenizer.
         size: V, how many ids the drafter could guess.
-        known: the ids that it was trained to guess, the most frequent one first.
+        trained: the ids that it was trained to guess, the most frequent one first.
 
     Returns:
         int64 [V_d], ends of text included; ``None`` for all ids.
@@ -51,8 +51,8 @@ def chosen_ids(vocab: str, context: BuildContext, size: int, known: Sequence[int
     except ValueError:
         number = None
     if number == 0:
-        return torch.tensor(list(known)) if known else None
-    able = set(known) or set(range(size))
+        return torch.tensor(list(trained)) if trained else None
+    able = set(trained) or set(range(size))
     ends = sorted(able & set(context.target.eos_token_ids))
     if number is None:
         listed = read_ids(Path(vocab).expanduser(), size, context.tokenizer)
@@ -60,21 +60,21 @@ def chosen_ids(vocab: str, context: BuildContext, size: int, known: Sequence[int
         if not chosen:
             raise ValueError(f"{vocab} names none of the {len(able)} tokens that this drafter was trained to guess")
         return torch.tensor([*chosen, *(end for end in ends if end not in set(chosen))])
-    if number < 0 or (len(known) or size) < number != size:
-        stored = f"up to the {len(known)} that were stored, " if known else f"up to {size}, "
+    if number < 0 or (len(trained) or size) < number != size:
+        stored = f"up to the {len(trained)} that were stored, " if trained else f"up to {size}, "
         raise ValueError(
             f"vocab is how many tokens can be guessed: 0 (as trained), {stored}or {size} for all; not {number}"
         )
-    return None if number == size else torch.tensor(first_of(known or range(size), number, ends))
+    return None if number == size else torch.tensor(first_of(trained or range(size), number, ends))
 
 
 def first_of(ids: Sequence[int], number: int, ends: Sequence[int]) -> list[int]:
     """The first ``number`` of the ids in their order, but all of the ``ends`` among them."""
-    kept = list(ids[:number])
-    missing = [end for end in ends if end not in set(kept)]
-    others = [token for token in kept if token not in ends]
+    first = list(ids[:number])
+    missing = [end for end in ends if end not in set(first)]
+    others = [token for token in first if token not in ends]
     dropped = set(others[len(others) - len(missing) :] if len(missing) < len(others) else others) if missing else set()
-    return [token for token in kept if token not in dropped] + missing
+    return [token for token in first if token not in dropped] + missing
 
 
 def read_ids(file: Path, size: int, tokenizer: Any | None) -> list[int]:

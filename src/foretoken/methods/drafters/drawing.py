@@ -187,17 +187,17 @@ def draw_without_replacement(distribution: Tensor, count: int, context: Context)
 
     When fewer tokens have positive probability, all of those are returned and no more.
     """
-    rest = distribution.clone()
+    weights = distribution.clone()
     chosen: list[int] = []
     for _ in range(count):
-        cdf = running_sums(rest)
+        cdf = running_sums(weights)
         total = cdf[-1]
         if float(total) <= torch.finfo(distribution.dtype).tiny:
             break
         point = (total * context.rng.uniform())[None]
         token = min(int(torch.searchsorted(cdf, point, right=True)), len(distribution) - 1)
-        if float(rest[token]) <= 0:
-            token = last_possible(rest)
+        if float(weights[token]) <= 0:
+            token = last_possible(weights)
         chosen.append(token)
-        rest[token] = 0.0
+        weights[token] = 0.0
     return chosen

@@ -68,7 +68,7 @@ class DynamicTree:
     def grow(
         self,
         tree: Growing,
-        seen: Candidates,
+        candidates: Candidates,
         tokens: Sequence[Sequence[int]],
         values: Sequence[Sequence[float]],
         sure: Tensor | None,
@@ -84,28 +84,36 @@ class DynamicTree:
         Returns:
             Per node that is read next, the place of its parent in the frontier before.
         """
-        first, row_of = len(seen), {node: row for row, node in enumerate(tree.frontier)}
+        first, row_of = len(candidates), {node: row for row, node in enumerate(tree.frontier)}
         for node, chosen, chances in zip(tree.frontier, tokens, values, strict=True):
             possible = [i for i, chance in enumerate(chances) if chance > -math.inf]
-            seen.add(node, [chosen[i] for i in possible], [seen.scores[node] + chances[i] for i in possible])
-        tree.path_of += [(*tree.path_of[seen.parents[node]], seen.tokens[node]) for node in range(first, len(seen))]
-        wanted: list[int] = []
-        if len(seen) > first and seen.depths[-1] < levels:
-            wanted = self.growth.frontier(seen, first, self.width, tree.most)
-        if wanted and self.costs is not None:
-            paying = set(self._kept(tree, seen))  # behind other nodes nothing is worth its score either
-            wanted = [node for node in wanted if node in paying]
-        tree.frontier = [node for node in wanted if not _ends(tree, seen, node, sure, row_of[seen.parents[node]])]
-        return [row_of[seen.parents[node]] for node in tree.frontier]
+            candidates.add(
+                node, [chosen[i] for i in possible], [candidates.scores[node] + chances[i] for i in possible]
+            )
+        tree.path_of += [
+            (*tree.path_of[candidates.parents[node]], candidates.tokens[node]) for node in range(first, len(candidates))
+        ]
+        frontier: list[int] = []
+        if len(candidates) > first and candidates.depths[-1] < levels:
+            frontier = self.growth.frontier(candidates, first, self.width, tree.most)
+        if frontier and self.costs is not None:
+            paying = set(self._best_nodes(tree, candidates))  # behind other nodes nothing is worth its score either
+            frontier = [node for node in frontier if node in paying]
+        tree.frontier = [
+            node for node in frontier if not _ends(tree, candidates, node, sure, row_of[candidates.parents[node]])
+        ]
+        return [row_of[candidates.parents[node]] for node in tree.frontier]
 
-    def finished(self, tree: Growing, seen: Candidates) -> TokenTree:
+    def finished(self, tree: Growing, candidates: Candidates) -> TokenTree:
         """The likeliest nodes, as many as give most tokens per time."""
-        return seen.tree(self._kept(tree, seen))
+        return candidates.tree(self._best_nodes(tree, candidates))
 
-    def _kept(self, tree: Growing, seen: Candidates) -> list[int]:
+    def _best_nodes(self, tree: Growing, candidates: Candidates) -> list[int]:
         """The nodes that are worth their scores, of those that were looked at so far."""
-        kept = self.growth.kept(seen, tree.most)
-        return kept if self.costs is None else kept[: paying_count(seen.values(kept), self.costs, tree.sharing)]
+        nodes = self.growth.kept(candidates, tree.most)
+        return (
+            nodes if self.costs is None else nodes[: paying_count(candidates.values(nodes), self.costs, tree.sharing)]
+        )
 
 
 def beliefs(tree: Growing, logits: Tensor) -> Tensor:
@@ -124,12 +132,12 @@ def best_of(sure: Tensor, width: int, head: DraftHead | None = None) -> tuple[li
     return (tokens if head is None else head.mapped(tokens)).tolist(), values.tolist()
 
 
-def _ends(tree: Growing, seen: Candidates, node: int, sure: Tensor | None, row: int) -> bool:
+def _ends(tree: Growing, candidates: Candidates, node: int, sure: Tensor | None, row: int) -> bool:
     """Whether a stop rule ends the path with this node, by the row of the log-probabilities [n, V] that it was chosen
     from."""
-    if ends_path(tree, seen.parents[node]):
+    if ends_path(tree, candidates.parents[node]):
         return True
     if sure is None or not tree.budget.asks_for_confidence:
         return False
-    own = seen.scores[node] - seen.scores[seen.parents[node]]
-    return tree.budget.stops_after(torch.exp(sure[row]), math.exp(own))
+    log_prob = candidates.scores[node] - candidates.scores[candidates.parents[node]]
+    return tree.budget.stops_after(torch.exp(sure[row]), math.exp(log_prob))

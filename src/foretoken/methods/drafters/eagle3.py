@@ -45,8 +45,8 @@ class Eagle3Drafter(FeatureDrafter):
         """From a spec ``eagle3[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, of those that the head
         was trained for: all of these by default."""
         net, parts, _ = load_net(context, cls.name, path, Eagle3Config, Eagle3Net)
-        known = net.vocabulary.tolist()
-        ids = chosen_ids(vocab, context, parts.vocab_size, known) if vocab else None
+        trained = net.vocabulary.tolist()
+        ids = chosen_ids(vocab, context, parts.vocab_size, trained) if vocab else None
         model = FeatureModel(net, parts, context.target, vocabulary_head(net, parts, ids))
         return cls.sized(model, context.target, options)
 

@@ -124,11 +124,11 @@ class EarlyExitDrafter(OwnLayersDrafter):
         plan = LayerPlan(start=layer, stop=further)
         return lambda feeds, taps: model.forward_on(feeds, plan, taps)
 
-    def _all_nodes(self, feed: Feed, wanted: int, states: Tensor) -> Feed:
+    def _all_nodes(self, feed: Feed, num_logits: int, states: Tensor) -> Feed:
         """Every draft node of a sequence, with its states [n, D] at the layer from which they go on."""
         sequence = feed.sequence
         return replace(
-            feed, tokens=sequence.scratch_tokens, parents=sequence.scratch_parents, wanted=wanted, states=states
+            feed, tokens=sequence.scratch_tokens, parents=sequence.scratch_parents, wanted=num_logits, states=states
         )
 
 

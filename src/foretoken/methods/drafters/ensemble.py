@@ -51,18 +51,18 @@ class EnsembleDrafter(GroupDrafter):
         return cls(context.members(drafters, most=2))
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        left = [budget.max_nodes for budget in budgets]
+        rooms = [budget.max_nodes for budget in budgets]
         proposed: list[list[TokenTree]] = [[] for _ in contexts]
         for waiting, member in zip(range(len(self.drafters), 0, -1), self.drafters, strict=True):
             # Rounded up: a single node goes to the first member.
-            shares = [replace(b, max_nodes=-(-room // waiting)) for b, room in zip(budgets, left, strict=True)]
+            shares = [replace(b, max_nodes=-(-room // waiting)) for b, room in zip(budgets, rooms, strict=True)]
             for i, tree in enumerate(ask(member, contexts, shares)):
                 proposed[i].append(tree)
-                left[i] -= tree.num_drafts
+                rooms[i] -= tree.num_drafts
         return [self._merged(context, trees) for context, trees in zip(contexts, proposed, strict=True)]
 
     def _merged(self, context: Context, trees: Sequence[TokenTree]) -> TokenTree:
         tree, places = merge(trees, self.traits.kind)
-        parts = {i: MemberTree(own, place) for i, (own, place) in enumerate(zip(trees, places, strict=True))}
+        parts = {i: MemberTree(part, place) for i, (part, place) in enumerate(zip(trees, places, strict=True))}
         context.state[self] = Proposal(tree, parts)
         return tree

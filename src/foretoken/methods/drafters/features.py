@@ -102,7 +102,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
     def describe(self) -> list[dict[str, Any]]:
         size = self.vocab_size if self.head is None else self.head.size
         runs = {"forward": self.model.forward_name, "native_off": self.model.native_off}
-        return [{**told, "vocabulary": size, **runs} for told in super().describe()]
+        return [{**entry, "vocabulary": size, **runs} for entry in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
         """The network, and the vocabulary projection that it borrows from the target."""
@@ -136,7 +136,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
             for tree, row in zip(growing, rows, strict=True):
                 self._expand(tree, row, row.taps["state"])
         for i, tree in zip(ready, trees, strict=True):
-            drafts[i] = tree.finished() if tree.seen is None else self.dynamic.finished(tree, tree.seen)
+            drafts[i] = tree.finished() if tree.candidates is None else self.dynamic.finished(tree, tree.candidates)
         return drafts
 
     def _begin(self, context: Context, budget: Budget, batch: int) -> Growing:
@@ -150,7 +150,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
             context.state[self],
             draws=draws,
             races=races,
-            seen=None if draws else Candidates([context.root]),
+            candidates=None if draws else Candidates([context.root]),
             sharing=batch if fixed else 1,
         )
 
@@ -171,7 +171,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
 
     def _expand(self, tree: Growing, row: Rows, outputs: Tensor) -> None:
         """Give every node of the frontier its best children, or draw them; some of these are read next."""
-        if tree.seen is None:
+        if tree.candidates is None:
             self._draw(tree, self.widened(self._logits(row)), outputs)
             return
         sure: Tensor | None = None
@@ -180,7 +180,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         else:
             sure = self._sure(tree, tree.frontier, self._logits(row))
             best = self._best(sure)
-        rows = self.dynamic.grow(tree, tree.seen, *best, sure, self.max_depth)
+        rows = self.dynamic.grow(tree, tree.candidates, *best, sure, self.max_depth)
         tree.states = [outputs[row] for row in rows]
 
     def _logits(self, row: Rows) -> Tensor:

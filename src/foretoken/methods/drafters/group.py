@@ -63,7 +63,7 @@ class GroupDrafter(BatchDrafter):
         self.vocab_size = next((v for v in map(vocabulary_of, drafters) if v is not None), None)
 
     def describe(self) -> list[dict[str, Any]]:
-        return [told for member in self.drafters for told in member.describe()]
+        return [entry for member in self.drafters for entry in member.describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
         return max(member.cost_beside(target_bytes) for member in self.drafters)
@@ -107,15 +107,15 @@ def show(member: Drafter, context: Context, part: MemberTree | None, scores: Sco
     """Tell a member of a round of the group as if it had been its own, and of the rest as rounds of plain decoding."""
     tree = scores.tree
     nodes = [0, *verdict.path]  # the node before each token that was written
-    written = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
-    done = 0
+    tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+    first = 0
     if part is not None:
-        path = _path_along(part.tree, written[:-1])
+        path = _path_along(part.tree, tokens[:-1])
         last = path[-1] if path else 0
         mine = _scores_at(scores, part.tree, part.places)
-        member.observe(context, part.tree, mine, Verdict(path, written[len(path)], not part.tree.children[last]))
-        done = len(path) + 1
-    for node, token in zip(nodes[done:], written[done:], strict=True):
+        member.observe(context, part.tree, mine, Verdict(path, tokens[len(path)], not part.tree.children[last]))
+        first = len(path) + 1
+    for node, token in zip(nodes[first:], tokens[first:], strict=True):
         root = TokenTree.root_only(tree.tokens[node])
         member.observe(context, root, _scores_at(scores, root, [node]), Verdict((), token, next_is_bonus=True))
 
@@ -155,8 +155,10 @@ def check_members(name: str, drafters: Sequence[Drafter]) -> None:
         raise ValueError(f"drafter {name!r} has the same object twice among its members: give each its own")
     sizes = {size: member.name for member in drafters if (size := vocabulary_of(member)) is not None}
     if len(sizes) > 1:
-        told = " and ".join(f"{size} ({member})" for size, member in sizes.items())
-        raise ValueError(f"the members of {name!r} have different vocabularies, {told}: take drafters of one tokenizer")
+        listed = " and ".join(f"{size} ({member})" for size, member in sizes.items())
+        raise ValueError(
+            f"the members of {name!r} have different vocabularies, {listed}: take drafters of one tokenizer"
+        )
 
 
 def vocabulary_of(drafter: Drafter) -> int | None:

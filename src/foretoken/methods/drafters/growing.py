@@ -25,7 +25,7 @@ class Growing(DrawnTree):
         draws: whether tokens are drawn, and what they are drawn from is kept; else the best ones are taken.
         races: whether the best ones are those of a race on the request's noise.
         text: the committed tokens in the model's own ids.
-        seen: what a tree that grows by confidence has looked at; ``tokens`` and ``parents`` are its own.
+        candidates: what a tree that grows by confidence has looked at; ``tokens`` and ``parents`` are its own.
         sharing: requests whose nodes are scored by the same call, as far as the tree may depend on that.
 
     Attributes:
@@ -49,14 +49,14 @@ class Growing(DrawnTree):
         draws: bool,
         races: bool,
         text: Sequence[int] = (),
-        seen: Candidates | None = None,
+        candidates: Candidates | None = None,
         sharing: int = 1,
     ) -> None:
         super().__init__(context, places, budget, most)
         self.sequence, self.draws, self.races, self.text = sequence, draws, races, text
-        self.seen, self.sharing = seen, sharing
-        if seen is not None:
-            self.tokens, self.parents = seen.tokens, seen.parents
+        self.candidates, self.sharing = candidates, sharing
+        if candidates is not None:
+            self.tokens, self.parents = candidates.tokens, candidates.parents
         self.frontier = [0]
         self.states: list[Tensor] = []
         self.scratch_of: dict[int, int] = {}
@@ -93,9 +93,9 @@ def cut_back(model: LanguageModel, sequence: SequenceState | None, length: int) 
         model.rewind(sequence, max(length - 1, 0))
 
 
-def readable(tokens: list[int], own: int, wide: int) -> list[int]:
-    """A text over ``wide`` ids for a model that has ``own``: token 0 stands for ids that it lacks."""
-    return tokens if own >= wide else [token if token < own else 0 for token in tokens]
+def readable(tokens: list[int], size: int, wide: int) -> list[int]:
+    """A text over ``wide`` ids for a model that has ``size``: token 0 stands for ids that it lacks."""
+    return tokens if size >= wide else [token if token < size else 0 for token in tokens]
 
 
 def widened(logits: Tensor, wide: int) -> Tensor:

@@ -54,12 +54,12 @@ class GuessRule:
         falls_back = least > 0 or not isinstance(drafters[-1], SourceDrafter)
         weighed = [d for d in (drafters[:-1] if falls_back else drafters) if isinstance(d, SourceDrafter)]
         if len(weighed) < len(drafters) - falls_back or not weighed:
-            told = ", ".join(drafter.name for drafter in drafters)
+            names = ", ".join(drafter.name for drafter in drafters)
             raise ValueError(
-                f"router with rule={name} needs members that copy and may end with one other, not {told}: "
+                f"router with rule={name} needs members that copy and may end with one other, not {names}: "
                 "for example drafters=(suffix|ngram|model)"
             )
-        if bias and (len(bias) != len(drafters) or not all(math.isfinite(one) and one >= 0 for one in bias)):
+        if bias and (len(bias) != len(drafters) or not all(math.isfinite(number) and number >= 0 for number in bias)):
             raise ValueError(f"router needs a bias >= 0 for each of its {len(drafters)} drafters")
         fallback = len(drafters) - 1 if falls_back else None
         return cls(name, least, tuple(bias) or (0.0,) * len(drafters), weighed, fallback)

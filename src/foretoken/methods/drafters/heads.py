@@ -81,7 +81,7 @@ class HeadsDrafter(BatchDrafter):
         self.reduced: list[DraftHead] = []
         if ids is not None:  # those rows of every head's own projection
             rows = ids.to(parts.device)
-            self.reduced = [DraftHead(parts, ids, one.weight.detach()[rows]) for one in heads.projections]
+            self.reduced = [DraftHead(parts, ids, projection.weight.detach()[rows]) for projection in heads.projections]
         self.head = self.reduced[0] if self.reduced else DraftHead(parts, ids)
         self._native: list[NativeBlocks] = []
         self.native_off = ""
@@ -153,20 +153,20 @@ class HeadsDrafter(BatchDrafter):
 
     def projections(self, head: int | None = None) -> list[Any]:
         """The vocabulary projection that all heads share, or those of all heads or of one."""
-        own = self.reduced or list(self.heads.projections)
-        return (own if head is None else [own[head]]) if own else [self.head]
+        projections = self.reduced or list(self.heads.projections)
+        return (projections if head is None else [projections[head]]) if projections else [self.head]
 
     def describe(self) -> list[dict[str, Any]]:
         runs = {"forward": "native" if self._native else "lean", "native_off": self.native_off}
-        return [{**told, "vocabulary": self.head.size, **runs} for told in super().describe()]
+        return [{**entry, "vocabulary": self.head.size, **runs} for entry in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
         """A head of so many, and the vocabulary projection where it borrows the target's."""
-        own = weight_bytes(self.heads) // len(self.heads.blocks)
+        size = weight_bytes(self.heads) // len(self.heads.blocks)
         if self.reduced:
-            own -= weight_bytes(self.heads.projections) // len(self.heads.blocks)
+            size -= weight_bytes(self.heads.projections) // len(self.heads.blocks)
         borrowed = 0 if len(self.heads.projections) and not self.reduced else self.head.weight_bytes
-        return share_of_bytes(own + borrowed, target_bytes)
+        return share_of_bytes(size + borrowed, target_bytes)
 
     @torch.inference_mode()
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
@@ -182,8 +182,8 @@ class HeadsDrafter(BatchDrafter):
             drawn = {i: row for row, i in enumerate(ready) if self.draws and not contexts[i].sampler.fixed}
             filled = {i: row for row, i in enumerate(ready) if i not in drawn}
             if filled:
-                chosen, given = [contexts[i] for i in filled], [budgets[i] for i in filled]
-                tokens = self.fill(states[[*filled.values()]], chosen, [shapes[i] for i in filled], given)
+                chosen, limits = [contexts[i] for i in filled], [budgets[i] for i in filled]
+                tokens = self.fill(states[[*filled.values()]], chosen, [shapes[i] for i in filled], limits)
                 for i, by_node in zip(filled, tokens, strict=True):
                     trees[i] = self._tree(contexts[i].root, by_node)
             if drawn:

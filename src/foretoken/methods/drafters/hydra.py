@@ -103,8 +103,8 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
         self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]], budgets: Sequence[Budget]
     ) -> list[dict[int, int]]:
         """Level by level: one head for all parents of all requests."""
-        given = zip(shapes, contexts, budgets, strict=True)
-        trees = [_Filling(nodes, {0: context.root}, budget) for nodes, context, budget in given]
+        requests = zip(shapes, contexts, budgets, strict=True)
+        trees = [_Filling(nodes, {0: context.root}, budget) for nodes, context, budget in requests]
         inputs, row_of = states, [{-1: i} for i in range(len(trees))]
         for level in range(self.max_depth):
             below = [self._children(tree, level) for tree in trees]
@@ -116,9 +116,9 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
             ranks = 1 + max(self.choices[n - 1][-1] for parents in below for nodes in parents.values() for n in nodes)
             rows = [context for context, parents in zip(contexts, below, strict=True) for _ in parents]
             ranked, raced = self.best(level, inputs, rows, [level] * len(rows), budgets, ranks)
-            for tree, parents, known in zip(trees, below, row_of, strict=True):
+            for tree, parents, row_by_node in zip(trees, below, row_of, strict=True):
                 for parent, nodes in parents.items():
-                    row = known[parent]
+                    row = row_by_node[parent]
                     for node in nodes:
                         rank = self.choices[node - 1][-1]
                         tree.tokens[node] = ranked[row][rank]
@@ -164,9 +164,9 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
         """[m, (level + 2) D] of nodes of all trees, given as (node, parent, token): what the parents read, and the
         embeddings of the tokens; the row of every node is noted."""
         rows, tokens = list[int](), list[int]()
-        for known, nodes in zip(row_of, read, strict=True):
+        for row_by_node, nodes in zip(row_of, read, strict=True):
             for node, parent, token in nodes:
-                rows.append(known[parent])
-                known[node] = len(tokens)
+                rows.append(row_by_node[parent])
+                row_by_node[node] = len(tokens)
                 tokens.append(token)
         return torch.cat([above[rows], self.parts.embedding(tokens).float()], -1)

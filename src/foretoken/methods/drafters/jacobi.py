@@ -54,13 +54,13 @@ class JacobiDrafter(Drafter):
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Replace every guess that was scored by the target's prediction, and drop those that are now text."""
         window = self._window(context)
-        written = len(verdict.path) + 1
-        later = window.guesses[written:]
-        if tree is window.proposed and written < len(tree):
+        count = len(verdict.path) + 1
+        later = window.guesses[count:]
+        if tree is window.proposed and count < len(tree):
             # Row i predicts the token i + 1 after the old root; guesses beyond the scored ones stay as they are.
             fixed = scores.sampler.noise is not None and scores.sampler.context_free
-            choices = [scores.choice(node) for node in range(written, len(tree))] if fixed else None
-            later[: len(tree) - written] = choices or predictions(scores, written, len(tree))
+            choices = [scores.choice(node) for node in range(count, len(tree))] if fixed else None
+            later[: len(tree) - count] = choices or predictions(scores, count, len(tree))
         window.guesses = later
         window.proposed = None
 

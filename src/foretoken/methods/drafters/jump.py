@@ -72,8 +72,8 @@ class JumpDrafter(OwnLayersDrafter):
 
     def cost_beside(self, target_bytes: int) -> float:
         """The share of the layers that runs, with the predictor's weights."""
-        own = sum(weight.numel() * weight.element_size() for weight in self.net.parameters())
-        return super().cost_beside(target_bytes) + (share_of_bytes(own, target_bytes) if target_bytes else 0.0)
+        size = sum(weight.numel() * weight.element_size() for weight in self.net.parameters())
+        return super().cost_beside(target_bytes) + (share_of_bytes(size, target_bytes) if target_bytes else 0.0)
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
         """Whether the state of the token before the root is there: it is not for a text of one token, nor where
@@ -101,13 +101,13 @@ class JumpDrafter(OwnLayersDrafter):
             rows = self.model.forward_part(inputs, self.plan, tuple({*self.taps, self.ends}))
             for tree, row, part in zip(trees, rows, parts, strict=True):
                 # The state at ``start`` is what was predicted; no layer hands it out.
-                own = part if self.net.config.state == self.net.config.start else row.taps[self.taps[0]]
-                self._remember(tree.context, own)
+                states = part if self.net.config.state == self.net.config.start else row.taps[self.taps[0]]
+                self._remember(tree.context, states)
             logits = self.logits(torch.cat([row.taps[self.ends] for row in rows])).split(counts)
-        wanted = [count if feed.wanted is None else feed.wanted for feed, count in zip(feeds, counts, strict=True)]
+        num_logits = [count if feed.wanted is None else feed.wanted for feed, count in zip(feeds, counts, strict=True)]
         return [
             replace(row, logits=part[len(part) - count :])
-            for row, part, count in zip(rows, logits, wanted, strict=True)
+            for row, part, count in zip(rows, logits, num_logits, strict=True)
         ]
 
     def logits(self, states: Tensor) -> Tensor:
@@ -128,5 +128,5 @@ class JumpDrafter(OwnLayersDrafter):
 
     def _remember(self, context: Context, states: Tensor) -> None:
         """Add the states [n, D] of new nodes, which stand in the order of the scratch tree."""
-        known = context.state.get((self, "states"))
-        context.state[self, "states"] = states.float() if known is None else torch.cat([known, states.float()])
+        earlier = context.state.get((self, "states"))
+        context.state[self, "states"] = states.float() if earlier is None else torch.cat([earlier, states.float()])

@@ -83,7 +83,7 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
 
     def describe(self) -> list[dict[str, Any]]:
         runs = {"forward": self.adapter.forward_name, "native_off": self.adapter.native_off}
-        return [{**told, **runs} for told in super().describe()]
+        return [{**entry, **runs} for entry in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
         """The share of the layers that runs, with the adapter as one more sublayer."""
@@ -98,8 +98,8 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One call of the first layers and one of the adapter per level, for the whole batch."""
-        own = [replace(budget, min_confidence=max(budget.min_confidence, self.eta)) for budget in budgets]
-        return super().propose_batch(contexts, own)
+        stricter = [replace(budget, min_confidence=max(budget.min_confidence, self.eta)) for budget in budgets]
+        return super().propose_batch(contexts, stricter)
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         """The first layers make the states (their own logits are not asked for), the adapter reads them."""

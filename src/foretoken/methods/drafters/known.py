@@ -70,7 +70,7 @@ class KnownDrafter(GroupDrafter):
 
     def minimum_budget(self, context: Context, budget: Budget) -> Budget:
         """Room for what is known, whatever a controller would spend on guesses."""
-        tokens, predicted = self._known(context)
+        tokens, predicted = self._certain(context)
         context.state[self, "known"] = (tokens, predicted)
         if not tokens:
             return budget
@@ -85,22 +85,22 @@ class KnownDrafter(GroupDrafter):
         trees: list[TokenTree] = []
         for context, budget in zip(contexts, budgets, strict=True):
             noted = context.state.pop((self, "known"), None)
-            tokens, predicted = self._known(context) if noted is None else noted
+            tokens, predicted = self._certain(context) if noted is None else noted
             tokens = tokens[: min(budget.max_depth, budget.max_nodes)]
-            known = self.prediction.name if predicted else "grammar"
-            context.source = known if tokens or self.inner is None else self.inner.name
+            source = self.prediction.name if predicted else "grammar"
+            context.source = source if tokens or self.inner is None else self.inner.name
             trees.append(TokenTree.chain(context.root, tokens))
-        rest = [i for i, tree in enumerate(trees) if len(tree) == 1]
-        if self.inner is not None and rest:
-            found_trees = ask(self.inner, [contexts[i] for i in rest], [budgets[i] for i in rest])
-            for i, tree in zip(rest, found_trees, strict=True):
+        waiting = [i for i, tree in enumerate(trees) if len(tree) == 1]
+        if self.inner is not None and waiting:
+            found_trees = ask(self.inner, [contexts[i] for i in waiting], [budgets[i] for i in waiting])
+            for i, tree in zip(waiting, found_trees, strict=True):
                 tree = _allowed(tree, contexts[i])
                 if len(tree) > 1 and self._observers:
                     contexts[i].state[self] = Proposal(tree, {1: MemberTree(tree, range(len(tree)))})
                 trees[i] = tree
         return trees
 
-    def _known(self, context: Context) -> tuple[list[int], bool]:
+    def _certain(self, context: Context) -> tuple[list[int], bool]:
         """Tokens that are known to follow, and whether the caller said so."""
         if context.constraint is not None:
             forced = context.constraint.forced(context.tokens[context.prompt_length :])
@@ -125,15 +125,15 @@ def _allowed(tree: TokenTree, context: Context) -> TokenTree:
 
 def _fitting(tree: TokenTree, rule: Rule, output: Sequence[int]) -> TokenTree:
     """The nodes whose whole path a rule lets through, and the probes below them."""
-    kept = {0}
+    nodes = {0}
     for node in range(1, len(tree)):
         if not tree.children[node]:
             path = tree.path(node)[1:]
-            kept.update(path[: rule.fits(output, [tree.tokens[one] for one in path])])
+            nodes.update(path[: rule.fits(output, [tree.tokens[n] for n in path])])
     if tree.probes:
-        real = [node for node in kept if not tree.probes[node]]
-        kept = {*real, *(node for node in range(len(tree)) if tree.probes[node] and _hangs(tree, node, set(real)))}
-    return select(tree, sorted(kept))
+        real = [node for node in nodes if not tree.probes[node]]
+        nodes = {*real, *(node for node in range(len(tree)) if tree.probes[node] and _hangs(tree, node, set(real)))}
+    return select(tree, sorted(nodes))
 
 
 def _hangs(tree: TokenTree, probe: int, real: set[int]) -> bool:

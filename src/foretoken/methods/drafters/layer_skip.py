@@ -42,10 +42,10 @@ class Threshold:
         """Learn from a round: stop earlier while too little is accepted, later when a stop was too careful."""
         self.rate = RATE_SMOOTHING * self.rate + (1 - RATE_SMOOTHING) * accepted / drafted
         if self.rate < AIM:
-            wanted = self.value + STEP
+            goal = self.value + STEP
         else:
-            wanted = self.value if drafted >= self.limit else self.value - STEP
-        self.value = SMOOTHING * self.value + (1 - SMOOTHING) * wanted
+            goal = self.value if drafted >= self.limit else self.value - STEP
+        self.value = SMOOTHING * self.value + (1 - SMOOTHING) * goal
 
 
 class LayerSkipDrafter(OwnLayersDrafter):

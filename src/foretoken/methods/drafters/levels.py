@@ -47,7 +47,7 @@ class _Rows:
     @property
     def width(self) -> int:
         """The most children that any node gets."""
-        return WIDTH if self.tree.seen is not None else max(self.widths)
+        return WIDTH if self.tree.candidates is not None else max(self.widths)
 
 
 def choose_together(trees: Sequence[Growing], logits: Sequence[Tensor], width_of: WidthOf, iid: bool) -> None:
@@ -63,66 +63,66 @@ def choose_together(trees: Sequence[Growing], logits: Sequence[Tensor], width_of
         NonFiniteLogitsError: NaN logits.
     """
     level = [
-        _Rows(tree, rows, [] if tree.seen is not None else [width_of(tree, node) for node in tree.frontier])
+        _Rows(tree, rows, [] if tree.candidates is not None else [width_of(tree, node) for node in tree.frontier])
         for tree, rows in zip(trees, logits, strict=True)
         if tree.sampler.context_free and not tree.budget.asks_for_confidence
     ]
-    level = [one for one in level if one.tree.seen is not None or any(one.widths)]
+    level = [part for part in level if part.tree.candidates is not None or any(part.widths)]
     noises = [
-        (one.tree.sampler.noise, [length - one.tree.sampler.prompt_length for length in sorted(set(one.lengths))])
-        for one in level
-        if _races(one.tree) and one.tree.sampler.noise is not None
+        (part.tree.sampler.noise, [length - part.tree.sampler.prompt_length for length in sorted(set(part.lengths))])
+        for part in level
+        if _races(part.tree) and part.tree.sampler.noise is not None
     ]
     if noises:
         send_together(noises, level[0].logits)
-    drawn = [one for one in level if one.tree.draws]
-    taken = [one for one in level if not one.tree.draws]
+    drawn = [part for part in level if part.tree.draws]
+    chosen = [part for part in level if not part.tree.draws]
     with checks_later() as best:
         for group in _alike(level):
             _rank(group)
-    at_once = all(width <= 1 for one in drawn for width in one.widths)
-    tops = _tops(taken)
-    points = _drawn_there(drawn) if at_once else [one.ranking for one in drawn]
-    got = iter(read_together([*best, *(part for pair in tops for part in pair), *points]))
+    at_once = all(width <= 1 for part in drawn for width in part.widths)
+    tops = _tops(chosen)
+    points = _drawn_there(drawn) if at_once else [part.ranking for part in drawn]
+    got = iter(read_together([*best, *(tensor for pair in tops for tensor in pair), *points]))
     if any(bool((largest.isnan() | (largest == torch.inf)).any()) for largest in [next(got) for _ in best]):
         raise NonFiniteLogitsError(NON_FINITE)
-    for one in taken:
-        _leave_best(one, next(got), next(got))
+    for part in chosen:
+        _leave_best(part, next(got), next(got))
     if at_once:
         _leave_drawn(drawn, got)
     else:
-        for one in drawn:
-            _draw_here(one, next(got), width_of, iid)
+        for part in drawn:
+            _draw_here(part, next(got), width_of, iid)
 
 
 def _alike(level: Sequence[_Rows]) -> list[list[_Rows]]:
     """Parts whose rows are ranked by one call."""
     groups: dict[Hashable, list[_Rows]] = {}
-    for one in level:
-        tree = one.tree
+    for part in level:
+        tree = part.tree
         groups.setdefault(
-            (tree.draws, _races(tree), tree.seen is None, tree.sampler.greedy, tree.sampler.recipe), []
-        ).append(one)
+            (tree.draws, _races(tree), tree.candidates is None, tree.sampler.greedy, tree.sampler.recipe), []
+        ).append(part)
     return list(groups.values())
 
 
 def _rank(group: Sequence[_Rows]) -> None:
     """Distributions of what is drawn, and of the rest what the best tokens are the largest of."""
-    first, logits = group[0].tree, [one.logits for one in group]
+    first, logits = group[0].tree, [part.logits for part in group]
     if _races(first):
-        rows = race([one.tree.sampler for one in group], logits, [one.lengths for one in group])
-    elif first.sampler.greedy or first.seen is not None:
+        rows = race([part.tree.sampler for part in group], logits, [part.lengths for part in group])
+    elif first.sampler.greedy or first.candidates is not None:
         rows = torch.cat(logits)
         rows = rows if rows.dtype == torch.float64 and first.sampler.greedy else rows.float()
     else:
         rows = first.sampler.distributions(torch.cat(logits), None)
-    for one, part in zip(group, rows.split([*map(len, logits)]), strict=True):
-        one.ranking = log_beliefs(part) if first.seen is not None else part
+    for part, ranking in zip(group, rows.split([*map(len, logits)]), strict=True):
+        part.ranking = log_beliefs(ranking) if first.candidates is not None else ranking
 
 
 def _races(tree: Growing) -> bool:
     """A tree that grows by confidence follows the noise of its request in any case."""
-    return tree.races or (tree.seen is not None and tree.sampler.noise is not None)
+    return tree.races or (tree.candidates is not None and tree.sampler.noise is not None)
 
 
 # -- the best ones -----------------------------------------------------------------------------------------------------
@@ -131,26 +131,26 @@ def _races(tree: Growing) -> bool:
 def _tops(level: Sequence[_Rows]) -> list[tuple[Tensor, Tensor]]:
     """Values and tokens [n, w] of the largest entries of every part's rows."""
     tops = []
-    for one in level:
-        rows = one.ranking
-        if one.width == 1:
+    for part in level:
+        rows = part.ranking
+        if part.width == 1:
             values, tokens = rows.max(-1, keepdim=True)
         else:
-            values, tokens = rows.topk(min(one.width, rows.shape[-1]), -1)
+            values, tokens = rows.topk(min(part.width, rows.shape[-1]), -1)
         tops.append((values, tokens))
     return tops
 
 
-def _leave_best(one: _Rows, values: Tensor, tokens: Tensor) -> None:
+def _leave_best(part: _Rows, values: Tensor, tokens: Tensor) -> None:
     """Impossible tokens are left out."""
     if bool(values.isnan().any()):
         raise NonFiniteLogitsError(NON_FINITE)
-    if one.tree.seen is not None:
-        one.tree.looked = (one.ranking, tokens.tolist(), values.tolist())
+    if part.tree.candidates is not None:
+        part.tree.looked = (part.ranking, tokens.tolist(), values.tolist())
         return
-    for node, best, chances in zip(one.tree.frontier, tokens.tolist(), values.tolist(), strict=True):
+    for node, best, chances in zip(part.tree.frontier, tokens.tolist(), values.tolist(), strict=True):
         chosen = [token for token, chance in zip(best, chances, strict=True) if chance > -torch.inf]
-        one.tree.ready[node] = (None, chosen)
+        part.tree.ready[node] = (None, chosen)
 
 
 # -- what is drawn -----------------------------------------------------------------------------------------------------
@@ -160,41 +160,41 @@ def _drawn_there(level: Sequence[_Rows]) -> list[Tensor]:
     """One token for every node with a child, drawn on the device, and its weight: two tensors [n] of all parts."""
     if not level:
         return []
-    rows = torch.cat([one.ranking[: _count(one)] for one in level])
-    uniforms = [one.tree.context.rng.uniform() for one in level for _ in range(_count(one))]
+    rows = torch.cat([part.ranking[: _count(part)] for part in level])
+    uniforms = [part.tree.context.rng.uniform() for part in level for _ in range(_count(part))]
     cdf = running_sums(rows)
     points = torch.tensor(uniforms, dtype=cdf.dtype, device=cdf.device)[:, None] * cdf[:, -1:]
     tokens = torch.searchsorted(cdf, points, right=True).clamp_(max=rows.shape[-1] - 1)
     return [tokens[:, 0], rows.gather(-1, tokens)[:, 0]]
 
 
-def _count(one: _Rows) -> int:
+def _count(part: _Rows) -> int:
     """Nodes with a child, which are the first of the frontier: the budget's nodes are used up in order."""
-    room = one.tree.budget.max_nodes - (len(one.tree.tokens) - 1)
-    return max(0, min(sum(map(bool, one.widths)), room))
+    room = part.tree.budget.max_nodes - (len(part.tree.tokens) - 1)
+    return max(0, min(sum(map(bool, part.widths)), room))
 
 
 def _leave_drawn(level: Sequence[_Rows], got: Iterator[Tensor]) -> None:
     if not level:
         return
     drawn = iter(zip(next(got).tolist(), next(got).tolist(), strict=True))
-    for one in level:
-        for node, row in zip(one.tree.frontier[: _count(one)], one.ranking, strict=False):
+    for part in level:
+        for node, row in zip(part.tree.frontier[: _count(part)], part.ranking, strict=False):
             token, weight = next(drawn)
             if not weight > 0:  # rounding put the draw on a token of zero probability
                 token = last_possible(row)
-            one.tree.ready[node] = (row, [token])
+            part.tree.ready[node] = (row, [token])
 
 
-def _draw_here(one: _Rows, rows: Tensor, width_of: WidthOf, iid: bool) -> None:
+def _draw_here(part: _Rows, rows: Tensor, width_of: WidthOf, iid: bool) -> None:
     """Draw the children of all nodes on the host from distributions [n, V]; those on the device are what is kept."""
-    tree, added = one.tree, 0
+    tree, added = part.tree, 0
     room = tree.budget.max_nodes - (len(tree.tokens) - 1)
-    for node, row, kept in zip(tree.frontier, rows, one.ranking, strict=True):
+    for node, row, kept_row in zip(tree.frontier, rows, part.ranking, strict=True):
         width = max(0, min(tree.counts(tree.places[node]), room - added, width_of(tree, node)))
         if not width:
             continue
         draw = draw_iid if iid or width == 1 else draw_without_replacement
         chosen = draw(row, width, tree.context)
-        tree.ready[node] = (kept, chosen)
+        tree.ready[node] = (kept_row, chosen)
         added += len(chosen)

@@ -40,17 +40,17 @@ class MaskedReader(FeatureReader):
                 feeds.append(self._with_masks(context, count, depth - 1))
                 fed.append((context, count))
         rows = self.scored(feeds) if feeds else []
-        known = {id(c): c.state[self, "first"][0] for c in contexts if (self, "first") in c.state}
+        logits = {id(c): c.state[self, "first"][0] for c in contexts if (self, "first") in c.state}
         for (context, count), feed, row in zip(fed, feeds, rows, strict=True):
             self.model.commit(context.state[self], range(count))
             if count:
                 self.skip_read(context)
                 last = None if feed.states is None else feed.states[count - 1 : count]
                 context.state[self, "first"] = row.logits[:1], last
-                known[id(context)] = row.logits
+                logits[id(context)] = row.logits
             else:
-                known[id(context)] = torch.cat([known[id(context)], row.logits])
-        return known
+                logits[id(context)] = torch.cat([logits[id(context)], row.logits])
+        return logits
 
     def _with_masks(self, context: Context, count: int, masks: int) -> Feed:
         """The next ``count`` places of the text, and masks behind them."""

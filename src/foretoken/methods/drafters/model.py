@@ -145,7 +145,7 @@ class ModelDrafter(BatchDrafter):
         return share_of_bytes(bytes_read(self.model, self.head), target_bytes)
 
     def describe(self) -> list[dict[str, Any]]:
-        return [{**told, **described(self.model, self.head)} for told in super().describe()]
+        return [{**entry, **described(self.model, self.head)} for entry in super().describe()]
 
     @cached_property
     def states(self) -> Fingerprint | None:
@@ -171,10 +171,10 @@ class ModelDrafter(BatchDrafter):
             tree.sharing = len(trees) if tree.sampler.fixed else 1
         self._grow(trees)
         for i, tree in zip(ready, trees, strict=True):
-            if tree.seen is None or self.dynamic is None:
+            if tree.candidates is None or self.dynamic is None:
                 drafts[i] = self._finished(tree)
             else:
-                drafts[i] = self.dynamic.finished(tree, tree.seen)
+                drafts[i] = self.dynamic.finished(tree, tree.candidates)
         return drafts
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
@@ -216,7 +216,7 @@ class ModelDrafter(BatchDrafter):
         chosen: list[int] = []
         for index, (tree, row) in enumerate(zip(trees, logits, strict=True)):
             plain = tree.draws or (tree.races and not tree.budget.asks_for_confidence)
-            is_chain = tree.seen is None and len(row) == 1 and self._width(tree, tree.frontier[0]) == 1
+            is_chain = tree.candidates is None and len(row) == 1 and self._width(tree, tree.frontier[0]) == 1
             if plain and tree.sampler.context_free and is_chain:
                 chosen.append(index)
         if len(chosen) > 1:
@@ -260,7 +260,7 @@ class ModelDrafter(BatchDrafter):
             draws=draws,
             races=races,
             text=text,
-            seen=Candidates([context.root]) if confident else None,
+            candidates=Candidates([context.root]) if confident else None,
         )
 
     def _width(self, tree: Growing, node: int) -> int:
@@ -270,8 +270,8 @@ class ModelDrafter(BatchDrafter):
 
     def _expand(self, tree: Growing, logits: Tensor) -> Feed | None:
         """Add the children of the frontier; return the feed that scores them, if the tree goes on."""
-        if tree.seen is not None and self.dynamic is not None:
-            self._expand_by_confidence(self.dynamic, tree, tree.seen, logits)
+        if tree.candidates is not None and self.dynamic is not None:
+            self._expand_by_confidence(self.dynamic, tree, tree.candidates, logits)
         else:
             parents, tree.frontier = tree.frontier, []
             for row, parent in enumerate(parents):
@@ -285,14 +285,16 @@ class ModelDrafter(BatchDrafter):
         tokens = self._readable([tree.tokens[node] for node in tree.frontier])
         return Feed(tree.sequence, tokens, tree.enter(last_read))
 
-    def _expand_by_confidence(self, dynamic: DynamicTree, tree: Growing, seen: Candidates, logits: Tensor) -> None:
+    def _expand_by_confidence(
+        self, dynamic: DynamicTree, tree: Growing, candidates: Candidates, logits: Tensor
+    ) -> None:
         if tree.looked is not None:  # for the whole batch
             (sure, tokens, values), tree.looked = tree.looked, None
         else:
             sure = beliefs(tree, logits)
             tokens, values = best_of(sure, dynamic.width)
         levels = min(self.max_depth, tree.budget.max_depth, 1 + self.model.context_length - len(tree.text))
-        dynamic.grow(tree, seen, tokens, values, sure, levels)
+        dynamic.grow(tree, candidates, tokens, values, sure, levels)
 
     def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
         if parent in tree.ready:

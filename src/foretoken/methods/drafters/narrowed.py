@@ -53,8 +53,8 @@ def light_head(model: LanguageModel) -> DraftHead | None:
 
 def bytes_read(model: LanguageModel, head: DraftHead | None) -> int:
     """Bytes of a draft model, with the vocabulary projection that it is given instead of its own; 0: not known."""
-    own = model.weight_bytes
-    return own if head is None or not own else max(own - head.replaced_bytes, 0) + head.weight_bytes
+    num_bytes = model.weight_bytes
+    return num_bytes if head is None or not num_bytes else max(num_bytes - head.replaced_bytes, 0) + head.weight_bytes
 
 
 def described(model: LanguageModel, head: DraftHead | None) -> dict[str, Any]:

@@ -50,19 +50,19 @@ class _CacheSource(NgramSource):
     def __init__(self, drafter: NgramCacheDrafter, salt: str) -> None:
         super().__init__()
         self.drafter, self.salt = drafter, salt
-        self.own, self.past = NgramCache(), drafter.tenants.of(salt)
+        self.current, self.past = NgramCache(), drafter.tenants.of(salt)
 
     def extend(self, tokens: Sequence[int]) -> None:
         start = len(self.text)
         self.text.extend(tokens)
-        self.own.count(self.text, start)
+        self.current.count(self.text, start)
 
     def propose(self, budget: Budget) -> Guess:
         tokens: list[int] = []
         scores: list[float] = []
         tail, sure = self.text[-SIZES[-1] :], 1.0
         for _ in range(min(self.drafter.max_depth, budget.max_depth, budget.max_nodes)):
-            best = self.drafter.next_token(self.own, self.past, tail)
+            best = self.drafter.next_token(self.current, self.past, tail)
             if best is None:
                 break
             sure *= best[1]
@@ -99,7 +99,9 @@ class NgramCacheDrafter(SourceDrafter):
         self.fingerprint = ""
         self._loaded = NgramCache()
         self.tenants = Tenants(
-            lambda: NgramCache(self._loaded.sizes, self._loaded.table, tokens), size=lambda one: one.size, room=tokens
+            lambda: NgramCache(self._loaded.sizes, self._loaded.table, tokens),
+            size=lambda cache: cache.size,
+            room=tokens,
         )
         self.static = NgramCache.load(static) if static else None
 
@@ -131,10 +133,10 @@ class NgramCacheDrafter(SourceDrafter):
     def open(self, context: Context) -> NgramSource:
         return _CacheSource(self, context.salt)
 
-    def next_token(self, own: NgramCache, past: NgramCache, text: Sequence[int]) -> tuple[int, float] | None:
+    def next_token(self, current: NgramCache, past: NgramCache, text: Sequence[int]) -> tuple[int, float] | None:
         """The next token and its share: from this text, else from past texts, else from the corpus."""
         static = self.static.followers(text[-2:]) if self.static is not None and len(text) > 1 else None
-        best = best_follower(own, text, LAX, static) or best_follower(past, text, STRICT, static)
+        best = best_follower(current, text, LAX, static) or best_follower(past, text, STRICT, static)
         if best is None and static is not None and static.total >= STATIC[0]:
             token, count = static.best()
             if 100 * count >= STATIC[1] * static.total:

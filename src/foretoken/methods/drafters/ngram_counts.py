@@ -75,8 +75,8 @@ class FollowerCounts:
         """
 
         def rank(item: tuple[int, int]) -> tuple[int, int]:
-            known = static.of(item[0]) if static is not None else 0
-            return -item[1] * (STATIC_WEIGHT * known if known else 1), item[0]
+            count = static.of(item[0]) if static is not None else 0
+            return -item[1] * (STATIC_WEIGHT * count if count else 1), item[0]
 
         if static is None and not self._new:
             return int(self._tokens[0]), int(self._counts[0])
@@ -123,11 +123,11 @@ class CountTable:
 
     def rows(self, key: int) -> slice:
         """Where a key's tokens are."""
-        wanted = np.uint64(key)
-        low = int(self.keys.searchsorted(wanted))
-        if low == len(self.keys) or self.keys[low] != wanted:
+        number = np.uint64(key)
+        low = int(self.keys.searchsorted(number))
+        if low == len(self.keys) or self.keys[low] != number:
             return slice(0, 0)
-        return slice(low, int(self.keys.searchsorted(wanted, side="right")))
+        return slice(low, int(self.keys.searchsorted(number, side="right")))
 
 
 def _keys(text: Array, n: int) -> Array:

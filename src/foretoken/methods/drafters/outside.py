@@ -33,8 +33,8 @@ def check_count(proposed: Any, count: int, drafter: Drafter) -> None:
         DrafterError: it is not one tree for each of ``count`` requests.
     """
     if not isinstance(proposed, Sequence) or len(proposed) != count:
-        what = f"{len(proposed)} trees" if isinstance(proposed, Sequence) else type(proposed).__name__
-        raise _broken(drafter, f"returned {what} for {count} requests: it must be a list with one tree for each")
+        returned = f"{len(proposed)} trees" if isinstance(proposed, Sequence) else type(proposed).__name__
+        raise _broken(drafter, f"returned {returned} for {count} requests: it must be a list with one tree for each")
 
 
 def check_proposal(tree: Any, context: Context, drafter: Drafter, target: LanguageModel | None, thorough: bool) -> None:
@@ -59,8 +59,8 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
         is_probe = bool(tree.probes) and tree.probes[node]  # it may be a row that was added behind the vocabulary
         most = sys.maxsize if target is None else target.num_ids if is_probe else target.vocab_size
         if not 0 <= token < most:
-            known = "ids begin at 0" if target is None else f"ids go from 0 to {most - 1}"
-            raise _broken(_author(drafter, tree, node), f"proposed token {token}: {known}")
+            valid = "ids begin at 0" if target is None else f"ids go from 0 to {most - 1}"
+            raise _broken(_author(drafter, tree, node), f"proposed token {token}: {valid}")
     if thorough and len(tree) > 1:
         _check_kind(tree, drafter)
         _check_distributions(tree, drafter)

@@ -253,8 +253,8 @@ class ParallelDrafter(BatchDrafter):
 
         paying = self._paying(sharing)
         most = min(self.max_nodes, budget.max_nodes)
-        seen = lattice(guess.context.root, place, depth, most, None if paying is None else paying.add)
-        return seen.tree(range(1, len(seen))[: None if paying is None else paying.count])
+        candidates = lattice(guess.context.root, place, depth, most, None if paying is None else paying.add)
+        return candidates.tree(range(1, len(candidates))[: None if paying is None else paying.count])
 
     def _paying(self, sharing: int) -> PayingNodes | None:
         if self.costs is None:

@@ -142,7 +142,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
         return share_of_bytes(bytes_read(self.model, self.head) // self.max_depth, target_bytes)
 
     def describe(self) -> list[dict[str, Any]]:
-        return [{**told, **described(self.model, self.head)} for told in super().describe()]
+        return [{**entry, **described(self.model, self.head)} for entry in super().describe()]
 
     def rewind(self, context: Context, length: int) -> None:
         cut_back(self.model, context.state.get(self), length)
@@ -180,8 +180,8 @@ def mask_token(model: LanguageModel) -> int | None:
     return mask if isinstance(mask, int) and not isinstance(mask, bool) else None
 
 
-def _mask_of(model: LanguageModel, given: int) -> int:
-    mask = mask_token(model) if given == -1 else given
+def _mask_of(model: LanguageModel, option: int) -> int:
+    mask = mask_token(model) if option == -1 else option
     if mask is None:
         raise ValueError(
             f"this draft model was not taught to fill masks: its configuration has no {MASK}; give mask=ID, "

@@ -122,8 +122,8 @@ class PassTokensDrafter(Drafter):
         net, _, measured = load_net(context, cls.name, path, PassTokensConfig, PassTokens)
         accuracies = measured.get("accuracies") or TYPICAL
         costs = quick_costs(context.target)
-        wanted = options.get("k", 0), options.get("groups", 0)
-        options["k"], options["groups"] = paying_shape(accuracies[: len(net.rows)], costs.relative, *wanted)
+        sizes = options.get("k", 0), options.get("groups", 0)
+        options["k"], options["groups"] = paying_shape(accuracies[: len(net.rows)], costs.relative, *sizes)
         return cls(net, context.target, **options)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:

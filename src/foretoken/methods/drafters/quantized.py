@@ -116,7 +116,7 @@ class QuantizedDrafter(ModelDrafter):
         if second is None:
             return super().describe()
         kinds = "+".join(f"int{bits}" for bits in sorted({product.bits for product in second.all_products}))
-        return [{**told, "weights": kinds} for told in super().describe()]
+        return [{**entry, "weights": kinds} for entry in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
         """The second weights, and the projection that takes the place of theirs."""

@@ -33,8 +33,8 @@ class UnreadStates:
     def add(self, context: Context, taps: Sequence[str]) -> None:
         """Put aside what the last round (or the prompt) has that is new: a round may be shown more than once."""
         if taps[0] in context.hidden:
-            known = self.start + len(self) - context.hidden_start
-            self.states.add(HiddenStates.of(context.hidden).only(taps).at(slice(known, None)))
+            count = self.start + len(self) - context.hidden_start
+            self.states.add(HiddenStates.of(context.hidden).only(taps).at(slice(count, None)))
 
     def first(self, count: int) -> Mapping[str, Tensor]:
         """The states [count, D] of the first places, by tap."""

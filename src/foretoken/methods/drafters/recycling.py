@@ -103,11 +103,11 @@ class FollowerTable:
         if not text:
             return
         self.reserve(max(text) + 1)
-        seen: dict[int, dict[int, None]] = {}
+        followers_of: dict[int, dict[int, None]] = {}
         for token, following in zip(text[-2::-1], text[:0:-1], strict=True):
             if self.rows[token, 0] < 0:
-                seen.setdefault(token, {})[following] = None  # the most recent follower first
-        for token, followers in seen.items():
+                followers_of.setdefault(token, {})[following] = None  # the most recent follower first
+        for token, followers in followers_of.items():
             row = list(followers)[:WIDTH]
             self.rows[token, : len(row)] = row
 
@@ -186,10 +186,10 @@ class RecyclingDrafter(Drafter):
         """What a request uses: what its tenant's requests have taught, or it alone."""
         if self.traits.shares_state:
             return self.tenants.of(context.salt)
-        own: TenantState | None = context.state.get(self)
-        if own is None:
-            own = context.state[self] = TenantState(self._first)
-        return own
+        state: TenantState | None = context.state.get(self)
+        if state is None:
+            state = context.state[self] = TenantState(self._first)
+        return state
 
     def start(self, context: Context) -> None:
         self.learned(context).followers.read(context.tokens)

@@ -76,8 +76,8 @@ class RetokenizeDrafter(BatchDrafter):
         **options: Any,
     ) -> RetokenizeDrafter:
         """From a spec ``retokenize[:PATH]`` (options as for ``model``): load the draft model and its tokenizer."""
-        model, own = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
-        mine = Vocabulary.of(own, model.vocab_size)
+        model, tokenizer = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
+        mine = Vocabulary.of(tokenizer, model.vocab_size)
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)
 
@@ -106,10 +106,10 @@ class RetokenizeDrafter(BatchDrafter):
         new = text.characters.decode(spelled(self._for_draft, context.tokens[text.count :]))
         text.count = len(context.tokens)
         if new:
-            kept = self._append(text, new)
+            length = self._append(text, new)
             sequence: SequenceState | None = context.state.get((self, "text"))
-            if sequence is not None and len(sequence.tokens) > kept:
-                self.model.rewind(sequence, kept)
+            if sequence is not None and len(sequence.tokens) > length:
+                self.model.rewind(sequence, length)
 
     def _append(self, text: ReadText, new: str) -> int:
         """Add to ``text.ids``; return how many tokens stayed and have another one behind them."""
@@ -162,13 +162,13 @@ class RetokenizeDrafter(BatchDrafter):
 
     def _retokenized(self, context: Context, text: ReadText, draft: Sequence[int]) -> list[int]:
         """The target's tokens of what the draft spells behind the committed text; none where they do not fit."""
-        written, held = spelled(self._for_target, draft), text.characters.getstate()[0]
-        if not written.startswith(held):
+        spelling, begun = spelled(self._for_target, draft), text.characters.getstate()[0]
+        if not spelling.startswith(begun):
             return []  # the target has begun another character
         vocabulary = self.target_vocabulary
         # The window may begin inside a character and the draft end inside one.
         behind = vocabulary.bytes_of(context.tokens[-self.lookbehind :]).lstrip(CONTINUATION_BYTES)
-        whole = whole_characters(behind + written[len(held) :])
+        whole = whole_characters(behind + spelling[len(begun) :])
         tokens = vocabulary.encode(whole.decode())
         start, size = len(tokens), len(whole) - len(behind)
         while start and size > 0:

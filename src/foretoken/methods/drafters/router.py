@@ -55,10 +55,12 @@ class RouterDrafter(GroupDrafter):
             raise ValueError("router needs costs >= 0")
         self.target_bytes = 0 if target is None else target.weight_bytes
         sizes = [self.target_bytes or member.target_bytes for member in drafters]
-        own = (member.cost_beside(size) for member, size in zip(drafters, sizes, strict=True))
-        self.costs = tuple(costs) or tuple(own)
+        defaults = (member.cost_beside(size) for member, size in zip(drafters, sizes, strict=True))
+        self.costs = tuple(costs) or tuple(defaults)
         self._cheapest_first = sorted(range(len(drafters)), key=self.costs.__getitem__)
-        self._copiers = [i for i, one in enumerate(drafters) if isinstance(one, SourceDrafter) and not self.costs[i]]
+        self._copiers = [
+            i for i, drafter in enumerate(drafters) if isinstance(drafter, SourceDrafter) and not self.costs[i]
+        ]
         self.max_nodes = max(member.max_nodes for member in drafters)
 
     @classmethod
@@ -95,13 +97,13 @@ class RouterDrafter(GroupDrafter):
         orders = [self._order(budget) for budget in budgets]
         waiting = [i for i, tree in enumerate(trees) if tree is None]
         for place in range(max((len(orders[i]) for i in waiting), default=0)):
-            asked: dict[int, list[int]] = {}
+            groups: dict[int, list[int]] = {}
             for i in waiting:
                 if place < len(orders[i]):
-                    asked.setdefault(orders[i][place][0], []).append(i)
+                    groups.setdefault(orders[i][place][0], []).append(i)
             waiting = []
-            for index in sorted(asked):
-                some = asked[index]
+            for index in sorted(groups):
+                some = groups[index]
                 proposed = ask(self.drafters[index], [contexts[i] for i in some], [orders[i][place][1] for i in some])
                 for i, tree in zip(some, proposed, strict=True):
                     if len(tree) > 1:
@@ -114,13 +116,13 @@ class RouterDrafter(GroupDrafter):
                 trees[i] = self._guessed(contexts[i], *spare[i])
         return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
 
-    def _guess_beside(self, context: Context, asked: Sequence[tuple[int, Budget]]) -> None:
+    def _guess_beside(self, context: Context, attempts: Sequence[tuple[int, Budget]]) -> None:
         """Where a network has drafted, note what the members that copy would have guessed: it costs next to nothing,
         and a controller learns by it that a text repeats itself."""
-        index, budget = asked[-1]
+        index, budget = attempts[-1]
         if budget.member is None or not self.costs[index]:
             return
-        others = [i for i in self._copiers if i not in [member for member, _ in asked]]
+        others = [i for i in self._copiers if i not in [member for member, _ in attempts]]
         most = {i: Budget(self.drafters[i].max_depth, self.drafters[i].max_nodes) for i in others}
         context.beside = {i: ask(self.drafters[i], [context], [most[i]])[0] for i in others}
 

@@ -17,8 +17,8 @@ from foretoken.methods.drafters.sources import NOTHING, Automaton, Guess, NgramS
 class Corpus(Protocol):
     """Text that is known beforehand."""
 
-    def after(self, context: Sequence[int], wanted: int) -> tuple[int, list[int]]:
-        """Length of the longest suffix of ``context`` that occurs, and up to ``wanted`` tokens that followed it."""
+    def after(self, context: Sequence[int], count: int) -> tuple[int, list[int]]:
+        """Length of the longest suffix of ``context`` that occurs, and up to ``count`` tokens that followed it."""
 
 
 class AutomatonCorpus:
@@ -31,10 +31,10 @@ class AutomatonCorpus:
         if len(self.automaton.length) == 1:
             raise ValueError("the corpus is empty: sam needs at least one token in it")
 
-    def after(self, context: Sequence[int], wanted: int) -> tuple[int, list[int]]:
+    def after(self, context: Sequence[int], count: int) -> tuple[int, list[int]]:
         """The first occurrence of the longest suffix."""
         state, matched = self.automaton.match(context)
-        return matched, _copied(self.automaton, self.automaton.first_end[state], wanted) if matched else []
+        return matched, _copied(self.automaton, self.automaton.first_end[state], count) if matched else []
 
 
 class DatastoreCorpus:
@@ -45,21 +45,21 @@ class DatastoreCorpus:
     def __init__(self, datastore: Datastore) -> None:
         self.datastore = datastore
 
-    def after(self, context: Sequence[int], wanted: int) -> tuple[int, list[int]]:
+    def after(self, context: Sequence[int], count: int) -> tuple[int, list[int]]:
         """The first occurrence of the longest suffix (of the first 4096 rows, when it is very frequent)."""
         matched, low, high = self.datastore.longest(context, DEPTH)
         if not matched:
             return 0, []
         row = low + int(np.argmin(self.datastore.order[low : min(high, low + self.SCANNED)]))
-        return matched, _until_separator(self.datastore.continuations(np.array([row]), matched, wanted)[0].tolist())
+        return matched, _until_separator(self.datastore.continuations(np.array([row]), matched, count)[0].tolist())
 
 
 def _until_separator(tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
 
 
-def _copied(automaton: Automaton, end: int, wanted: int) -> list[int]:
-    return _until_separator(automaton.text[end + 1 : end + 1 + wanted].tolist())
+def _copied(automaton: Automaton, end: int, count: int) -> list[int]:
+    return _until_separator(automaton.text[end + 1 : end + 1 + count].tolist())
 
 
 class _SamSource(NgramSource):
@@ -80,19 +80,19 @@ class _SamSource(NgramSource):
         state = self.automaton.link[self.end]
         matched = self.automaton.length[state] if state > 0 else 0
         if corpus is not None:
-            known, tokens = corpus.after(self.text[-DEPTH:], most)
-            if known - options.bias > matched and known >= options.min_match and tokens:
-                return Guess.copied(tokens[: options.wanted(known, most)], known)
+            length, tokens = corpus.after(self.text[-DEPTH:], most)
+            if length - options.bias > matched and length >= options.min_match and tokens:
+                return Guess.copied(tokens[: options.draft_length(length, most)], length)
         if matched < options.min_match:
             return NOTHING
-        return Guess.copied(self._after(state, options.wanted(matched, most)), matched)
+        return Guess.copied(self._after(state, options.draft_length(matched, most)), matched)
 
-    def _after(self, state: int, wanted: int) -> list[int]:
+    def _after(self, state: int, count: int) -> list[int]:
         """What followed the first occurrence; that of a shorter suffix when the text ends too soon after it."""
         automaton = self.automaton
-        best = _copied(automaton, automaton.first_end[state], wanted)
-        while len(best) < wanted and (state := automaton.link[state]) > 0:
-            other = _copied(automaton, automaton.first_end[state], wanted)
+        best = _copied(automaton, automaton.first_end[state], count)
+        while len(best) < count and (state := automaton.link[state]) > 0:
+            other = _copied(automaton, automaton.first_end[state], count)
             if len(other) > len(best):
                 best = other
         return best
@@ -136,6 +136,6 @@ class SamDrafter(SourceDrafter):
     def open(self, context: Context) -> NgramSource:
         return _SamSource(self)
 
-    def wanted(self, matched: int, most: int) -> int:
+    def draft_length(self, matched: int, most: int) -> int:
         """Draft tokens after a match of this length."""
         return max(1, min(most, int(self.alpha * matched)))

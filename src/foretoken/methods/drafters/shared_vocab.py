@@ -73,8 +73,8 @@ class SharedVocabDrafter(ModelDrafter):
         **options: Any,
     ) -> SharedVocabDrafter:
         """From a spec ``shared_vocab[:PATH]`` (options as for ``model``): load the draft model and its tokenizer."""
-        model, own = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
-        mine = Vocabulary.of(own, model.vocab_size)
+        model, tokenizer = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
+        mine = Vocabulary.of(tokenizer, model.vocab_size)
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)
 
@@ -93,11 +93,11 @@ class SharedVocabDrafter(ModelDrafter):
 
     def _own_ids(self, token: int, reading: ReadText) -> Sequence[int]:
         """The draft model's ids for one more target token; none while a character is half-written."""
-        own, vocabulary = self._draft_of[token], self.target_vocabulary
+        draft_id, vocabulary = self._draft_of[token], self.target_vocabulary
         half_written = bool(reading.characters.getstate()[0])
-        if token in vocabulary.special or (own >= 0 and not half_written):
+        if token in vocabulary.special or (draft_id >= 0 and not half_written):
             reading.characters.reset()
-            return (own,) if own >= 0 else ()
+            return (draft_id,) if draft_id >= 0 else ()
         text = reading.characters.decode(vocabulary.bytes_of((token,)))
         return self.vocabulary.spell(text) if text else ()
 

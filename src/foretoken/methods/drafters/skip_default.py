@@ -87,12 +87,12 @@ def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
         skips = SkipSet.parse(str(stored["attention"]), str(stored["mlp"]), layers)
         choice = Choice(skips, float(stored["acceptance"]), float(stored["speed"]))
     else:
-        began = perf_counter()
+        start_s = perf_counter()
         choice = measured_set(target, _prompt_ids(target, tokenizer))
         if key is not None:
-            kept = {**choice.skips.options, "acceptance": choice.acceptance, "speed": choice.speed}
-            worth = perf_counter() - began >= WORTH_KEEPING_S
-            KEPT.keep(name, kept, worth and not is_busy())
+            entry = {**choice.skips.options, "acceptance": choice.acceptance, "speed": choice.speed}
+            worth = perf_counter() - start_s >= WORTH_KEEPING_S
+            KEPT.keep(name, entry, worth and not is_busy())
     if choice.speed < 1.0:
         warnings.warn(
             f"layer_skip: no set of sublayers pays for this model: the best one promises {choice.speed:.2f} of plain "
@@ -117,9 +117,9 @@ def measured_set(target: LanguageModel, prompts: Sequence[Sequence[int]], tokens
         middle = range(1, num_layers_of(target) - 1)  # every sublayer of every layer but the first and the last
         singles = [SkipSet(attention=frozenset({i})) for i in middle] + [SkipSet(mlp=frozenset({i})) for i in middle]
         order = sorted(singles, key=text.sensitivity)
-        attention = [one for one in order if one.attention]
+        attention = [single for single in order if single.attention]
         best = _longest_that_pays(text, SkipSet(), attention)
-        return _longest_that_pays(text, best.skips, [one for one in order if one.mlp], best)
+        return _longest_that_pays(text, best.skips, [single for single in order if single.mlp], best)
     finally:
         text.close()
 
@@ -130,8 +130,8 @@ def _longest_that_pays(text: _OwnText, base: SkipSet, more: Sequence[SkipSet], b
     worse = 0
     for count in range(step, len(more) + 1, step):
         skips = base
-        for one in more[:count]:
-            skips = SkipSet(skips.attention | one.attention, skips.mlp | one.mlp)
+        for single in more[:count]:
+            skips = SkipSet(skips.attention | single.attention, skips.mlp | single.mlp)
         choice = text.judged(skips)
         if best is None or choice.speed > best.speed:
             best, worse = choice, 0
@@ -154,12 +154,12 @@ class _OwnText:
             self.sequences.append(target.open())
             target.prefill(self.sequences[-1], prompt[:-1])
         self.starts = [len(prompt) - 1 for prompt in prompts]
-        self.texts = self._written([list(prompt) for prompt in prompts], tokens)
+        self.texts = self._continued([list(prompt) for prompt in prompts], tokens)
         self.costs = quick_costs(target)
         self.saved = self._saved()
         self.log_p = self._logits(target.forward, min(SENSED, tokens)).log_softmax(-1)
 
-    def _written(self, texts: list[list[int]], tokens: int) -> list[list[int]]:
+    def _continued(self, texts: list[list[int]], tokens: int) -> list[list[int]]:
         """The texts with so many of the target's own tokens behind them."""
         for _ in range(tokens):
             rows = self.target.forward([Feed(s, [text[-1]]) for s, text in zip(self.sequences, texts, strict=True)])
@@ -193,8 +193,8 @@ class _OwnText:
         """A set's acceptance over all tokens, and the speed that it promises."""
         count = len(self.texts[0]) - 1 - self.starts[0]
         logits = self._logits(lambda feeds: self.target.forward_part(feeds, skips.plan), count)
-        written = torch.tensor([token for text in self.texts for token in text[-count:]], device=logits.device)
-        acceptance = float((logits.argmax(-1) == written).float().mean())
+        tokens = torch.tensor([token for text in self.texts for token in text[-count:]], device=logits.device)
+        acceptance = float((logits.argmax(-1) == tokens).float().mean())
         step = 1.0 - self.saved[0] * len(skips.attention) - self.saved[1] * len(skips.mlp)
         return Choice(skips, acceptance, promised_speed(acceptance, step, self.costs))
 
@@ -216,9 +216,9 @@ class _OwnText:
     def _step_s(self, skips: SkipSet) -> float:
         target, sequence = self.target, self.sequences[0]
         device = getattr(target, "device", None)
-        before, began = target.run_s, now(device)
+        before, start_s = target.run_s, now(device)
         target.forward_part([Feed(sequence, self.texts[0][-1:])], skips.plan)
-        spent = (target.run_s - before) or (now(device) - began)
+        spent = (target.run_s - before) or (now(device) - start_s)
         target.commit(sequence, ())
         return spent
 
@@ -255,4 +255,4 @@ def _prompt_ids(target: LanguageModel, tokenizer: Any | None) -> list[list[int]]
                     [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
                 )
         ids.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    return [one for one in ids if len(one) > 1]
+    return [row for row in ids if len(row) > 1]

@@ -75,15 +75,15 @@ def _text(layers: Iterable[int]) -> str:
     return "+".join(map(str, sorted(layers))) or NOTHING
 
 
-def _layers(text: str, what: str, num_layers: int) -> frozenset[int]:
+def _layers(text: str, name: str, num_layers: int) -> frozenset[int]:
     numbers: set[int] = set()
     for part in text.split("+") if text.strip() not in ("", NOTHING) else ():
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"{what}={text!r} must be layers such as 1+3 or 2-5, or {NOTHING}")
+            raise ValueError(f"{name}={text!r} must be layers such as 1+3 or 2-5, or {NOTHING}")
         low, high = int(first), int(last or first)
         if high >= num_layers or low > high:
-            raise ValueError(f"{what}={text!r} has a layer out of range: the target has layers 0 to {num_layers - 1}")
+            raise ValueError(f"{name}={text!r} has a layer out of range: the target has layers 0 to {num_layers - 1}")
         numbers.update(range(low, high + 1))
     return frozenset(numbers)
 

@@ -55,21 +55,21 @@ class Guess:
             return self
         place: dict[int, int] = {-1: -1}
         depth, ended = {-1: 0}, set()
-        kept: list[int] = []
+        nodes: list[int] = []
         for node, parent in enumerate(self.parents):
-            if len(kept) >= budget.max_nodes:
+            if len(nodes) >= budget.max_nodes:
                 break
             if parent not in place or parent in ended or depth[parent] >= budget.max_depth:
                 continue
-            place[node], depth[node] = len(kept), depth[parent] + 1
-            kept.append(node)
+            place[node], depth[node] = len(nodes), depth[parent] + 1
+            nodes.append(node)
             above = self.scores[parent] if parent >= 0 else 1.0
             if asks and budget.stops_after(None, self.scores[node] / above):
                 ended.add(node)
         return Guess(
-            [self.tokens[n] for n in kept],
-            [place[self.parents[n]] for n in kept],
-            [self.scores[n] for n in kept],
+            [self.tokens[n] for n in nodes],
+            [place[self.parents[n]] for n in nodes],
+            [self.scores[n] for n in nodes],
             self.match,
             self.counted,
         )

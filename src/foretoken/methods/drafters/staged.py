@@ -109,8 +109,8 @@ class StagedDrafter(CascadeDrafter):
         check_least(self.name, 1, width=width)
         shape = listed(places_of(tree, self.name)) if tree else None
         if (k * width if shape is None else len(shape)) > MOST_NODES:
-            what = f"tree={tree}" if tree else f"k={k} times width={width}"
-            raise ValueError(f"staged needs a tree of at most {MOST_NODES} nodes, not {what}")
+            tried = f"tree={tree}" if tree else f"k={k} times width={width}"
+            raise ValueError(f"staged needs a tree of at most {MOST_NODES} nodes, not {tried}")
         self.choices = comb(k, width) if shape is None else shape
         super().__init__(model, inner, rule, max(map(len, self.choices)) if tree else k, target=target)
         self._parents, branches = Ranks(self.choices).parents, Ranks(self.choices).branches
@@ -129,15 +129,15 @@ class StagedDrafter(CascadeDrafter):
         for node in fitting_nodes(self.choices, self._parents, chain.length, budget.max_nodes, ranks):
             parent = self.choices[node - 1][:-1]
             counts[parent] = counts.get(parent, 0) + 1
-        spine = Spine(context, chain.inside, chain.sequence, budget, chain.length, chain.own, counts=counts)
-        spine.own = spine.first_children(())
+        spine = Spine(context, chain.inside, chain.sequence, budget, chain.length, chain.to_write, counts=counts)
+        spine.to_write = spine.first_children(())
         return spine
 
     def _write(self, chains: Sequence[Chain]) -> None:
         super()._write(chains)
         stage: Stage = [(chain, (), (), chain) for chain in chains if isinstance(chain, Spine)]
         while stage:
-            stage = [branch for written in stage for branch in self._settle(*written)]
+            stage = [branch for item in stage for branch in self._settle(*item)]
             self._write_rounds([chain for *_, chain in stage])
 
     def _settle(self, spine: Spine, place: Choice, path: tuple[int, ...], chain: Chain) -> Stage:
@@ -167,9 +167,9 @@ class StagedDrafter(CascadeDrafter):
         if count <= 0:
             return []
         if distribution is not None:
-            rest = distribution.clone()  # [V]
-            rest[token] = 0.0
-            return draw_without_replacement(rest, count, chain.context)
+            weights = distribution.clone()  # [V]
+            weights[token] = 0.0
+            return draw_without_replacement(weights, count, chain.context)
         scores, node = chain.places[depth]
         ranking = scores.ranking(node).clone()  # [V]
         ranking[token] = -torch.inf
@@ -204,8 +204,8 @@ def sped_up(
         ValueError: an inner drafter that does not fit, or options for another tree.
     """
     for key in ("tree", "draw"):
-        if given := options.pop(key, ""):
-            raise ValueError(f"{name} with inner={inner} drafts chains: leave out {key}={given}")
+        if value := options.pop(key, ""):
+            raise ValueError(f"{name} with inner={inner} drafts chains: leave out {key}={value}")
     k = options.pop("k", 8)
     guesser, target = context.nested(name, inner), context.target
     model = make(**options)

@@ -184,13 +184,13 @@ class _SuffixSource(NgramSource):
         super().__init__()
         self.drafter, self.prompt_length = drafter, context.prompt_length
         self.others = drafter.tenants.of(context.salt) if drafter.traits.shares_state else None
-        self.own = _Document(Automaton(drafter.bounds.depth, counted=True))
+        self.document = _Document(Automaton(drafter.bounds.depth, counted=True))
         self.output: _Document | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
         start = len(self.text)
         self.text.extend(tokens)
-        self.own.extend(tokens)
+        self.document.extend(tokens)
         if self.others is not None and len(self.text) > self.prompt_length:
             if self.output is None:
                 self.output = self.others.open()
@@ -198,8 +198,8 @@ class _SuffixSource(NgramSource):
 
     def propose(self, budget: Budget) -> Guess:
         limits = self.drafter.limits_for(budget)
-        own = self.own
-        best = speculate_from(own.automaton, own.end, own.automaton.length[own.end], limits)
+        document = self.document
+        best = speculate_from(document.automaton, document.end, document.automaton.length[document.end], limits)
         if self.others is not None:
             for automaton in self.others.generations:
                 guess = speculate(automaton, self.text, limits)
@@ -240,7 +240,7 @@ class SuffixDrafter(SourceDrafter):
             raise ValueError(f"suffix needs a finite offset, not {offset}")
         self.bounds = MatchLimits(k, depth, factor, offset, min_prob, tree)
         self.traits = Traits(draws_trees=tree, shares_state=share, learns=share)
-        self.tenants = Tenants(lambda: Outputs(depth, cached, tokens), size=lambda one: one.size, room=tokens)
+        self.tenants = Tenants(lambda: Outputs(depth, cached, tokens), size=lambda outputs: outputs.size, room=tokens)
         self.max_depth = self.max_nodes = k
 
     def open(self, context: Context) -> NgramSource:

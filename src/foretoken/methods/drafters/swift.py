@@ -79,8 +79,8 @@ class SwiftDrafter(OwnLayersDrafter):
             ("keep", keep, 0, None),
         ):
             if not value >= least or (most is not None and value > most):
-                wanted = f">= {least}" if most is None else f"from {least} to {most}"
-                raise ValueError(f"swift needs {name} {wanted}, not {value}")
+                bounds = f">= {least}" if most is None else f"from {least} to {most}"
+                raise ValueError(f"swift needs {name} {bounds}, not {value}")
         middle = frozenset(range(keep, layers - keep))
         if not middle:
             raise ValueError(f"with keep={keep} no layer of {layers} can be skipped: swift needs more than {2 * keep}")

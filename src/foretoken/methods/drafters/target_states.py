@@ -93,9 +93,9 @@ def projection_of(network: Any, target: LanguageModel) -> StateProjection | None
         CapabilityError: the target hands out no hidden states.
     """
     config = getattr(network, "config", None)
-    own = getattr(network, NAME, None)
-    if own is not None:
-        tensors = {f"{NAME}.{name}": value.detach() for name, value in own.named_parameters()}
+    projection = getattr(network, NAME, None)
+    if projection is not None:
+        tensors = {f"{NAME}.{name}": value.detach() for name, value in projection.named_parameters()}
     else:
         folder = str(getattr(config, "_name_or_path", "") or "")
         if not folder or not (Path(folder) / FILE).is_file():

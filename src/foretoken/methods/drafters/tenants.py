@@ -30,23 +30,23 @@ class Tenants(Generic[T]):
         self, new: Callable[[], T], most: int = MOST, size: Callable[[T], int] | None = None, room: int = 0
     ) -> None:
         self._new, self._most, self._size, self._room = new, most, size, room
-        self._known: OrderedDict[str, T] = OrderedDict()
+        self._by_salt: OrderedDict[str, T] = OrderedDict()
 
     def of(self, salt: str) -> T:
         """What was learned from the requests with this salt."""
-        learned = self._known.get(salt)
+        learned = self._by_salt.get(salt)
         if learned is None:
-            learned = self._known[salt] = self._new()
-        self._known.move_to_end(salt)
-        size = self._size or (lambda one: 0)  # asked every time: those that are known have grown since
-        known = self._known
-        while len(known) > 1 and (len(known) > self._most or sum(map(size, known.values())) > self._room):
-            known.popitem(last=False)
+            learned = self._by_salt[salt] = self._new()
+        self._by_salt.move_to_end(salt)
+        size = self._size or (lambda _: 0)  # asked every time: those that are known have grown since
+        by_salt = self._by_salt
+        while len(by_salt) > 1 and (len(by_salt) > self._most or sum(map(size, by_salt.values())) > self._room):
+            by_salt.popitem(last=False)
         return learned
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._by_salt)
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._known.clear()
+        self._by_salt.clear()

@@ -50,11 +50,11 @@ class Pace:
     """What drafters may read beside the round that runs, for all requests together.
 
     Attributes:
-        left: tokens that may still be read.
+        remaining: tokens that may still be read.
         spent_s: seconds that it took.
     """
 
-    left: int = ALL
+    remaining: int = ALL
     spent_s: float = 0.0
 
 
@@ -112,21 +112,21 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
     model = reader.model
     ready = [len(tokens) <= model.context_length for tokens in texts]
     behind: dict[int, int] = {}
-    began, opened = now(getattr(model, "device", None)), False
+    start_s, opened = now(getattr(model, "device", None)), False
     for i in [i for i, fits in enumerate(ready) if fits]:
         opened = _open(key, model, contexts[i], texts[i]) or opened
-        own = DraftTexts.of(contexts[i]).by_key[key]
+        text = DraftTexts.of(contexts[i]).by_key[key]
         if model.reads:
-            missing = reader.settle(contexts[i], own.sequence, texts[i])
+            missing = reader.settle(contexts[i], text.sequence, texts[i])
             if missing - 1 > BESIDE:
                 behind[i] = missing - 1
             else:
-                _note_level(contexts[i], own, missing)
+                _note_level(contexts[i], text, missing)
     if behind:
         pace = DraftTexts.of(contexts[next(iter(behind))]).pace
-        given = portions(list(behind.values()), pace.left)
-        chosen = {i: given[place] for place, i in enumerate(behind) if given.get(place)}
-        pace.left -= sum(chosen.values())
+        sizes = portions(list(behind.values()), pace.remaining)
+        chosen = {i: sizes[place] for place, i in enumerate(behind) if sizes.get(place)}
+        pace.remaining -= sum(chosen.values())
         if chosen:
             parts = []
             for i, size in chosen.items():
@@ -135,10 +135,10 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
                 parts.append((contexts[i], sequence, texts[i][have : have + size]))
             reader.read(parts)
         for i, size in behind.items():
-            own = DraftTexts.of(contexts[i]).by_key[key]
-            ready[i] = _note_read(contexts[i], own, chosen.get(i, 0), size)
+            text = DraftTexts.of(contexts[i]).by_key[key]
+            ready[i] = _note_read(contexts[i], text, chosen.get(i, 0), size)
     if behind or opened:
-        spent = now(getattr(model, "device", None)) - began
+        spent = now(getattr(model, "device", None)) - start_s
         for pace in {id(p): p for p in (DraftTexts.of(context).pace for context in contexts)}.values():
             pace.spent_s += spent
     return ready
@@ -148,12 +148,12 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
 def reading(context: Context) -> Iterator[None]:
     """What happens inside the block is reading, not drafting: its time is told apart."""
     texts = DraftTexts.of(context)
-    began = now(None)
+    start_s = now(None)
     try:
         yield
     finally:
         texts.has_read = True
-        texts.pace.spent_s += now(None) - began
+        texts.pace.spent_s += now(None) - start_s
 
 
 def forget(owner: object, context: Context) -> None:
@@ -162,8 +162,8 @@ def forget(owner: object, context: Context) -> None:
     for key in [key for key in context.state if key is owner or (isinstance(key, tuple) and key[0] is owner)]:
         del context.state[key]
         if key in texts:
-            own = texts.pop(key)
-            own.model.release(own.sequence)
+            text = texts.pop(key)
+            text.model.release(text.sequence)
 
 
 def _open(key: Hashable, model: LanguageModel, context: Context, tokens: Sequence[int]) -> bool:
@@ -173,31 +173,31 @@ def _open(key: Hashable, model: LanguageModel, context: Context, tokens: Sequenc
     if key in texts.by_key:
         return False
     sequence = context.state[key] = model.open_beside(context.sequence)
-    own = texts.by_key[key] = DraftText(model, sequence, model.weights_version)
+    text = texts.by_key[key] = DraftText(model, sequence, model.weights_version)
     texts.has_read = True
     if model.reads and texts.find is not None:
         model.expect(sequence, len(tokens))
-        kept = texts.find(key, own, tokens[:-1])
-        if kept is not None:
-            model.restore(sequence, *kept)
+        beginning = texts.find(key, text, tokens[:-1])
+        if beginning is not None:
+            model.restore(sequence, *beginning)
     return True
 
 
-def _note_read(context: Context, own: DraftText, size: int, wanted: int) -> bool:
-    """Count what was read of what was wanted; says whether the text is whole but for its end."""
+def _note_read(context: Context, text: DraftText, size: int, missing: int) -> bool:
+    """Count what was read of what was missing; says whether the text is whole but for its end."""
     texts = DraftTexts.of(context)
     texts.has_read = True
-    if not own.was_level:
+    if not text.was_level:
         texts.num_read += size
-    if wanted - size > BESIDE:
+    if missing - size > BESIDE:
         texts.waits = True
         return False
-    _note_level(context, own, wanted - size + 1)
+    _note_level(context, text, missing - size + 1)
     return True
 
 
-def _note_level(context: Context, own: DraftText, missing: int) -> None:
+def _note_level(context: Context, text: DraftText, missing: int) -> None:
     """The draft's first forward reads what is missing."""
-    if not own.was_level:
-        own.was_level = True
+    if not text.was_level:
+        text.was_level = True
         DraftTexts.of(context).num_read += missing

@@ -157,7 +157,7 @@ class UnoDrafter(ParallelDrafter):
 
     def describe(self) -> list[dict[str, Any]]:
         size = self.model.vocab_size if self.head is None else self.head.size
-        return [{**told, "vocabulary": size} for told in super().describe()]
+        return [{**entry, "vocabulary": size} for entry in super().describe()]
 
     def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
         """The forward leaves the target's sequences as they were."""

@@ -66,12 +66,12 @@ class Vocabulary:
     def of(cls, tokenizer: Any, size: int) -> Vocabulary:
         """The vocabulary of a Transformers tokenizer or of a GGUF file's; ids from ``size`` on, which the model lacks,
         are left out."""
-        own = getattr(tokenizer, "spelling", None)  # a GGUF file's knows the bytes itself
-        spell, added = _speller(tokenizer), {} if own else tokenizer.added_tokens_decoder
+        spelling = getattr(tokenizer, "spelling", None)  # a GGUF file's knows the bytes itself
+        spell, added = _speller(tokenizer), {} if spelling else tokenizer.added_tokens_decoder
         spellings = [b""] * size
         for name, index in tokenizer.get_vocab().items():
             if index < size:
-                spellings[index] = own(index) if own else name.encode() if index in added else spell(name)
+                spellings[index] = spelling(index) if spelling else name.encode() if index in added else spell(name)
         special = {index for index, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         special = {index for index in special if index < size}
         roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in ROLES}
@@ -106,8 +106,8 @@ class Vocabulary:
         The tokenizer's own ids if they do; it may also put a space before, or change or drop characters, and then it
         is the longest tokens from left to right.  Bytes that no token spells are left out.
         """
-        ids, wanted = self.encode(text), text.encode()
-        return ids if self.bytes_of(ids) == wanted else self.longest_pieces(wanted)
+        ids, expected = self.encode(text), text.encode()
+        return ids if self.bytes_of(ids) == expected else self.longest_pieces(expected)
 
     def bytes_of(self, ids: Sequence[int]) -> bytes:
         """The text that ids spell."""
@@ -145,7 +145,7 @@ def common_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
     when they have the same role, else when they have the same name.
     """
     pairs = {t: draft.first[spelling] for spelling, t in target.first.items() if spelling in draft.first}
-    taken: set[int] = set()
+    used_ids: set[int] = set()
     by_role = [
         (target.roles[role], draft.roles[role]) for role in ROLES if role in target.roles and role in draft.roles
     ]
@@ -156,9 +156,9 @@ def common_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
         if t not in target.roles.values() and target.spellings[t] in names
     ]
     for t, d in (*by_role, *by_name):
-        if t not in pairs and d not in taken:
+        if t not in pairs and d not in used_ids:
             pairs[t] = d
-            taken.add(d)
+            used_ids.add(d)
     return pairs
 
 
@@ -214,9 +214,9 @@ def whole_characters(text: bytes) -> bytes:
 
 def speller(tokenizer: Any) -> Callable[[int], bytes]:
     """From an id to the bytes that its token adds to a text; a special token spells its own name."""
-    own: Callable[[int], bytes] | None = getattr(tokenizer, "spelling", None)
-    if own is not None:
-        return own
+    spelling: Callable[[int], bytes] | None = getattr(tokenizer, "spelling", None)
+    if spelling is not None:
+        return spelling
     spell, added = _speller(tokenizer), tokenizer.added_tokens_decoder
 
     def spelled_by(token: int) -> bytes:

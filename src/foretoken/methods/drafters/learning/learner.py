@@ -158,26 +158,26 @@ class Learner:
         self._thread: ThreadPoolExecutor | None = None
         self._coming: Future[WeightUpdate] | None = None  # an update that is being made
         self._active = 0  # requests that are being served
-        self._began = 0.0
+        self._joined_s = 0.0
 
     # -- the clock ---------------------------------------------------------------------------------------------------
 
     def joined(self) -> None:
         """A request begins: time runs while there is one."""
         if self._active == 0:
-            self._began = self.clock()
+            self._joined_s = self.clock()
         self._active += 1
 
     def left(self) -> None:
         """A request has ended."""
         self._active -= 1
         if self._active == 0:
-            self._report.serving_s += self.clock() - self._began
+            self._report.serving_s += self.clock() - self._joined_s
 
     @property
     def serving_s(self) -> float:
         """Seconds in which there was a request."""
-        return self._report.serving_s + (self.clock() - self._began if self._active else 0.0)
+        return self._report.serving_s + (self.clock() - self._joined_s if self._active else 0.0)
 
     def report(self) -> dict[str, Any]:
         """Counts and seconds so far, see :class:`LearningReport`."""
@@ -188,12 +188,12 @@ class Learner:
     def mistake(self, position: int, logits: Tensor) -> Mistake:
         """The target's own distribution from its logits [V]: temperature 1, no filters, whatever the request draws
         with."""
-        began = self.clock()
+        start_s = self.clock()
         distribution = torch.softmax(logits[: self.served.vocab_size].float(), -1)
         best = distribution.topk(min(self.config.top or len(distribution), len(distribution)))
         mistake = Mistake(position, len(distribution), best.indices.int(), best.values.half())
         self._report.mistakes += 1
-        self._report.learning_s += self.clock() - began
+        self._report.learning_s += self.clock() - start_s
         return mistake
 
     def finished(self, tokens: Sequence[int], mistakes: Sequence[Mistake]) -> None:
@@ -210,9 +210,9 @@ class Learner:
         elif self.config.thread:
             self._coming = self._own_thread().submit(self._learned, self._taken_lessons())
         else:
-            began = self.clock()
+            start_s = self.clock()
             self.update()
-            self._last_s = self.clock() - began
+            self._last_s = self.clock() - start_s
             self._report.learning_s += self._last_s
 
     def take(self, wait: bool = False) -> None:
@@ -263,7 +263,7 @@ class Learner:
 
     def _learned(self, lessons: Sequence[Lesson]) -> WeightUpdate:
         """Make an update ready; beside the serving, where it has a thread."""
-        began = self.clock()
+        start_s = self.clock()
         # The engine runs in inference mode, in which nothing can be differentiated.
         with torch.inference_mode(False), torch.enable_grad():
             self.optimizer.zero_grad(set_to_none=True)  # an update that has failed may have left some
@@ -277,14 +277,14 @@ class Learner:
                     self._restore()
             self.optimizer.zero_grad(set_to_none=True)
         if not good:
-            return WeightUpdate(None, loss, 0, self.clock() - began)
+            return WeightUpdate(None, loss, 0, self.clock() - start_s)
         with torch.no_grad():
             for spare, new in zip(self._spare.parameters(), self.student.parameters(), strict=True):
                 spare.copy_(new)
         model = self.served.over(self._spare)
         if self.folder:
             self._save(model)
-        return WeightUpdate(model, loss, sum(len(lesson.mistakes) for lesson in lessons), self.clock() - began)
+        return WeightUpdate(model, loss, sum(len(lesson.mistakes) for lesson in lessons), self.clock() - start_s)
 
     def _serve(self, learned: WeightUpdate) -> bool:
         """Go on with the weights of an update; true if there are any."""
@@ -318,17 +318,17 @@ class Learner:
         rows = [mistake.position - 1 for mistake in lesson.mistakes]
         first = max(0, rows[0] - self.config.window)
         text = lesson.tokens[first : rows[-1] + 1]
-        own = self.served.vocab_size
+        vocab_size = self.served.vocab_size
         device = self.served.device
-        ids = torch.tensor([[token if token < own else 0 for token in text]], device=device)
+        ids = torch.tensor([[token if token < vocab_size else 0 for token in text]], device=device)
         logits = self.student(
             input_ids=ids,
             position_ids=torch.arange(first, first + len(text), device=device)[None],
             logits_to_keep=torch.tensor([row - first for row in rows], device=device),
             use_cache=False,
         ).logits[0]
-        wanted = torch.stack([stored_distribution(mistake).log() for mistake in lesson.mistakes])
-        return divergence(self.config.loss, wanted, logits[:, : wanted.shape[-1]], self.config.beta)
+        targets = torch.stack([stored_distribution(mistake).log() for mistake in lesson.mistakes])
+        return divergence(self.config.loss, targets, logits[:, : targets.shape[-1]], self.config.beta)
 
     def _restore(self) -> None:
         """Back to what is served, with a fresh optimizer."""

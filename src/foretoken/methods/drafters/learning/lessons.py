@@ -33,8 +33,8 @@ class Mistake:
 def stored_distribution(mistake: Mistake) -> Tensor:
     """[V] the target's distribution; the tokens that were not stored share evenly what is left."""
     chances = mistake.chances.float()
-    rest = (1.0 - chances.sum()).clamp_min(0.0) / max(mistake.size - len(chances), 1)
-    distribution = rest.repeat(mistake.size)
+    remaining = (1.0 - chances.sum()).clamp_min(0.0) / max(mistake.size - len(chances), 1)
+    distribution = remaining.repeat(mistake.size)
     distribution[mistake.tokens.long()] = chances
     distribution.clamp_min_(FLOOR)
     return distribution / distribution.sum()

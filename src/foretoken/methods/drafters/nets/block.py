@@ -264,7 +264,7 @@ def block_mask(starts: Tensor, rows: int, used: int, reach: int, causal: bool) -
     slots = torch.arange(used, device=starts.device)
     query = starts[:, None] + torch.arange(rows, device=starts.device)  # [b, rows]
     last = query if causal else (starts + rows - 1)[:, None].expand(-1, rows)
-    seen = slots <= last[..., None]
+    visible = slots <= last[..., None]
     if reach:
-        seen &= (query[..., None] - slots).abs() <= reach
-    return torch.where(seen, 0.0, -torch.inf)[:, None]
+        visible &= (query[..., None] - slots).abs() <= reach
+    return torch.where(visible, 0.0, -torch.inf)[:, None]

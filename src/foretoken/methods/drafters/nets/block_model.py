@@ -123,4 +123,4 @@ class BlockModel(FeatureModel):
         logits = (
             self.project(states[:, at].flatten(0, 1)).unflatten(0, (len(states), -1)) if guessing else states[:, :0]
         )
-        return [BlockRows(*each) for each in zip(logits, [{"state": own} for own in states], strict=True)]
+        return [BlockRows(*each) for each in zip(logits, [{"state": state} for state in states], strict=True)]

@@ -56,14 +56,14 @@ class MarkovHead(nn.Module):
 
     def forward(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What W2 reads, [..., r], and the memory of the next place."""
-        known: Tensor = self.markov_w1(before)
-        states = states.expand(*known.shape[:-1], -1)
+        embedding: Tensor = self.markov_w1(before)
+        states = states.expand(*embedding.shape[:-1], -1)
         if self.gate_proj is not None:
-            return torch.sigmoid(self.gate_proj(torch.cat([states, known], -1))) * known, None
+            return torch.sigmoid(self.gate_proj(torch.cat([states, embedding], -1))) * embedding, None
         if self.joint_proj is None:
-            return known, None
-        memory = torch.zeros_like(known) if memory is None else memory
-        gate, new, out = self.joint_proj(torch.cat([memory, known, states], -1)).chunk(3, -1)
+            return embedding, None
+        memory = torch.zeros_like(embedding) if memory is None else memory
+        gate, new, out = self.joint_proj(torch.cat([memory, embedding, states], -1)).chunk(3, -1)
         gate = torch.sigmoid(gate)
         return torch.tanh(out), gate * memory + (1 - gate) * torch.tanh(new)
 

@@ -93,5 +93,5 @@ class HydraHeads(nn.Module):
         return x
 
     def pieces(self, head: int) -> BlockParts:
-        rest: list[Any] = list(self.blocks[head].children())
-        return BlockParts([self.residual[head], self.first[head]], [rest], residual=True)  # type: ignore[list-item]
+        layers: list[Any] = list(self.blocks[head].children())
+        return BlockParts([self.residual[head], self.first[head]], [layers], residual=True)  # type: ignore[list-item]

@@ -75,8 +75,8 @@ def module_for(config: MtpConfig, network: nn.Module) -> nn.Module:
     """A new module of this shape, or several of them as :class:`StackedModules`; ``network`` is the target, whose layer
     class may be asked for."""
     if config.modules > 1:
-        one = replace(config, modules=1)
-        return StackedModules([module_for(one, network) for _ in range(config.modules)])
+        single = replace(config, modules=1)
+        return StackedModules([module_for(single, network) for _ in range(config.modules)])
     if config.layer == "own":
         return MtpNet(config)
     return NativeModule(network, config.experts, config.feed)

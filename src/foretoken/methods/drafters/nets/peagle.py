@@ -92,8 +92,8 @@ class _PeagleForward(HeadForward):
 
     def embedded(self, ids: Tensor) -> Tensor:
         """[.., D] of ids, by the network's own embedding where it has one."""
-        own = self.model.embed_tokens
-        return super().embedded(ids) if own is None else F.embedding(ids, own.weight.detach()).float()
+        embedding = self.model.embed_tokens
+        return super().embedded(ids) if embedding is None else F.embedding(ids, embedding.weight.detach()).float()
 
     def _keep(self, call: NetworkCall) -> Any:
         return lambda layer, key, value: call.cache.update(key, value, layer)

@@ -93,7 +93,7 @@ def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str
     return description
 
 
-def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[str, Any], Fingerprint]:
+def read_stored(folder: Path, method: str, kind: str = "drafter") -> tuple[dict[str, Any], Fingerprint]:
     """The stored description, and the fingerprint of the network that it was trained for.
 
     Raises:
@@ -112,7 +112,7 @@ def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[
                 f"{folder} is in another project's layout (it has no {CONFIG}): import it first, "
                 f"`foretoken import MODEL {folder} --out OUT`, and use {method}:OUT"
             )
-        raise ValueError(f"{folder} holds no trained {what} ({CONFIG}): give the --out of `foretoken train {method}`")
+        raise ValueError(f"{folder} holds no trained {kind} ({CONFIG}): give the --out of `foretoken train {method}`")
     try:
         description: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         version, stored, for_target = description["format"], description["method"], Fingerprint(**description["target"])
@@ -163,14 +163,14 @@ def load_weights(folder: Path, net: nn.Module) -> None:
         stored = load_file(file)
     except (SafetensorError, FileNotFoundError):
         raise ValueError(f"{file} is missing, damaged or half-written: copy the folder again") from None
-    stored, wanted = unpacked(stored, file), net.state_dict()
-    for name in sorted(wanted.keys() | stored.keys()):
+    stored, expected = unpacked(stored, file), net.state_dict()
+    for name in sorted(expected.keys() | stored.keys()):
         if name not in stored:
             raise ValueError(f"{file} lacks the tensor {name}: the checkpoint is incomplete")
-        if name not in wanted:
+        if name not in expected:
             raise ValueError(f"{file} holds a tensor {name} that this drafter does not know")
-        if wanted[name].shape != stored[name].shape:
-            raise ValueError(f"{name} in {file} is {list(stored[name].shape)} and must be {list(wanted[name].shape)}")
+        if expected[name].shape != stored[name].shape:
+            raise ValueError(f"{name} in {file} is {list(stored[name].shape)} and must be {list(expected[name].shape)}")
     check_finite(stored.items(), file)
     check_stored(stored.items(), file)
-    net.load_state_dict({name: value.to(wanted[name].dtype) for name, value in stored.items()})
+    net.load_state_dict({name: value.to(expected[name].dtype) for name, value in stored.items()})
