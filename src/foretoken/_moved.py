@@ -69,10 +69,10 @@ def install() -> None:
 
 def new_name(name: str) -> str | None:
     """The new name of a module; ``None`` if ``name`` is no old one."""
-    head, _, rest = name.partition(".")
+    head, _, tail = name.partition(".")
     if head != "foretoken":
         return None
-    parts = rest.split(".")
+    parts = tail.split(".")
     for length in range(min(len(parts), 2), 0, -1):
         new = PLACES.get(".".join(parts[:length]))
         if new is not None:

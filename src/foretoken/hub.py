@@ -112,9 +112,11 @@ def custom_generate(
         seeds = _seeds(seed, len(rows))
         predictions = _predictions(model, prediction, len(rows))
         with _undisturbed(model, _draft_models(drafter)):
-            kept = isinstance(drafter, CustomGenerate)
-            own = drafter if kept else CustomGenerate(drafter, verifier, controller, allow_lossy, exact, profile)
-            llm = own.llm(model, prediction is not None)
+            is_reused = isinstance(drafter, CustomGenerate)
+            custom = (
+                drafter if is_reused else CustomGenerate(drafter, verifier, controller, allow_lossy, exact, profile)
+            )
+            llm = custom.llm(model, prediction is not None)
             requests = [
                 Request(
                     row.full[row.padding :],
@@ -167,8 +169,8 @@ class CustomGenerate:
         **options: Any,
     ) -> Tensor | SpeculativeOutput:
         """What :meth:`generate` of a Transformers model calls, which looks for these names."""
-        own: dict[str, Any] = {"seed": seed, "token_streamer": token_streamer, "prediction": prediction}
-        return custom_generate(model, input_ids, *args, drafter=self, **own, **options)  # type: ignore[misc]
+        extra: dict[str, Any] = {"seed": seed, "token_streamer": token_streamer, "prediction": prediction}
+        return custom_generate(model, input_ids, *args, drafter=self, **extra, **options)  # type: ignore[misc]
 
     def llm(self, model: Any, predicted: bool = False) -> Llm:
         """The engine for a model.
@@ -211,7 +213,7 @@ class _BatchRow:
     streamer: Any = None
     shown: bool = False
     stats: SpecStats = field(default_factory=SpecStats)
-    done: bool = False
+    is_done: bool = False
 
 
 def _streamer(streamer: BaseStreamer | None, token_streamer: BaseStreamer | None) -> BaseStreamer | None:
@@ -227,7 +229,7 @@ def _ended(*streamers: BaseStreamer | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for streamer in {id(one): one for one in streamers if one is not None}.values():
+        for streamer in {id(s): s for s in streamers if s is not None}.values():
             streamer.end()
 
 
@@ -237,12 +239,12 @@ def _rows(input_ids: Tensor, mask: Tensor | None, streamer: Any, shown: bool) ->
         raise ValueError("a streamer shows one row: pass a batch of one, or no streamer")
     if mask is None:
         return [_BatchRow(row, 0, streamer, shown) for row in input_ids.tolist()]
-    kept = mask.bool()
-    paddings = [kept.shape[1] - length for length in kept.sum(-1).tolist()]
+    attended = mask.bool()
+    paddings = [attended.shape[1] - length for length in attended.sum(-1).tolist()]
     for i, padding in enumerate(paddings):
-        if not bool(kept[i, padding:].all()):
+        if not bool(attended[i, padding:].all()):
             raise ValueError("the attention mask has holes or right padding: use a tokenizer with padding_side='left'")
-        if padding == kept.shape[1]:
+        if padding == attended.shape[1]:
             raise ValueError(f"row {i} is empty: its attention mask is all zero")
     rows = zip(input_ids.tolist(), paddings, strict=True)
     return [_BatchRow(full, padding, streamer, shown) for full, padding in rows]
@@ -281,8 +283,10 @@ def _predictions(model: Any, prediction: Any, count: int) -> Sequence[Sequence[i
 
 def _draft_models(drafter: Any) -> list[nn.Module]:
     """The networks of a caller that loading puts into evaluation, beside the target."""
-    given = drafter.drafter if isinstance(drafter, CustomGenerate) else drafter
-    return [part for part in (given if isinstance(given, list | tuple) else [given]) if isinstance(part, nn.Module)]
+    drafters = drafter.drafter if isinstance(drafter, CustomGenerate) else drafter
+    return [
+        part for part in (drafters if isinstance(drafters, list | tuple) else [drafters]) if isinstance(part, nn.Module)
+    ]
 
 
 @contextmanager
@@ -331,7 +335,7 @@ def _run(
                 new = _kept(row, emission.token_ids, eos, others, device)
                 if row.streamer is not None and new:
                     row.streamer.put(torch.tensor(new))
-                if row.done:
+                if row.is_done:
                     llm.engine.cancel(run.id)
     finally:
         llm.engine.close()
@@ -345,11 +349,11 @@ def _kept(
     for token in tokens:
         row.full.append(token)
         new.append(token)
-        row.done = token in eos
-        if others and not row.done:
+        row.is_done = token in eos
+        if others and not row.is_done:
             ids = torch.tensor([row.full], device=device)
-            row.done = any(holds(criterion, ids) for criterion in others)
-        if row.done:
+            row.is_done = any(holds(criterion, ids) for criterion in others)
+        if row.is_done:
             break
     return new
 

@@ -86,8 +86,8 @@ class Llm:
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.defaults = GenerationDefaults()
-        kept: dict[str, Any] = {"tokenizer": tokenizer, "allow_lossy": allow_lossy, "prefix_bytes": prefix_bytes}
-        self.engine = Engine(target, drafter, verifier, controller, **kept)
+        settings: dict[str, Any] = {"tokenizer": tokenizer, "allow_lossy": allow_lossy, "prefix_bytes": prefix_bytes}
+        self.engine = Engine(target, drafter, verifier, controller, **settings)
         self.calls = Calls(self.engine)
 
     def __reduce__(self) -> NoReturn:
@@ -135,10 +135,10 @@ class Llm:
         seeds = seeds_of(options.pop("seed", None), len(batch))
         predictions = predictions_of(options.pop("prediction", None), len(batch), single)
         requests = []
-        for i, one in enumerate(batch):
+        for i, prompt in enumerate(batch):
             with numbered(i, len(batch)):
                 for seed in samples_of(seeds[i], n):
-                    requests.append(self.request(one, seed=seed, prediction=predictions[i], **options))
+                    requests.append(self.request(prompt, seed=seed, prediction=predictions[i], **options))
                 if len(batch) > 1:
                     self.engine.check(requests[-1])
         outputs = self._run(requests)
@@ -315,8 +315,8 @@ def load(
             fit each other.
     """
     if generation_config not in ("auto", None):
-        given = " ".join(repr(generation_config).split())[:60]
-        raise ValueError(f"generation_config must be 'auto' or None, not {given}: requests take such options")
+        text = " ".join(repr(generation_config).split())[:60]
+        raise ValueError(f"generation_config must be 'auto' or None, not {text}: requests take such options")
     check_flags(allow_lossy=allow_lossy, prefix_cache=prefix_cache, known=known)
     tuned = {} if profile is None else read_profile(profile, runs_code=not _is_auto(drafter))
     drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
@@ -325,8 +325,13 @@ def load(
     check_tokenizer(tokenizer)
     check_specs(allow_lossy=allow_lossy, drafter=drafter, verifier=verifier, controller=controller)
     defaults = GenerationDefaults() if generation_config is None else read_defaults(target)
-    how: dict[str, Any] = {"inflate": inflate, "pack": pack, "quantize": quantize, "tensor_parallel": tensor_parallel}
-    model = load_model(target, dtype=dtype, device=device, exact=exact, backend=backend, **how)
+    weights: dict[str, Any] = {
+        "inflate": inflate,
+        "pack": pack,
+        "quantize": quantize,
+        "tensor_parallel": tensor_parallel,
+    }
+    model = load_model(target, dtype=dtype, device=device, exact=exact, backend=backend, **weights)
     if model is not target or graphs != "auto":  # a language model that is handed in stays as it is
         model = with_graphs(model, graphs)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target, backend)
@@ -335,8 +340,8 @@ def load(
     spec = default_drafter(model, target) if _is_auto(drafter) else drafter
     beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be
     built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside, known=known)
-    kept = PREFIX_BYTES if prefix_cache else 0
-    llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=kept)
+    cache_bytes = PREFIX_BYTES if prefix_cache else 0
+    llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=cache_bytes)
     llm.defaults = defaults
     if profile is not None:
         _start_from(llm, tuned, profile)

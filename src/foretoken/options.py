@@ -224,23 +224,23 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
     if unknown:
         hint = OTHER_NAMES.get(unknown[0]) or did_you_mean(unknown[0], list(FIELDS))
         raise TypeError(f"unknown option {unknown[0]!r}: {hint}known are {', '.join(FIELDS)}")
-    given: dict[str, Any] = dict(options)
-    bias, allowed, stops = (given.get(name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"))
-    rule = _rule(given.get("constraint"))
-    as_given = {name: value for name, value in given.items() if FIELDS[name].kind is not None}
+    values: dict[str, Any] = dict(options)
+    bias, allowed, stops = (values.get(name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"))
+    rule = _rule(values.get("constraint"))
+    as_given = {name: value for name, value in values.items() if FIELDS[name].kind is not None}
     params = SamplingParams(
         **{name: value for name, value in as_given.items() if FIELDS[name].sampling},
         logit_bias={} if bias is None else bias,
-        processors=_processors(given.get("logits_processor")),
+        processors=_processors(values.get("logits_processor")),
     )
     return Request(
         encode(prompt, tokenizer),
         params,
-        stop=texts_of("stop", given.get("stop"), "stop string"),
+        stop=texts_of("stop", values.get("stop"), "stop string"),
         stop_token_ids=frozenset(ids_of("stop_token_ids", () if stops is None else stops)),
         allowed_token_ids=None if allowed is None else frozenset(ids_of("allowed_token_ids", allowed)),
-        bad_words=_spelled(texts_of("bad_words", given.get("bad_words"), "word"), tokenizer),
-        prediction=_prediction(given.get("prediction"), tokenizer),
+        bad_words=_spelled(texts_of("bad_words", values.get("bad_words"), "word"), tokenizer),
+        prediction=_prediction(values.get("prediction"), tokenizer),
         constraint=None if isinstance(rule, FiniteLanguage) else rule,
         language=rule if isinstance(rule, FiniteLanguage) else None,
         **{name: value for name, value in as_given.items() if not FIELDS[name].sampling},
@@ -291,15 +291,15 @@ def _rule(rule: Any) -> Any:
     )
 
 
-def _processors(given: Any) -> tuple[LogitsProcessor, ...]:
+def _processors(value: Any) -> tuple[LogitsProcessor, ...]:
     """The caller's logits processors."""
-    if given is None:
+    if value is None:
         return ()
-    listed = isinstance(given, Iterable) and not isinstance(given, str)
-    processors = tuple(given) if listed else (given,)
-    for one in processors:
-        if not listed or not callable(one):
-            kind = with_article(type(one).__name__)
+    listed = isinstance(value, Iterable) and not isinstance(value, str)
+    processors = tuple(value) if listed else (value,)
+    for processor in processors:
+        if not listed or not callable(processor):
+            kind = with_article(type(processor).__name__)
             raise OptionError("logits_processor", f"logits_processor must be a list of logits processors, not {kind}")
     return processors
 
@@ -319,8 +319,8 @@ def _prediction(prediction: Prediction | None, tokenizer: Any | None) -> list[in
     return _ids(prediction, tokenizer, "prediction") or None
 
 
-def _ids(text: str, tokenizer: Any | None, what: str) -> list[int]:
+def _ids(text: str, tokenizer: Any | None, noun: str) -> list[int]:
     if tokenizer is None:
-        raise ValueError(f"a text {what} needs a tokenizer: pass tokenizer=... to load, or give token ids")
+        raise ValueError(f"a text {noun} needs a tokenizer: pass tokenizer=... to load, or give token ids")
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

@@ -309,11 +309,11 @@ def methods() -> list[dict[str, Any]]:
 
 def installed_rows() -> list[Row]:
     """The drafters that installed packages offer as entry points; a name of ours stays ours."""
-    ours = {row.name for row in rows("drafter")}
+    builtin_names = {row.name for row in rows("drafter")}
     return [
         OutsideRow(name, "drafter", point.value, "", f"Of the installed package {point.dist.name}.", example=name)
         for name, point in installed().items()
-        if name not in ours
+        if name not in builtin_names
     ]
 
 

@@ -114,7 +114,7 @@ def test_a_planted_error_of_seeded_text_fails(
     finished = ModelDrafter._finished
 
     def wrong(self: ModelDrafter, tree: Any) -> TokenTree:
-        for numbers in tree.sampler.noise._kept.values() if tree.sampler.noise else ():
+        for numbers in tree.sampler.noise._cached.values() if tree.sampler.noise else ():
             numbers.neg_()
         return finished(self, tree)
 

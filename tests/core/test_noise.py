@@ -267,10 +267,10 @@ def test_the_cache_is_bounded(size: int) -> None:
     count = min(most, 300) + 20
     for position in range(count):
         gumbels(noise, position, size)
-        assert len(noise._kept) <= most
-    kept = sum(row.numel() for row in noise._kept.values())
+        assert len(noise._cached) <= most
+    kept = sum(row.numel() for row in noise._cached.values())
     assert kept <= max(noise_module.KEPT_NUMBERS, noise_module.KEPT_POSITIONS * size)
-    assert {key[0] for key in noise._kept} == set(range(max(0, count - most), count))  # the oldest go first
+    assert {key[0] for key in noise._cached} == set(range(max(0, count - most), count))  # the oldest go first
 
 
 def test_what_is_kept_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +293,6 @@ def test_what_is_text_is_forgotten_and_comes_again_the_same() -> None:
     noise = Noise(5)
     before = [noise.gumbels(position, 10, torch.device("cpu")).clone() for position in range(6)]
     noise.forget(4)
-    assert sorted(position for position, _, _ in noise._kept) == [4, 5]
+    assert sorted(position for position, _, _ in noise._cached) == [4, 5]
     for position, numbers in enumerate(before):
         assert torch.equal(noise.gumbels(position, 10, torch.device("cpu")), numbers)

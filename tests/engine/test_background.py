@@ -503,7 +503,7 @@ def test_other_threads_may_look_while_texts_are_kept_and_a_controller_learns() -
         assert not failures and looks
         assert (
             llm.memory()["prefix_bytes"]
-            == sum(prefix.nbytes for prefix in llm.engine.prefix_cache.prefixes._kept.values())
+            == sum(prefix.nbytes for prefix in llm.engine.prefix_cache.prefixes._texts.values())
             > 0
         )
 

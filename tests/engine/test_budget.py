@@ -77,7 +77,7 @@ def test_a_request_waits_until_there_is_room() -> None:
     runner.step()
     assert ids(runner.running) == [first, third, fourth]
     finish(runner)
-    assert runner.budget.left == runner.budget.limit
+    assert runner.budget.remaining == runner.budget.limit
 
 
 def test_nobody_overtakes_who_waits_for_room() -> None:
@@ -124,7 +124,7 @@ def test_kept_texts_make_room_for_running_ones() -> None:
     assert len(runner.prefix_cache.prefixes) == 3
     runner.add(Request([9] * 300, max_new_tokens=100))
     runner.step()
-    left = runner.budget.left
+    left = runner.budget.remaining
     assert left is not None and runner.prefix_cache.prefixes.nbytes <= left and len(runner.prefix_cache.prefixes) < 3
 
 
@@ -139,7 +139,7 @@ def test_no_limit_no_wait() -> None:
     runner = engine(model())
     add_requests(runner, [(500, 500)] * 8)
     runner.step()
-    assert len(runner.running) == 8 and runner.budget.left is None
+    assert len(runner.running) == 8 and runner.budget.remaining is None
     runner.close()
 
 

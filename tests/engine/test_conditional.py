@@ -370,5 +370,5 @@ def test_the_front_door_takes_a_language_as_a_constraint() -> None:
 
 def test_the_request_says_why_nothing_else_drafts() -> None:
     run = join(1, request(), model(), None, races=True)
-    assert "conditional" in run.request.asked and run.own is not None
+    assert "conditional" in run.request.drafting_choice and run.language_round is not None
     assert run.context.sampler.noise is None and SequenceState(0).num_slots == 0

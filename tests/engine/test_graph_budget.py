@@ -114,7 +114,7 @@ def test_without_a_limit_rows_are_doubled() -> None:
     with_graphs(target, True, Recordings())
     outputs(engine(target), [Request([1] * 250, max_new_tokens=20)])
     assert target.cache.num_slots == 512
-    assert KvBudget(target, None).left is None
+    assert KvBudget(target, None).remaining is None
 
 
 def test_a_ladder_is_captured_for_as_many_texts_as_fit() -> None:

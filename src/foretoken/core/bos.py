@@ -18,5 +18,5 @@ def ids_with_one_bos(text: str, tokenizer: Any, special: bool = True) -> list[in
     bos = getattr(tokenizer, "bos_token_id", None)
     if not special or bos is None or ids[:2] != [bos, bos]:
         return ids
-    written: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids[1:] if written[:1] == [bos] and len(written) < len(ids) else ids
+    plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids[1:] if plain[:1] == [bos] and len(plain) < len(ids) else ids

@@ -71,24 +71,24 @@ class FiniteLanguage:
     def of(cls, strings: Iterable[Sequence[int]], ends: Iterable[int] = ()) -> FiniteLanguage:
         """The language of these strings, each given by its tokens.  Raises ``ValueError`` where there are none, or one
         holds a token that ends the text."""
-        ordered, last = sorted({tuple(one) for one in strings}), frozenset(ends)
+        ordered, last = sorted({tuple(string) for string in strings}), frozenset(ends)
         if not ordered:
             raise ValueError("the language is empty: give at least one string")
-        bad = next((token for one in ordered for token in one if token in last), None)
+        bad = next((token for string in ordered for token in string if token in last), None)
         if bad is not None:
             raise ValueError(f"a string of the language holds token {bad}, which ends the text")
         tokens, parents, whole = [-1], [-1], [False]
         path: list[int] = [0]  # nodes of the string before, which shares its beginning with the next one
         before: tuple[int, ...] = ()
-        for one in ordered:
-            shared = next((i for i, (a, b) in enumerate(zip(before, one, strict=False)) if a != b), len(before))
+        for string in ordered:
+            shared = next((i for i, (a, b) in enumerate(zip(before, string, strict=False)) if a != b), len(before))
             del path[shared + 1 :]
-            for token in one[shared:]:
+            for token in string[shared:]:
                 parents.append(path[-1])
                 path.append(len(tokens))
                 tokens.append(token)
                 whole.append(False)
-            whole[path[-1]], before = True, one
+            whole[path[-1]], before = True, string
         return cls(tuple(tokens), tuple(parents), tuple(whole), last)
 
     def __len__(self) -> int:

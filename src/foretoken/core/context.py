@@ -56,11 +56,11 @@ class Rng:
 
     def back_to(self, mark: tuple[int, int]) -> None:
         """Hand out again what was handed out since; its tests were not made."""
-        taken, tests = mark
+        count, tests = mark
         self._begin()
-        while self._blocks * self.BLOCK < taken:
+        while self._blocks * self.BLOCK < count:
             self._next_block()
-        del self._block[self._blocks * self.BLOCK - taken :]
+        del self._block[self._blocks * self.BLOCK - count :]
         del (self.tests or [])[tests:]
 
     def uniforms(self, count: int) -> list[float]:

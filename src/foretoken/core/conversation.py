@@ -31,8 +31,8 @@ def is_messages(prompt: Any) -> bool:
     """
     if not isinstance(prompt, list | tuple):
         return False
-    mappings = [one for one in prompt if isinstance(one, Mapping)]
-    return bool(mappings) and not any("input_ids" in one for one in mappings)
+    mappings = [message for message in prompt if isinstance(message, Mapping)]
+    return bool(mappings) and not any("input_ids" in message for message in mappings)
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -55,14 +55,16 @@ def conversations_of(messages: Any) -> tuple[list[Sequence[Message]], bool]:
     else."""
     if is_messages(messages):
         return [messages], True
-    several = isinstance(messages, list | tuple) and any(is_messages(one) for one in messages)
+    several = isinstance(messages, list | tuple) and any(is_messages(conversation) for conversation in messages)
     if not several:
-        given = "an empty list" if isinstance(messages, list | tuple) and not messages else _kind(messages)
-        raise ValueError(f"{SHAPE}, or several of them in a list; {given} is neither")
-    for number, one in enumerate(messages, 1):
-        if not is_messages(one):
-            given = "an empty list" if isinstance(one, list | tuple) and not one else _kind(one)
-            raise ValueError(f"conversation {number}: {SHAPE}, not {given}")
+        kind = "an empty list" if isinstance(messages, list | tuple) and not messages else _kind(messages)
+        raise ValueError(f"{SHAPE}, or several of them in a list; {kind} is neither")
+    for number, conversation in enumerate(messages, 1):
+        if not is_messages(conversation):
+            kind = (
+                "an empty list" if isinstance(conversation, list | tuple) and not conversation else _kind(conversation)
+            )
+            raise ValueError(f"conversation {number}: {SHAPE}, not {kind}")
     return list(messages), False
 
 
@@ -117,8 +119,8 @@ def _text_of(content: Any, name: str) -> str:
     texts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-            shown = f"of type {str(part.get('type'))[:32]!r}" if isinstance(part, Mapping) else f"that is {_kind(part)}"
-            raise ValueError(f'{name}: only text parts ({{"type": "text", "text": ...}}) are read, not one {shown}')
+            kind = f"of type {str(part.get('type'))[:32]!r}" if isinstance(part, Mapping) else f"that is {_kind(part)}"
+            raise ValueError(f'{name}: only text parts ({{"type": "text", "text": ...}}) are read, not one {kind}')
         texts.append(part["text"])
     return "".join(texts)
 
@@ -168,17 +170,17 @@ def render(
     """
     if tokenizer is None:
         raise ValueError("a conversation needs a tokenizer: pass tokenizer=... to load, or give token ids")
-    written = checked(messages)
+    checked_messages = checked(messages)
     if not has_template(tokenizer):
         raise ValueError("this model has no chat template: give its prompt as text, or set tokenizer.chat_template")
-    written = [_with_calls(message, f"message {number}") for number, message in enumerate(written, 1)]
-    how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **template_kwargs}
-    if add_generation_prompt and written[-1]["role"] == "assistant":
-        if written[-1].get("tool_calls") or not written[-1]["content"].strip():
+    checked_messages = [_with_calls(message, f"message {number}") for number, message in enumerate(checked_messages, 1)]
+    arguments: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **template_kwargs}
+    if add_generation_prompt and checked_messages[-1]["role"] == "assistant":
+        if checked_messages[-1].get("tool_calls") or not checked_messages[-1]["content"].strip():
             raise ValueError("the assistant's last message has no text to go on with: leave it out, or add an answer")
-        how |= {"add_generation_prompt": False, "continue_final_message": True}
+        arguments |= {"add_generation_prompt": False, "continue_final_message": True}
     try:
-        text = tokenizer.apply_chat_template(written, tokenize=False, **how)
+        text = tokenizer.apply_chat_template(checked_messages, tokenize=False, **arguments)
     except Exception as error:  # templates are programs: they raise what they like
         raise ValueError(template_fault(error, tokenizer)) from None
     check_text("messages", text)
@@ -206,14 +208,14 @@ def render_with(
     return rendered
 
 
-def _mapping_fault(given: Any) -> str:
+def _mapping_fault(mapping: Any) -> str:
     """Why it is no mapping that :func:`render` could hand on; empty where it is one."""
-    if not isinstance(given, Mapping):
-        return f"not {_kind(given)}"
-    unnamed = [name for name in given if not isinstance(name, str)]
+    if not isinstance(mapping, Mapping):
+        return f"not {_kind(mapping)}"
+    unnamed = [name for name in mapping if not isinstance(name, str)]
     if unnamed:
         return f"by their names, and {unnamed[0]!r} is no name"
-    return "with 'tokenize', which is set here" if "tokenize" in given else ""
+    return "with 'tokenize', which is set here" if "tokenize" in mapping else ""
 
 
 def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:

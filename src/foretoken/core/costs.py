@@ -77,12 +77,12 @@ class DrafterCost:
 
     def expected_tokens(self, depth: int) -> float:
         """Tokens of a round with drafts of ``depth``, the target's own one included."""
-        known = list(self.survival[:depth])
-        if known and len(known) < depth:  # beyond what was seen: as the last step
-            last = known[-1] / known[-2] if len(known) > 1 and known[-2] > 0 else known[-1]
-            while len(known) < depth:
-                known.append(known[-1] * min(last, 1.0))
-        return 1.0 + sum(known)
+        survival = list(self.survival[:depth])
+        if survival and len(survival) < depth:  # beyond what was seen: as the last step
+            last = survival[-1] / survival[-2] if len(survival) > 1 and survival[-2] > 0 else survival[-1]
+            while len(survival) < depth:
+                survival.append(survival[-1] * min(last, 1.0))
+        return 1.0 + sum(survival)
 
 
 @dataclass(frozen=True)

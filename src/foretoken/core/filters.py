@@ -39,22 +39,22 @@ class Filters:
 
     def filtered(self, scores: Tensor, temperature: float) -> Tensor:
         """[N, V] what is left of the distributions by scores [N, V] on a CPU."""
-        left = torch.zeros_like(scores)
-        for row, result in zip(scores.numpy(), left.numpy(), strict=True):
-            ids, weights = self.kept(row, temperature)
+        distributions = torch.zeros_like(scores)
+        for row, result in zip(scores.numpy(), distributions.numpy(), strict=True):
+            ids, weights = self.remaining(row, temperature)
             result[ids] = weights
-        return left
+        return distributions
 
     def logs(self, scores: Tensor, temperature: float) -> Tensor:
         """[N, V] its logarithms, -inf for what is cut off.  (The logarithms of 150,000 zeros take 4 ms.)"""
-        left = torch.full_like(scores, -torch.inf)
-        for row, result in zip(scores.numpy(), left.numpy(), strict=True):
-            ids, weights = self.kept(row, temperature)
+        logs = torch.full_like(scores, -torch.inf)
+        for row, result in zip(scores.numpy(), logs.numpy(), strict=True):
+            ids, weights = self.remaining(row, temperature)
             with np.errstate(divide="ignore"):  # the smallest weights may be 0 after they were divided
                 result[ids] = np.log(weights)
-        return left
+        return logs
 
-    def kept(self, scores: Row, temperature: float) -> tuple[Row, Row]:
+    def remaining(self, scores: Row, temperature: float) -> tuple[Row, Row]:
         """The tokens that stay by scores [V], in the order of their ids, and their probabilities.  Raises
         ``NonFiniteLogitsError`` for NaN, or without a finite score."""
         best = scores.max()

@@ -108,15 +108,15 @@ class HiddenText:
 
     def drop(self, count: int) -> None:
         """Forget the first places."""
-        left, gone = min(count, self.count), 0
-        self.count -= left
-        while gone < len(self.parts) and self.parts[gone].num_rows <= left:
-            left -= self.parts[gone].num_rows
+        remaining, gone = min(count, self.count), 0
+        self.count -= remaining
+        while gone < len(self.parts) and self.parts[gone].num_rows <= remaining:
+            remaining -= self.parts[gone].num_rows
             gone += 1
         del self.parts[:gone]
         self._settled = max(0, self._settled - gone)
-        if left:
-            self.parts[0] = self.parts[0].at(slice(left, None))
+        if remaining:
+            self.parts[0] = self.parts[0].at(slice(remaining, None))
 
     def copied(self) -> dict[str, Tensor]:
         """[count, D] by the taps of the first part, which keep nothing else in memory."""

@@ -32,7 +32,7 @@ def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     best = best.sort(-1).values  # of equal entries those of lower places come before others, as in ``torch.topk``
     places = (best[..., None] * BLOCK + torch.arange(BLOCK)).flatten(-2)
     if whole < rows.shape[-1]:
-        rest = torch.arange(whole, rows.shape[-1]).expand(*places.shape[:-1], -1)
-        places = torch.cat([places, rest], -1)
+        remaining = torch.arange(whole, rows.shape[-1]).expand(*places.shape[:-1], -1)
+        places = torch.cat([places, remaining], -1)
     values, chosen = rows.gather(-1, places).topk(count, -1)
     return values, places.gather(-1, chosen)

@@ -28,14 +28,14 @@ def did_you_mean(name: str, choices: Sequence[str]) -> str:
     from difflib import get_close_matches
 
     lowered = {choice.lower(): choice for choice in choices}
-    near = [lowered[one] for one in get_close_matches(name.lower(), list(lowered), 3, 0.65)]
+    near = [lowered[match] for match in get_close_matches(name.lower(), list(lowered), 3, 0.65)]
     if not near:
         return ""
     return f"did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}? "
 
 
 def unknown(
-    what: str,
+    subject: str,
     name: str,
     choices: Sequence[str],
     *,
@@ -46,14 +46,14 @@ def unknown(
     """The error for a name that is none of the choices.
 
     Args:
-        what: the beginning of the message, which names it: ``"unknown drafter 'ngrm'"``.
+        subject: the beginning of the message, which names it: ``"unknown drafter 'ngrm'"``.
         lead: words in front of the choices.
         catalogue: where all choices are shown, for the short message; without one it is the long message.
         examples: choices for the short message where none is near.
     """
     near, listed = did_you_mean(name, choices), f"{lead} {', '.join(choices)}"
-    message = f"{what}: {near}{listed}"
+    message = f"{subject}: {near}{listed}"
     if not catalogue or len(listed) <= FEW:
         return UnknownName(message)
     some = f"{lead} {', '.join(examples)}, ...; "
-    return UnknownName(message, f"{what}: {near or some}{catalogue}")
+    return UnknownName(message, f"{subject}: {near or some}{catalogue}")

@@ -38,12 +38,12 @@ def seeds_of(seed: Any, count: int) -> Sequence[int | None]:
     They may be a tensor's or an array's.  Raises ``ValueError`` for another number of seeds, and for what is none.
     """
     seed = plain(seed)
-    seeds = [plain(one) for one in seed] if isinstance(seed, list | tuple) else [seed] * count
+    seeds = [plain(value) for value in seed] if isinstance(seed, list | tuple) else [seed] * count
     if len(seeds) != count:
         raise ValueError(f"{len(seeds)} seeds for {count} prompts: give one seed, or one per prompt")
-    for one in seeds:
-        if one is not None:
-            check_seed(one)
+    for value in seeds:
+        if value is not None:
+            check_seed(value)
     return seeds
 
 
@@ -111,7 +111,7 @@ class Noise:
     def __init__(self, seed: int, source: Source | None = None) -> None:
         check_seed(seed)
         self.seed, self.source = int(seed), source or NumPySource()
-        self._kept: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._cached: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def exponentials(self, position: int, size: int) -> Tensor:
         """[size] float64, independent Exp(1) numbers of an output position (0 is the first new token).
@@ -126,7 +126,7 @@ class Noise:
         One vector serves the draft and every node of a depth, so they are kept: until :meth:`forget`, or until there
         are too many.
         """
-        noise = self._kept.get((position, size, device))
+        noise = self._cached.get((position, size, device))
         if noise is None:
             noise = self._made(position, size)
             if device.type != "cpu":
@@ -142,25 +142,25 @@ class Noise:
         return self.source.negative_logs(self.exponentials(position, size))
 
     def _keep(self, position: int, numbers: Tensor) -> None:
-        while len(self._kept) >= max(KEPT_POSITIONS, KEPT_NUMBERS // len(numbers)):
-            del self._kept[min(self._kept, key=lambda kept: kept[0])]  # text by now
-        self._kept[position, len(numbers), numbers.device] = numbers
+        while len(self._cached) >= max(KEPT_POSITIONS, KEPT_NUMBERS // len(numbers)):
+            del self._cached[min(self._cached, key=lambda key: key[0])]  # text by now
+        self._cached[position, len(numbers), numbers.device] = numbers
 
     def forget(self, position: int) -> None:
         """Positions before this one are text now: their noise is not asked for again."""
-        for key in [kept for kept in self._kept if kept[0] < position]:
-            del self._kept[key]
+        for key in [k for k in self._cached if k[0] < position]:
+            del self._cached[key]
 
 
-def send_together(asked: Sequence[tuple[Noise, Sequence[int]]], like: Tensor) -> None:
+def send_together(noises: Sequence[tuple[Noise, Sequence[int]]], like: Tensor) -> None:
     """Bring the noise of several requests to a device by one transfer: :meth:`Noise.gumbels` then has it there.
 
     Args:
-        asked: the noise of each, and its positions.
+        noises: the noise of each, and its positions.
         like: logits [.., V] of the vocabulary, on the device.
     """
     size, device = like.shape[-1], like.device
-    missing = [(noise, at) for noise, places in asked for at in places if (at, size, device) not in noise._kept]
+    missing = [(noise, at) for noise, places in noises for at in places if (at, size, device) not in noise._cached]
     if device.type == "cpu" or not missing:
         return
     rows = torch.stack([noise._made(at, size) for noise, at in missing]).to(device, _dtype_on(device))

@@ -46,9 +46,9 @@ def class_in_file(name: str) -> type[Any]:
     module = _run(Path(place).expanduser().resolve())
     drafter = vars(module).get(cls)
     if drafter is None:
-        own = {key: value for key, value in vars(module).items() if _is_drafter(value)}
-        known = [key for key, value in own.items() if value.__module__ == module.__name__]
-        raise ValueError(f"{place} has no class {cls}: it has {', '.join(known) or 'no drafter'}")
+        drafters = {key: value for key, value in vars(module).items() if _is_drafter(value)}
+        names = [key for key, value in drafters.items() if value.__module__ == module.__name__]
+        raise ValueError(f"{place} has no class {cls}: it has {', '.join(names) or 'no drafter'}")
     return checked(drafter, name)
 
 
@@ -101,8 +101,8 @@ def checked(thing: Any, name: str) -> type[Any]:
     the line."""
     place = f"{name} ({line_of(thing)})" if inspect.isclass(thing) else name
     if not _is_drafter(thing):
-        what = "is a class, but no drafter" if inspect.isclass(thing) else f"is {type(thing).__name__}, no drafter"
-        raise ValueError(f"{place} {what}: derive a class from foretoken.Drafter")
+        fault = "is a class, but no drafter" if inspect.isclass(thing) else f"is {type(thing).__name__}, no drafter"
+        raise ValueError(f"{place} {fault}: derive a class from foretoken.Drafter")
     if missing := sorted(getattr(thing, "__abstractmethods__", ())):
         raise ValueError(f"{place} has no method {missing[0]}, which every drafter needs")
     if not isinstance(getattr(thing, "name", None), str):
@@ -120,28 +120,28 @@ def line_of(thing: Any) -> str:
     return f"{Path(file or '?').name}, line {line}"
 
 
-def fault_of(given: Any, protocol: type[Any], role: str) -> str:
+def fault_of(thing: Any, protocol: type[Any], role: str) -> str:
     """What is wrong with an object that was given for a role, whatever it is; empty where nothing is."""
-    if isinstance(given, type):
-        return f"{given.__name__} ({line_of(given)}) is a class: give an object, {given.__name__}(...)"
-    if not isinstance(given, protocol):
-        return f"{with_article(type(given).__name__)} is no {role}: give a name, or an object of a {role}'s class"
-    if not isinstance(getattr(given, "name", None), str):
-        return f'{type(given).__name__} ({line_of(type(given))}) has no name: write name = "..." in the class'
-    return misfit_of(given, protocol)
+    if isinstance(thing, type):
+        return f"{thing.__name__} ({line_of(thing)}) is a class: give an object, {thing.__name__}(...)"
+    if not isinstance(thing, protocol):
+        return f"{with_article(type(thing).__name__)} is no {role}: give a name, or an object of a {role}'s class"
+    if not isinstance(getattr(thing, "name", None), str):
+        return f'{type(thing).__name__} ({line_of(type(thing))}) has no name: write name = "..." in the class'
+    return misfit_of(thing, protocol)
 
 
-def misfit_of(given: Any, protocol: type[Any]) -> str:
+def misfit_of(thing: Any, protocol: type[Any]) -> str:
     """The method of a protocol that an object from outside has overridden with arguments with which nobody calls it;
     empty where there is none.  Said at load: the call itself would fail in our code, in which no line is theirs."""
-    cls = type(given)
+    cls = type(thing)
     for name, method in vars(protocol).items():
-        own = getattr(cls, name)
-        if name.startswith("_") or not inspect.isfunction(method) or own is method or not is_outside(cls):
+        function = getattr(cls, name)
+        if name.startswith("_") or not inspect.isfunction(method) or function is method or not is_outside(cls):
             continue
         called = list(inspect.signature(method).parameters)[1:]
         try:
-            inspect.signature(getattr(given, name)).bind(*called)
+            inspect.signature(getattr(thing, name)).bind(*called)
         except TypeError as error:
             return told_of(cls, name, f"is called with ({', '.join(called)}): {error}")
     return ""
@@ -159,5 +159,5 @@ def is_outside(cls: type[Any]) -> bool:
 
 def _is_drafter(thing: Any) -> bool:
     """By the names of its bases: to import the class that drafters derive from takes seconds."""
-    wanted = ("foretoken.methods.drafters.base", "Drafter")
-    return inspect.isclass(thing) and any((base.__module__, base.__name__) == wanted for base in thing.__mro__)
+    base_class = ("foretoken.methods.drafters.base", "Drafter")
+    return inspect.isclass(thing) and any((base.__module__, base.__name__) == base_class for base in thing.__mro__)

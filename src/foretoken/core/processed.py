@@ -26,19 +26,19 @@ def one_row(processor: LogitsProcessor, made: Any, shape: torch.Size) -> Tensor:
         return made
     if isinstance(made, Tensor):
         rows = made.ndim == 2 and made.shape[1] == shape[1]
-        what = f"{len(made)} rows for one" if rows else f"scores of shape {list(made.shape)} for {list(shape)}"
+        returned = f"{len(made)} rows for one" if rows else f"scores of shape {list(made.shape)} for {list(shape)}"
     else:
-        what = f"{type(made).__name__} for scores of shape {list(shape)}"
+        returned = f"{type(made).__name__} for scores of shape {list(shape)}"
     raise OptionError(
-        "logits_processor", f"{name_of(processor)} returned {what}: it is asked row by row; use a batch of one"
+        "logits_processor", f"{name_of(processor)} returned {returned}: it is asked row by row; use a batch of one"
     )
 
 
-def check_processed(given: Tensor, scores: Tensor) -> None:
+def check_processed(logits: Tensor, scores: Tensor) -> None:
     """Tell processed scores [V] that leave no token (``NothingAllowedError``) and those that a processor spoiled
     (``OptionError``) from logits [V] that were bad to begin with."""
     best = scores.amax()
-    if bool(torch.isfinite(best)) or not bool(torch.isfinite(given.amax())):
+    if bool(torch.isfinite(best)) or not bool(torch.isfinite(logits.amax())):
         return
     if float(best) == -torch.inf:
         raise NothingAllowedError("the request's rules leave no token that may follow")

@@ -22,12 +22,12 @@ def encode(prompt: Any, tokenizer: Any | None) -> list[int]:
         if not prompts:
             raise ValueError("the prompt is empty: give at least one token")
         raise ValueError(f"one prompt is wanted here, not a list of {len(prompts)}: {KINDS}")
-    (one,) = prompts
-    if isinstance(one, str):
-        return _of_text(one, tokenizer)
-    if is_messages(one):
-        return render(one, tokenizer)
-    return _checked_ids(one)
+    (item,) = prompts
+    if isinstance(item, str):
+        return _of_text(item, tokenizer)
+    if is_messages(item):
+        return render(item, tokenizer)
+    return _checked_ids(item)
 
 
 def prompts_of(prompts: Any, tokenizer: Any | None = None) -> tuple[list[Any], bool]:
@@ -47,20 +47,20 @@ def prompts_of(prompts: Any, tokenizer: Any | None = None) -> tuple[list[Any], b
         return _of_array(prompts.tolist(), tokenizer)
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Sequence):
         raise ValueError(f"{KINDS}, not {_shown(prompts)}")
-    if any(isinstance(one, Number) for one in prompts):
+    if any(isinstance(item, Number) for item in prompts):
         return [prompts], True
     return list(prompts), False
 
 
-def _of_mapping(given: Mapping[str, Any]) -> tuple[list[Any], bool]:
+def _of_mapping(mapping: Mapping[str, Any]) -> tuple[list[Any], bool]:
     """The rows of a tokenizer's output, without what fills them up at the left."""
-    if "input_ids" not in given:
-        hint = "put the message into a list" if "role" in given else "a mapping needs input_ids"
-        raise ValueError(f"{KINDS}, not {_shown(given)}: {hint}")
-    rows, single = _rows(_listed(given["input_ids"]))
-    if given.get("attention_mask") is None:
+    if "input_ids" not in mapping:
+        hint = "put the message into a list" if "role" in mapping else "a mapping needs input_ids"
+        raise ValueError(f"{KINDS}, not {_shown(mapping)}: {hint}")
+    rows, single = _rows(_listed(mapping["input_ids"]))
+    if mapping.get("attention_mask") is None:
         return rows, single
-    masks, _ = _rows(_listed(given["attention_mask"]))
+    masks, _ = _rows(_listed(mapping["attention_mask"]))
     if [len(mask) for mask in masks] != [len(row) for row in rows]:
         raise ValueError("input_ids and attention_mask have different shapes")
     return [_unpadded(row, list(map(int, mask))) for row, mask in zip(rows, masks, strict=True)], single
@@ -79,7 +79,7 @@ def _unpadded(row: list[Any], mask: list[int]) -> list[Any]:
 def _of_array(values: Any, tokenizer: Any | None) -> tuple[list[Any], bool]:
     if not isinstance(values, list):
         raise ValueError(f"{KINDS}, not one number alone")
-    if values and all(isinstance(one, str) for one in values):
+    if values and all(isinstance(item, str) for item in values):
         return values, False
     rows, single = _rows(values)
     pad = getattr(tokenizer, "pad_token_id", None)
@@ -97,10 +97,10 @@ def _rows(values: Any) -> tuple[list[list[Any]], bool]:
     """Rows of ids, and whether it is a single one."""
     if not isinstance(values, list | tuple):
         raise ValueError(f"{KINDS}: input_ids cannot be {_shown(values)}")
-    listed = [_listed(one) for one in values]
-    if not any(isinstance(one, list | tuple) for one in listed):
+    listed = [_listed(item) for item in values]
+    if not any(isinstance(item, list | tuple) for item in listed):
         return [listed], True
-    if not all(isinstance(one, list | tuple) for one in listed):
+    if not all(isinstance(item, list | tuple) for item in listed):
         raise ValueError(f"{KINDS}: input_ids mixes numbers and lists")
     if any(isinstance(_listed(token), list | tuple) for row in listed for token in row[:1]):
         raise ValueError(f"{KINDS}: token ids with more than two dimensions are none of these")

@@ -23,7 +23,9 @@ def fixed_tokens(
         lengths: N_i per request, as for :meth:`foretoken.core.sampling.Sampler.ranking`.
     """
     if samplers[0].cuts and logits[0].device.type == "cpu":
-        return [one.winners(rows, own, None) for one, rows, own in zip(samplers, logits, lengths, strict=True)]
+        return [
+            sampler.winners(rows, places, None) for sampler, rows, places in zip(samplers, logits, lengths, strict=True)
+        ]
     tokens = iter(argmaxes(race(samplers, logits, lengths))[0])
     return [list(islice(tokens, len(each))) for each in lengths]
 
@@ -36,7 +38,7 @@ def race(samplers: Sequence[Sampler], logits: Sequence[Tensor], lengths: Sequenc
     if log_probs.device.type == "cpu":
         parts = log_probs.split([*map(len, lengths)])
         each = zip(samplers, parts, lengths, strict=True)
-        return torch.cat([sampler.with_noise(part, own) for sampler, part, own in each])
+        return torch.cat([sampler.with_noise(part, places) for sampler, part, places in each])
     noise = [
         row for sampler, each in zip(samplers, lengths, strict=True) for row in sampler.noise_rows(each, log_probs)
     ]

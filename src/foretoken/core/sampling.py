@@ -92,9 +92,9 @@ def _check_finite(name: str, value: float) -> None:
     _check(abs(value) <= LARGEST, name, value, f"finite (at most {LARGEST:g})")
 
 
-def _check(good: bool, name: str, value: Any, wanted: str) -> None:
+def _check(good: bool, name: str, value: Any, rule: str) -> None:
     if not good:
-        raise OptionError(name, f"{name} must be {wanted}, not {value}")
+        raise OptionError(name, f"{name} must be {rule}, not {value}")
 
 
 class Sampler:
@@ -126,7 +126,7 @@ class Sampler:
             and not params.processors
             and not params.logit_bias
         )
-        self._written, self._generated = TokenTally(self.skipped), TokenTally(prompt_length)
+        self._text, self._generated = TokenTally(self.skipped), TokenTally(prompt_length)
         self._filters = Filters(params.top_k, params.top_p, params.min_p)
         self.cuts = not self.greedy and any(getattr(params, name) != off for name, off in NO_FILTERS.items())
 
@@ -199,7 +199,7 @@ class Sampler:
 
     def _winner_of_kept(self, noise: Noise, scores: Tensor, position: int) -> int:
         """The same by processed scores [V]."""
-        ids, weights = self._filters.kept(scores.numpy(), self.params.temperature)
+        ids, weights = self._filters.remaining(scores.numpy(), self.params.temperature)
         with np.errstate(divide="ignore"):  # the smallest weights may be 0 after they were divided
             sums = np.log(weights) + noise.gumbels_of(position, torch.from_numpy(ids)).numpy()
         return int(ids[sums.argmax()])
@@ -218,8 +218,8 @@ class Sampler:
         """The same where few tokens are possible: making the noise of all takes longer than a small model's draft."""
         rows = log_probs.double()
         for row, length in zip(rows, lengths, strict=True):
-            kept = torch.from_numpy(np.flatnonzero(row.numpy() > -np.inf))
-            row[kept] += noise.gumbels_of(length - self.prompt_length, kept)
+            possible = torch.from_numpy(np.flatnonzero(row.numpy() > -np.inf))
+            row[possible] += noise.gumbels_of(length - self.prompt_length, possible)
         return rows
 
     def noise_rows(self, lengths: Sequence[int], like: Tensor) -> list[Tensor]:
@@ -237,27 +237,27 @@ class Sampler:
 
     def _processed(self, scores: Tensor, prefix: Sequence[int]) -> Tensor:
         params = self.params
-        given, scores = scores, scores.clone()
+        unprocessed, scores = scores, scores.clone()
         if params.logit_bias:
             count = len(params.logit_bias)  # (Of 300 Python integers torch makes a tensor in 260 us, NumPy in 15.)
             tokens = torch.from_numpy(np.fromiter(params.logit_bias, np.int64, count)).to(scores.device)
             added = torch.from_numpy(np.fromiter(params.logit_bias.values(), float, count)).to(scores.dtype)
             scores[tokens] += added.to(scores.device)
         if params.repetition_penalty != 1.0 and len(prefix) > self.skipped:
-            seen = torch.from_numpy(self._written.counts(prefix)[0]).to(scores.device)
-            value = scores.index_select(0, seen)
+            penalised = torch.from_numpy(self._text.counts(prefix)[0]).to(scores.device)
+            value = scores.index_select(0, penalised)
             value = torch.where(value < 0, value * params.repetition_penalty, value / params.repetition_penalty)
-            scores.index_copy_(0, seen, value)
+            scores.index_copy_(0, penalised, value)
         if len(prefix) > self.prompt_length and (params.presence_penalty or params.frequency_penalty):
             tokens, counts = (torch.from_numpy(each).to(scores.device) for each in self._generated.counts(prefix))
             scores[tokens] -= params.frequency_penalty * counts.to(scores.dtype) + params.presence_penalty
         if params.processors:
-            ids = torch.from_numpy(self._written.ids(prefix)).to(scores.device)[None]
+            ids = torch.from_numpy(self._text.ids(prefix)).to(scores.device)[None]
             batch = scores[None]
             for processor in params.processors:
                 batch = one_row(processor, processor(ids, batch), batch.shape)
             scores = batch[0]
-            check_processed(given, scores)
+            check_processed(unprocessed, scores)
         return scores
 
     def _finish(self, scores: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ def checks_later() -> Iterator[list[Tensor]]:
 
 def check_best(largest: Sequence[Tensor]) -> None:
     """Look at what :func:`checks_later` has collected.  Raises ``NonFiniteLogitsError`` where some are not finite."""
-    if not all(bool(torch.isfinite(one).all()) for one in largest):
+    if not all(bool(torch.isfinite(values).all()) for values in largest):
         raise NonFiniteLogitsError(NON_FINITE)
 
 

@@ -43,4 +43,4 @@ def flag(help: str) -> Any:
 
 def settings_of(config: type) -> dict[Field[Any], About]:
     """The fields of a dataclass that :func:`setting` has made, in order."""
-    return {one: one.metadata[_KEY] for one in fields(config) if _KEY in one.metadata}
+    return {item: item.metadata[_KEY] for item in fields(config) if _KEY in item.metadata}

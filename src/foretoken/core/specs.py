@@ -104,18 +104,18 @@ def options_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
 def convert_options(role: str, name: str, cls: type[Any], options: dict[str, str]) -> dict[str, Any]:
     """Turn a spec's strings into the constructor's types.  Raises ``ValueError`` for an unknown key (lists the valid
     ones), or a value of another type."""
-    known = options_of(cls)
+    valid = options_of(cls)
     result = {}
     for key, text in options.items():
-        if key not in known:
-            what = f"unknown option {key!r} of {role} {name!r}"
-            raise unknown(what, key, list(known) or ["it has none"], lead="valid ones:")
-        kind = _plain_type(known[key].annotation)
+        if key not in valid:
+            subject = f"unknown option {key!r} of {role} {name!r}"
+            raise unknown(subject, key, list(valid) or ["it has none"], lead="valid ones:")
+        kind = _plain_type(valid[key].annotation)
         try:
             result[key] = _convert(text, kind)
         except ValueError:
-            wanted = kind.__name__ if kind else "value"
-            raise ValueError(f"option {key}={text!r} of {role} {name!r} must be of type {wanted}") from None
+            kind_name = kind.__name__ if kind else "value"
+            raise ValueError(f"option {key}={text!r} of {role} {name!r} must be of type {kind_name}") from None
     return result
 
 

@@ -46,15 +46,15 @@ class TokenTally:
 
     def _behind(self, text: Sequence[int]) -> list[int]:
         """What follows the part of a text that is counted, which grows with the text."""
-        known = len(self._text)
-        head = text[:known]
+        length = len(self._text)
+        head = text[:length]
         if (head if isinstance(head, list) else list(head)) != self._text:
             self._forget()
-            known = 0
-        if len(text) - known > 2 * AHEAD:
-            self._add(list(text[known : len(text) - AHEAD]))
-            known = len(self._text)
-        return list(text[known:])
+            length = 0
+        if len(text) - length > 2 * AHEAD:
+            self._add(list(text[length : len(text) - AHEAD]))
+            length = len(self._text)
+        return list(text[length:])
 
     def _add(self, tokens: list[int]) -> None:
         counted = Counter(dict(zip(self._rows, self._counts.tolist(), strict=True)))

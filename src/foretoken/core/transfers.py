@@ -20,10 +20,10 @@ def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     if not tensors:
         return []
-    wide = torch.float64 if any(one.dtype == torch.float64 for one in tensors) else torch.float32
-    flat = torch.cat([one.flatten().to(wide) for one in tensors]).cpu()
-    parts = flat.split([one.numel() for one in tensors])
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    flat = torch.cat([tensor.flatten().to(wide) for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
     return [
-        (part if one.is_floating_point() else part.long()).view(one.shape)
-        for part, one in zip(parts, tensors, strict=True)
+        (part if tensor.is_floating_point() else part.long()).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
     ]

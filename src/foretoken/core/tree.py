@@ -125,10 +125,10 @@ class TokenTree:
 
     def guessed_by(self, drafter: int) -> TokenTree:
         """The same tree with the index of the drafter at every node but the root."""
-        named = object.__new__(TokenTree)
+        tree = object.__new__(TokenTree)
         # All that was checked and worked out stays true: this runs for every request in every round.
-        named.__dict__.update(self.__dict__, drafters=(-1, *[drafter] * (len(self.tokens) - 1)))
-        return named
+        tree.__dict__.update(self.__dict__, drafters=(-1, *[drafter] * (len(self.tokens) - 1)))
+        return tree
 
     def distribution(self, node: int) -> Tensor | None:
         """[V] distribution that ``node`` was drawn from, ``None`` when it is a point mass."""

@@ -32,17 +32,17 @@ def check_whole(option: str, value: Any) -> None:
         raise OptionError(option, f"{option} must be a whole number, not {_shown(value)}")
 
 
-def check_counts(given: Mapping[str, Any], least: int) -> None:
+def check_counts(options: Mapping[str, Any], least: int) -> None:
     """Refuse options, by their names, that are no whole number or less than the least, by an ``OptionError``."""
-    for option, value in given.items():
+    for option, value in options.items():
         check_whole(option, value)
         if value < least:
             raise OptionError(option, f"{option} must be at least {least}, not {value}")
 
 
-def check_least(method: str, least: float, **given: float | None) -> None:
+def check_least(method: str, least: float, **options: float | None) -> None:
     """Refuse options of a method below the least, by a ``ValueError``; ``None`` was not given."""
-    for option, value in given.items():
+    for option, value in options.items():
         if value is not None and not value >= least:
             raise ValueError(f"{method} needs {option} >= {least}, not {value}")
 
@@ -53,9 +53,9 @@ def check_real(option: str, value: Any) -> None:
         raise OptionError(option, f"{option} must be a number, not {_shown(value)}")
 
 
-def check_flags(**given: Any) -> None:
+def check_flags(**options: Any) -> None:
     """Refuse options, by their names, that are no truth values, by an ``OptionError``."""
-    for option, value in given.items():
+    for option, value in options.items():
         if not isinstance(value, bool):
             raise OptionError(option, f"{option} must be True or False, not {_shown(value)}")
 
@@ -74,21 +74,21 @@ def texts_of(option: str, value: Any, each: str) -> tuple[str, ...]:
     """One text or several.  Raises ``OptionError`` for anything else, an empty text, or text that is no Unicode."""
     if value is None:
         return ()
-    given = (value,) if isinstance(value, str) else _members(option, value, "text, or a list of texts")
-    for one in given:
-        check_text(option, one)
-        if not one:
+    texts = (value,) if isinstance(value, str) else _members(option, value, "text, or a list of texts")
+    for text in texts:
+        check_text(option, text)
+        if not text:
             raise OptionError(option, f"{option}: a {each} must not be empty")
-    return given
+    return texts
 
 
 def ids_of(option: str, value: Any) -> tuple[int, ...]:
     """Token ids, whether the vocabulary has them or not.  Raises ``OptionError`` for anything but whole numbers."""
-    given = _members(option, value, "a list of token ids")
-    for token in given:
+    ids = _members(option, value, "a list of token ids")
+    for token in ids:
         if not is_whole(token):
             raise OptionError(option, f"{option} must hold token ids (whole numbers), not {_shown(token)}")
-    return tuple(int(token) for token in given)
+    return tuple(int(token) for token in ids)
 
 
 @contextmanager
@@ -117,9 +117,9 @@ def check_ids(option: str, ids: Iterable[Any], vocab_size: int | None) -> None:
             raise OptionError(option, f"{option} token {token} is outside the vocabulary of {vocab_size}")
 
 
-def _members(option: str, value: Any, wanted: str) -> tuple[Any, ...]:
+def _members(option: str, value: Any, rule: str) -> tuple[Any, ...]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise OptionError(option, f"{option} must be {wanted}, not {_shown(value)}")
+        raise OptionError(option, f"{option} must be {rule}, not {_shown(value)}")
     return tuple(value)
 
 

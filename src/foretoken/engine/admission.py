@@ -35,8 +35,8 @@ def check(request: Request, target: LanguageModel) -> None:
         "allowed_token_ids": request.allowed_token_ids or (),
         "prediction": request.prediction or (),
     }
-    for option, named in ids.items():
-        check_ids(option, named, target.vocab_size)
+    for option, tokens in ids.items():
+        check_ids(option, tokens, target.vocab_size)
     if request.allowed_token_ids is not None and not request.allowed_token_ids:
         raise OptionError("allowed_token_ids", "allowed_token_ids must hold at least one token id")
     for name in ("logprobs", "prompt_logprobs", "min_tokens", "max_draft_tokens"):
@@ -67,9 +67,9 @@ def _check_kinds(request: Request) -> None:
     texts_of("stop", request.stop, "stop string")
 
 
-def _check_lengths(request: Request, context_length: int, why: str) -> None:
+def _check_lengths(request: Request, context_length: int, reason: str) -> None:
     room = context_length - len(request.prompt)
-    because = f" ({why})" if why else ""
+    because = f" ({reason})" if reason else ""
     if not request.prompt:
         raise ValueError("the prompt is empty: give at least one token")
     if room < 1:
@@ -169,13 +169,13 @@ class KvBudget:
         self.reserved.pop(run.id, None)
 
     @property
-    def left(self) -> int | None:
+    def remaining(self) -> int | None:
         """Bytes that no request has reserved, and no rectangle holds; ``None`` without a limit."""
         if self.limit is None:
             return None
         cache = rectangle_of(self.target)
-        held = 0 if cache is None else cache.num_bytes()
-        return max(0, self.limit - max(held, self._bytes([*self.reserved.values()])))
+        used = 0 if cache is None else cache.num_bytes()
+        return max(0, self.limit - max(used, self._bytes([*self.reserved.values()])))
 
 
 def _slots(request: Request) -> int:
@@ -187,24 +187,28 @@ def kept_back(places: int) -> int:
     return -(-places // SHARE) if places > 1 else 0
 
 
-def first_in_turn(waiting: Sequence[Running], running: Sequence[Running], places: int, kept: int) -> Running | None:
+def first_in_turn(waiting: Sequence[Running], running: Sequence[Running], places: int, reserved: int) -> Running | None:
     """The request that joins next: of those that come first by priority the one whose owner has the fewest running,
     and of these the one that came first.
 
     Args:
         waiting: by priority, then in order of arrival.
         running: those that have a place.
-        kept: how many of them are for owners of which nothing runs.
+        reserved: how many of them are for owners of which nothing runs.
 
     Returns:
         ``None`` where nobody may join now.
     """
-    held = Counter(run.request.owner for run in running)
-    is_short = places - len(running) <= kept
-    may = [run for run in waiting if not _is_at_limit(run, held) and not (is_short and held[run.request.owner])]
-    return min(may, key=lambda run: (run.request.priority, held[run.request.owner]), default=None)
+    num_running = Counter(run.request.owner for run in running)
+    is_short = places - len(running) <= reserved
+    may = [
+        run
+        for run in waiting
+        if not _is_at_limit(run, num_running) and not (is_short and num_running[run.request.owner])
+    ]
+    return min(may, key=lambda run: (run.request.priority, num_running[run.request.owner]), default=None)
 
 
-def _is_at_limit(run: Running, held: Counter[str]) -> bool:
+def _is_at_limit(run: Running, num_running: Counter[str]) -> bool:
     most = run.request.owner_running
-    return bool(most) and held[run.request.owner] >= most
+    return bool(most) and num_running[run.request.owner] >= most

@@ -79,14 +79,14 @@ class AsyncLlm:
         check_counts({"max_running": max_running, "prefill_chunk": prefill_chunk, "kv_memory": kv_memory or 1}, 1)
         check_counts({"max_queued": max_queued, "kept_places": kept_places, "prefix_bytes": prefix_bytes}, 0)
         self.llm, self.max_running, self.max_queued = llm, max_running, max_queued
-        kept = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
+        cache_bytes = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
         self._turn = llm.calls.turn  # before ``_lock``, where both are held
         self._on_end = on_end
         self._limits = {
             "max_batch": max_running,
             "kv_memory": kv_memory,
             "prefill_chunk": prefill_chunk,
-            "prefix_bytes": kept,
+            "prefix_bytes": cache_bytes,
             "prefill_s": prefill_s,
             "kept_places": kept_places,
         }

@@ -55,18 +55,18 @@ class Calls:
         """Requests that run together, when all of them have ended, in their order; where one fails the others are
         cancelled."""
         ids: list[int] = []
-        done: dict[int, Running] = {}
+        finished: dict[int, Running] = {}
         try:
             ids.extend(self._enter(request) for request in requests)
             for request_id in ids:
-                while request_id not in done:
+                while request_id not in finished:
                     run, emission = self._next(request_id)
                     if emission.finish_reason is not None:
-                        done[request_id] = run
+                        finished[request_id] = run
         finally:
             for request_id in ids:
                 self._exit(request_id)
-        return [done[request_id] for request_id in ids]
+        return [finished[request_id] for request_id in ids]
 
     def _enter(self, request: Request) -> int:
         if os.getpid() != self._process and torch.get_num_threads() > 1:  # PyTorch's threads are not forked: it waits

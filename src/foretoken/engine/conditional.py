@@ -91,9 +91,11 @@ def _check_ends(request: Request, language: FiniteLanguage, tokenizer: Any | Non
     if inside:
         option = "stop_token_ids" if inside & request.stop_token_ids else "constraint"
         raise OptionError(option, f"a string of the language holds token {min(inside)}, which ends the text")
-    texts = [str(tokenizer.decode(one)) for one in language.strings] if request.stop and tokenizer is not None else []
+    texts = (
+        [str(tokenizer.decode(string)) for string in language.strings] if request.stop and tokenizer is not None else []
+    )
     for stop in request.stop:
-        text = next((one for one in texts if stop in one), None)
+        text = next((string for string in texts if stop in string), None)
         if text is not None:
             raise OptionError("stop", f"the stop string {stop!r} would end the string {text[:60]!r} of the language")
 
@@ -186,9 +188,9 @@ def step_log_probs(tree: TokenTree, scores: Scores, ends: frozenset[int]) -> tup
     steps = rows.new_zeros(len(tree))
     if len(tree) > 1:
         steps[1:] = rows[torch.tensor(tree.parents[1:], device=device), torch.tensor(tree.tokens[1:], device=device)]
-    known = [end for end in sorted(ends) if end < rows.shape[-1]]
+    ids = [end for end in sorted(ends) if end < rows.shape[-1]]
     last = rows.new_full((len(tree), len(ends)), -torch.inf)
-    last[:, : len(known)] = rows[:, known]  # ids beyond the vocabulary are the largest
+    last[:, : len(ids)] = rows[:, ids]  # ids beyond the vocabulary are the largest
     return steps.cpu().double(), last.cpu().double()
 
 

@@ -35,22 +35,22 @@ class Delivery:
             self.target.commit(run.text, path)
             tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
             stuck = (i for i in range(len(tokens)) if tuple(tokens[:i]) in scores.stuck)
-            written = next(stuck, len(tokens)) if scores.stuck else len(tokens)
-            kept, reason = run.stopper.push(tokens[:written])
-            if reason is None and written < len(tokens):
-                reason = end_where_nothing_follows(run, tokens[:written])
+            num_allowed = next(stuck, len(tokens)) if scores.stuck else len(tokens)
+            num_kept, reason = run.stopper.push(tokens[:num_allowed])
+            if reason is None and num_allowed < len(tokens):
+                reason = end_where_nothing_follows(run, tokens[:num_allowed])
             last: Origin = "plain" if tree.num_drafts == 0 else "bonus" if verdict.next_is_bonus else "recovered"
             accepted: Origin = "accepted"
-            origins = [*([accepted] * len(verdict.path)), last][:kept]
+            origins = [*([accepted] * len(verdict.path)), last][:num_kept]
             hidden = HiddenStates.of(scores.taps).at(path) if scores.taps else {}
-            self._extend(run, tokens[:kept], hidden)
+            self._extend(run, tokens[:num_kept], hidden)
             run.origins.extend(origins)
             run.finish_reason = reason
-            told: Sequence[TokenLogprobs] = ()
+            logprobs: Sequence[TokenLogprobs] = ()
             if run.request.logprobs is not None:
-                told = logprobs_of(scores.logits[path], tokens[:kept], run.request.logprobs)
-                run.logprobs.extend(told)
-            turn.emission = Emission(run.id, tokens[:kept], origins, reason, told, run.rounds[-1:])
+                logprobs = logprobs_of(scores.logits[path], tokens[:num_kept], run.request.logprobs)
+                run.logprobs.extend(logprobs)
+            turn.emission = Emission(run.id, tokens[:num_kept], origins, reason, logprobs, run.rounds[-1:])
 
     def _note_drafter(self, turn: Turn) -> None:
         """Count who drafted, and keep a trace where one was asked for."""
@@ -99,7 +99,7 @@ class Delivery:
         """
         run, tree = turn.run, turn.tree
         accepted = len(turn.verdict.path)
-        run.stats.add_round(tree.num_drafts, accepted, len(run.origins) - run.stats.num_new_tokens, turn.asked)
+        run.stats.add_round(tree.num_drafts, accepted, len(run.origins) - run.stats.num_new_tokens, turn.was_asked)
         run.stats.add_times(times)
         if run.request.explain:
             run.rounds[-1] = run.rounds[-1].timed(times)

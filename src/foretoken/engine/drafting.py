@@ -72,8 +72,8 @@ class Drafting:
         """Refuse the name of a member that there is not, by a ``ValueError``."""
         if name is not None and name not in self.members:
             members = ", ".join(self.members)
-            known = f"choose one of {members}" if members else "there is no router here: leave it out"
-            raise ValueError(f"drafter={name!r} of a request names a member of a router: {known}")
+            hint = f"choose one of {members}" if members else "there is no router here: leave it out"
+            raise ValueError(f"drafter={name!r} of a request names a member of a router: {hint}")
 
     def begin(self, turns: Sequence[Turn]) -> None:
         """Nothing is drafted yet, unless a request brings its own tree: making that reads, and is no part of the
@@ -81,12 +81,12 @@ class Drafting:
         for turn in turns:
             run = turn.run
             turn.tree = TokenTree.root_only(run.context.root)
-            if run.own is not None:
-                began = now(self._device)
+            if run.language_round is not None:
+                start_s = now(self._device)
                 drop_scratch(self.target, run)
-                turn.tree, turn.rule = run.own.propose(self.target, run.context)
+                turn.tree, turn.rule = run.language_round.propose(self.target, run.context)
                 turn.planned = False  # the controller has not decided it
-                spent = now(self._device) - began
+                spent = now(self._device) - start_s
                 self.read_s += spent
                 run.stats.prefill_s += spent
                 run.stats.total_s += spent
@@ -98,16 +98,16 @@ class Drafting:
             return
         chosen, budgets = [], []
         foresight = self.drafter.foresight
-        wanted = self.controller.budgets([turn.run.context for turn in open_turns])
+        plans = self.controller.budgets([turn.run.context for turn in open_turns])
         if is_outside(type(self.controller)):
-            check_budgets(wanted, len(open_turns), self.controller)
-        for turn, asked in zip(open_turns, wanted, strict=True):
-            budget = self._as_asked(turn.run, asked)
+            check_budgets(plans, len(open_turns), self.controller)
+        for turn, plan in zip(open_turns, plans, strict=True):
+            budget = self._as_asked(turn.run, plan)
             wider = budget if foresight is None else foresight.minimum_budget(turn.run.context, budget)
-            turn.planned = wider is asked
+            turn.planned = wider is plan
             budget = self._fit(turn.run, wider) if wider.max_depth > 0 else wider
             if budget.max_depth > 0 and budget.max_nodes > 0:
-                turn.asked = True
+                turn.was_asked = True
                 chosen.append(turn)
                 budgets.append(budget)
         if chosen:

@@ -19,20 +19,20 @@ class Ends:
     Attributes:
         eos: as an end of text.
         stops: as a stop string does.
-        named: stop strings that are the text of a special token, by its id.  Text is decoded without special tokens,
-            so that such a string would never be met in it.
+        special_stops: stop strings that are the text of a special token, by its id.  Text is decoded without special
+            tokens, so that such a string would never be met in it.
         special: ids of all special tokens, by their text, where there are stop strings.
     """
 
     eos: frozenset[int]
     stops: frozenset[int]
-    named: Mapping[int, str]
+    special_stops: Mapping[int, str]
     special: Mapping[str, int]
 
     @property
     def ids(self) -> frozenset[int]:
         """All of them."""
-        return self.eos | self.stops | frozenset(self.named)
+        return self.eos | self.stops | frozenset(self.special_stops)
 
 
 def ends_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> Ends:
@@ -46,8 +46,8 @@ def ends_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> E
         if rule is not None:
             eos = target.eos_token_ids | rule.ends
     special = special_tokens(tokenizer) if request.stop else {}
-    named = {special[stop]: stop for stop in request.stop if stop in special}
-    return Ends(eos, request.stop_token_ids, named, special)
+    special_stops = {special[stop]: stop for stop in request.stop if stop in special}
+    return Ends(eos, request.stop_token_ids, special_stops, special)
 
 
 def special_tokens(tokenizer: Any | None) -> dict[str, int]:
@@ -74,10 +74,10 @@ def end_where_nothing_follows(run: Running, tokens: Sequence[int]) -> FinishReas
 
 def rules_of(request: Request) -> str:
     """The options of a request that rule out tokens, in words."""
-    given = {
+    rules = {
         "the constraint": request.constraint is not None,
         "allowed_token_ids": request.allowed_token_ids is not None,
         "bad_words": bool(request.bad_words),
         "logits_processor": bool(request.params.processors),
     }
-    return " and ".join(name for name, is_given in given.items() if is_given)
+    return " and ".join(name for name, is_given in rules.items() if is_given)

@@ -101,11 +101,11 @@ def blamed(error: Exception) -> Exception:
         cls, kind = owner
         file = frame.f_code.co_filename
         line = [number for below, number in frames[place:] if below.f_code.co_filename == file][-1]
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         where = f"{Path(file).name}, line {line}"
-        told = kind(f"{cls.__name__}.{frame.f_code.co_name} ({where}) raised {said}")
-        told.__cause__ = error
-        return told
+        blame = kind(f"{cls.__name__}.{frame.f_code.co_name} ({where}) raised {message}")
+        blame.__cause__ = error
+        return blame
     return _without_super(error) or error
 
 
@@ -115,9 +115,9 @@ def _without_super(error: Exception) -> OutsideError | None:
     if owner is None:
         return None
     cls, kind = owner
-    told = kind(f"{cls.__name__} ({line_of(cls)}) {error}, which its base class sets: call super().__init__(...)")
-    told.__cause__ = error
-    return told
+    blame = kind(f"{cls.__name__} ({line_of(cls)}) {error}, which its base class sets: call super().__init__(...)")
+    blame.__cause__ = error
+    return blame
 
 
 def _owner_of(names: dict[str, Any]) -> tuple[type[Any], type[OutsideError]] | None:

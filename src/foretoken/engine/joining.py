@@ -30,7 +30,7 @@ def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -
         request.max_new_tokens,
         tokenizer,
         stop_ids=ends.stops,
-        named=ends.named,
+        special_stops=ends.special_stops,
         special=ends.special,
         include=request.include_stop,
         min_tokens=request.min_tokens,
@@ -46,8 +46,8 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     params = request.params if request.language is None else whole_params(request.params)
     # What an encoder reads is no part of the text whose tokens are penalised or processed.
     skipped = len(tokens) - len(target.answer_start) if target.answer_start else 0
-    given = [OfAnswer(one, skipped) for one in params.processors] if skipped else params.processors
-    params = replace(params, processors=(*given, *rules(request, target, tokenizer)))
+    processors = [OfAnswer(processor, skipped) for processor in params.processors] if skipped else params.processors
+    params = replace(params, processors=(*processors, *rules(request, target, tokenizer)))
     sampler = Sampler(params, len(tokens), noise, skipped)
     context = Context(request_id, tokens, len(tokens), sampler, Rng(seed or 0), prediction=request.prediction)
     context.max_length = len(tokens) + request.max_new_tokens
@@ -57,7 +57,9 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     run = Running(request, context, stopper_of(request, target, tokenizer), seed=seed)
     if request.language is not None:
         ends = ends_of(request, target, tokenizer).ids
-        run.own = LanguageRound(request.language, ends, request.params.temperature == 0, context.rng.uniforms(2))
+        run.language_round = LanguageRound(
+            request.language, ends, request.params.temperature == 0, context.rng.uniforms(2)
+        )
     run.stats.num_prompt_tokens = run.stats.num_prompt_tokens_computed = len(tokens)
     run.stats.note_target(target.describe())
     return run

@@ -253,8 +253,8 @@ class Engine:
             first.stats.queue_s = monotonic() - first.arrived_s
             running.append(first)
             self.requests.each(self.reader.open, [Turn(first)])
-        if self.budget.left is not None:
-            self.prefix_cache.prefixes.shrink(self.budget.left)
+        if self.budget.remaining is not None:
+            self.prefix_cache.prefixes.shrink(self.budget.remaining)
 
     def _round(self, runs: Sequence[Running]) -> list[tuple[Running, Emission]]:
         """One round of requests that are all between two rounds."""
@@ -263,10 +263,10 @@ class Engine:
         together, each, target = self.requests.together, self.requests.each, self.target
         device = self._device
         turns = [turn for run in runs for turn in together(self.drafting.begin, [Turn(run)])]
-        began = now(device)
+        started = now(device)
         self.drafting.allow_reading(runs, ALL if self.reader.chunk is None else self.reader.most())
         turns = together(self.drafting.propose, turns)
-        began += self.drafting.note_reading(turns)  # which is no part of the round, as the target's reading is none
+        started += self.drafting.note_reading(turns)  # which is no part of the round, as the target's reading is none
         drafted = now(device)
         target_before, rows_before = target.run_s, target.run_rows
         turns = together(self._score, turns)
@@ -277,15 +277,15 @@ class Engine:
         turns = each(self.delivery.commit, turns)
         committed = now(device)
         turns = each(self.delivery.teach, turns)
-        taken = now(device)
+        observed = now(device)
         # What the bookkeeping of the last round took is part of serving, and known only now.
-        draft_s = drafted - began + taken - committed
-        times = RoundTimes(draft_s, target_s, verified - scored, taken - began + self._bookkeeping_s)
+        draft_s = drafted - started + observed - committed
+        times = RoundTimes(draft_s, target_s, verified - scored, observed - started + self._bookkeeping_s)
         self.rounds, self.times = self.rounds + 1, RoundTimes(*map(sum, zip(self.times, times, strict=True)))
         self.reader.time.note_round(times.total_s)
         counts = (len(turns), target.run_rows - rows_before or sum(len(turn.tree) for turn in turns))
         turns = each(lambda alone: self.delivery.account(alone[0], counts, times), turns)
-        self._bookkeeping_s = now(device) - taken
+        self._bookkeeping_s = now(device) - observed
         if self.on_round is not None:
             self.on_round([t.run for t in turns], [t.tree for t in turns], [t.verdict for t in turns], times)
         turns = each(self.requests.let_go, turns)

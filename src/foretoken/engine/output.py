@@ -83,7 +83,7 @@ class Pieces:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer)
-        self._shown = 0
+        self._sent = 0
         self._first = True
 
     def push(self, run: Running, emission: Emission) -> Piece:
@@ -119,8 +119,8 @@ class Pieces:
             end = len(self._text.text) if run.stopper.cut is None else run.stopper.cut
         else:
             end = len(self._text.text) - max(0, run.stopper.held_back - 1)
-        begin, self._shown = self._shown, max(end, self._shown)
-        return self._text.text[begin : self._shown] + (run.stopper.suffix if final else "")
+        begin, self._sent = self._sent, max(end, self._sent)
+        return self._text.text[begin : self._sent] + (run.stopper.suffix if final else "")
 
 
 def output_of(run: Running, tokenizer: Any | None) -> Output:
@@ -153,8 +153,10 @@ def note_of(run: Running, tokenizer: Any | None, text: str) -> str:
     """Why a finished text shows nothing; empty where it shows something, or where there is no tokenizer to show it."""
     stopper, ids = run.stopper, run.output
     if run.finish_reason == "stop" and stopper.reason is not None:
-        began = stopper.cut is not None or len(ids) == 1  # a stop string, or a stop token, with nothing before it
-        if began and not text.strip() and not stopper.suffix:
+        is_stop_first = (
+            stopper.cut is not None or len(ids) == 1
+        )  # a stop string, or a stop token, with nothing before it
+        if is_stop_first and not text.strip() and not stopper.suffix:
             return f"the answer began with what was to stop it, {stopper.reason!r}"
     ended_at_once = run.finish_reason == "eos" and len(ids) == 1
     if not ids or text.strip() or (tokenizer is None and not ended_at_once):
@@ -169,12 +171,14 @@ def note_of(run: Running, tokenizer: Any | None, text: str) -> str:
     return note
 
 
-def _count(ids: Sequence[int], what: str) -> str:
-    return f"{len(ids)} {what}{'' if len(ids) == 1 else 's'}"
+def _count(ids: Sequence[int], noun: str) -> str:
+    return f"{len(ids)} {noun}{'' if len(ids) == 1 else 's'}"
 
 
 def _lacks_template(prompt: Sequence[int], tokenizer: Any | None) -> bool:
     """Whether a prompt holds none of the special tokens that the model's chat template names, and it names some."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    named = {token for text, token in special_tokens(tokenizer).items() if text in template} if template else set()
-    return bool(named) and named.isdisjoint(prompt)
+    template_ids = (
+        {token for text, token in special_tokens(tokenizer).items() if text in template} if template else set()
+    )
+    return bool(template_ids) and template_ids.isdisjoint(prompt)

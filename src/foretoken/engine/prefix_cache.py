@@ -37,52 +37,52 @@ class PrefixCache:
         """Fill a request's empty text with what an earlier or a running one has of the same beginning."""
         if not self.keeps or run.request.prompt_logprobs is not None:
             return
-        wanted = run.context.tokens[: run.context.prompt_length - 1]
-        kept, length = self.prefixes.find(_salt(run), wanted)
+        tokens = run.context.tokens[: run.context.prompt_length - 1]
+        prefix, length = self.prefixes.find(_salt(run), tokens)
         running = ((other, other.text.tokens, True) for other in _alike(run, others))
-        other, longer = longest_common(running, np.asarray(wanted, dtype=np.int64), length)
-        copied = None if other is None else self._kept(other, longer)
+        other, longer = longest_common(running, np.asarray(tokens, dtype=np.int64), length)
+        copied = None if other is None else self._copy_of(other, longer)
         if copied is not None:
-            kept, length = copied, longer
-        if kept is None or any(name not in kept.hidden for name in self.taps):
+            prefix, length = copied, longer
+        if prefix is None or any(name not in prefix.hidden for name in self.taps):
             return
-        self.target.restore(run.text, kept.snapshot, length)
+        self.target.restore(run.text, prefix.snapshot, length)
         run.stats.num_prompt_tokens_computed -= length
         run.states = HiddenText()
-        run.add_states({name: kept.hidden[name][:length] for name in self.taps})
+        run.add_states({name: prefix.hidden[name][:length] for name in self.taps})
 
     def find_draft(
-        self, run: Running, others: Sequence[Running], key: Hashable, own: DraftText, tokens: Sequence[int]
+        self, run: Running, others: Sequence[Running], key: Hashable, draft_text: DraftText, tokens: Sequence[int]
     ) -> tuple[Snapshot, int] | None:
         """What a drafter's model has of the beginning of a text that it opens: of an earlier text, or of one that runs.
 
         Args:
             tokens: what it is to read, in the model's own ids.
         """
-        wanted = np.asarray(tokens, dtype=np.int64)
+        ids = np.asarray(tokens, dtype=np.int64)
 
         def fits(draft: KeptDraft) -> bool:
-            return draft.version == own.version and draft.snapshot.regime == own.sequence.regime
+            return draft.version == draft_text.version and draft.snapshot.regime == draft_text.sequence.regime
 
-        kept, length = self.prefixes.find_draft(_salt(run), run.context.tokens, key, wanted, fits)
+        snapshot, length = self.prefixes.find_draft(_salt(run), run.context.tokens, key, ids, fits)
         beginning = run.context.tokens[:SHORTEST]
         alike = (other for other in _alike(run, others) if other.context.tokens[:SHORTEST] == beginning)
         theirs = (text for other in alike if (text := DraftTexts.of(other.context).by_key.get(key)) is not None)
-        current = (text for text in theirs if text.is_current and text.sequence.regime == own.sequence.regime)
-        best, longer = longest_common(((text, text.sequence.tokens, True) for text in current), wanted, length)
+        current = (text for text in theirs if text.is_current and text.sequence.regime == draft_text.sequence.regime)
+        best, longer = longest_common(((text, text.sequence.tokens, True) for text in current), ids, length)
         copied = None if best is None else best.model.snapshot(best.sequence, longer)
         if copied is not None:
             return copied, longer
-        return None if kept is None else (kept, length)
+        return None if snapshot is None else (snapshot, length)
 
     def keep(self, run: Running) -> None:
         """Keep the text of a request that leaves."""
         if self.keeps and run.request.prompt_logprobs is None and not run.text.scratch_tokens:
-            kept = self._kept(run, len(run.text.tokens))
-            if kept is not None:
-                self.prefixes.keep(replace(kept, drafts=_drafts_of(run)))
+            copied = self._copy_of(run, len(run.text.tokens))
+            if copied is not None:
+                self.prefixes.keep(replace(copied, drafts=_drafts_of(run)))
 
-    def _kept(self, run: Running, length: int) -> Kept | None:
+    def _copy_of(self, run: Running, length: int) -> Kept | None:
         if length < SHORTEST:
             return None
         hidden = self._hidden(run.states, length)
@@ -103,18 +103,18 @@ class PrefixCache:
 def _drafts_of(run: Running) -> dict[Hashable, KeptDraft]:
     """What drafters' models have read of a request's text, copied."""
     drafts: dict[Hashable, KeptDraft] = {}
-    for key, own in DraftTexts.of(run.context).by_key.items():
-        size = len(own.sequence.tokens)
-        worth = size >= SHORTEST and own.is_current and own.model.reads
-        snapshot = own.model.snapshot(own.sequence, size) if worth else None
+    for key, text in DraftTexts.of(run.context).by_key.items():
+        size = len(text.sequence.tokens)
+        worth = size >= SHORTEST and text.is_current and text.model.reads
+        snapshot = text.model.snapshot(text.sequence, size) if worth else None
         if snapshot is not None:
-            drafts[key] = KeptDraft(np.asarray(snapshot.tokens, dtype=np.int64), snapshot, own.version)
+            drafts[key] = KeptDraft(np.asarray(snapshot.tokens, dtype=np.int64), snapshot, text.version)
     return drafts
 
 
 def _alike(run: Running, others: Sequence[Running]) -> Iterator[Running]:
     """Requests with a text of the same owner that was read in the same way."""
-    return (one for one in others if one is not run and one.sequence is not None and _salt(one) == _salt(run))
+    return (other for other in others if other is not run and other.sequence is not None and _salt(other) == _salt(run))
 
 
 def _salt(run: Running) -> str:

@@ -79,9 +79,9 @@ def common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
 
 
 def longest_common(
-    texts: Iterable[tuple[T, Sequence[int] | NDArray[np.int64], bool]], wanted: NDArray[np.int64], least: int = 0
+    texts: Iterable[tuple[T, Sequence[int] | NDArray[np.int64], bool]], ids: NDArray[np.int64], least: int = 0
 ) -> tuple[T | None, int]:
-    """Of texts the first with the longest common beginning with ``wanted``, and its length; ``None`` and ``least``
+    """Of texts the first with the longest common beginning with ``ids``, and its length; ``None`` and ``least``
     where none is longer than that and worth copying.
 
     Args:
@@ -89,7 +89,7 @@ def longest_common(
     """
     best, longest = None, max(least, SHORTEST - 1)
     for text, tokens, is_divisible in texts:
-        length = common(np.asarray(tokens, dtype=np.int64), wanted)
+        length = common(np.asarray(tokens, dtype=np.int64), ids)
         if length > longest and (is_divisible or length == len(tokens)):
             best, longest = text, length
     return (None, least) if best is None else (best, longest)
@@ -101,72 +101,72 @@ class Prefixes:
     def __init__(self, capacity: int) -> None:
         self.capacity = self.limit = capacity
         self.nbytes = 0  # a plain number: other threads look at it
-        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self._texts: OrderedDict[int, Kept] = OrderedDict()
         self._alike: dict[tuple[str, bytes], dict[int, Kept]] = {}  # those that are worth comparing begin alike
         self._ids = count()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._texts)
 
     def find(self, salt: str, tokens: Sequence[int]) -> tuple[Kept | None, int]:
         """The text with the longest common beginning, and how many tokens that is (0: none is worth it)."""
-        wanted = np.asarray(tokens, dtype=np.int64)
-        alike = self._alike.get(_beginning(salt, wanted), {})
-        texts = ((key, kept.tokens, kept.snapshot.divisible) for key, kept in alike.items())
-        best, length = longest_common(texts, wanted)
+        ids = np.asarray(tokens, dtype=np.int64)
+        alike = self._alike.get(_beginning(salt, ids), {})
+        texts = ((key, text.tokens, text.snapshot.divisible) for key, text in alike.items())
+        best, length = longest_common(texts, ids)
         if best is None:
             return None, 0
-        self._kept.move_to_end(best)
-        return self._kept[best], length
+        self._texts.move_to_end(best)
+        return self._texts[best], length
 
     def find_draft(
-        self, salt: str, tokens: Sequence[int], key: Hashable, wanted: NDArray[np.int64], fits: Fits
+        self, salt: str, tokens: Sequence[int], key: Hashable, ids: NDArray[np.int64], fits: Fits
     ) -> tuple[Snapshot | None, int]:
         """What a drafter's model has read of a text that begins like ``tokens``: the one of the longest common
-        beginning with ``wanted``, its own tokens, and how many these are (0: none is worth it).  ``fits`` says whether
+        beginning with ``ids``, its own tokens, and how many these are (0: none is worth it).  ``fits`` says whether
         it can go on from there."""
         alike = self._alike.get(_beginning(salt, np.asarray(tokens[:SHORTEST], dtype=np.int64)), {})
-        drafts = (kept.drafts[key] for kept in alike.values() if key in kept.drafts)
+        drafts = (text.drafts[key] for text in alike.values() if key in text.drafts)
         texts = ((draft.snapshot, draft.tokens, draft.snapshot.divisible) for draft in drafts if fits(draft))
-        return longest_common(texts, wanted)
+        return longest_common(texts, ids)
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, text: Kept) -> None:
         """Keep a text; others that are the beginning of it, and the least recently used ones, go.
 
         What drafters had read of those stays, where the new text has not been read by them as far: nobody may have
         drafted for it.
         """
-        if len(kept.tokens) < SHORTEST:
+        if len(text.tokens) < SHORTEST:
             return
-        beginning, new = _beginning(kept.salt, kept.tokens), next(self._ids)
+        beginning, new = _beginning(text.salt, text.tokens), next(self._ids)
         alike = self._alike.get(beginning, {})
-        shorter = {key: old for key, old in alike.items() if common(old.tokens, kept.tokens) == len(old.tokens)}
+        shorter = {key: old for key, old in alike.items() if common(old.tokens, text.tokens) == len(old.tokens)}
         for old in shorter.values():
-            kept = kept.with_drafts_of(old)
-        if kept.nbytes > self.limit:
-            kept = replace(kept, drafts={})
-        if kept.nbytes > self.limit:
+            text = text.with_drafts_of(old)
+        if text.nbytes > self.limit:
+            text = replace(text, drafts={})
+        if text.nbytes > self.limit:
             return
         for key in shorter:
             self._forget(key)
-        self._kept[new] = self._alike.setdefault(beginning, {})[new] = kept
-        self.nbytes += kept.nbytes
+        self._texts[new] = self._alike.setdefault(beginning, {})[new] = text
+        self.nbytes += text.nbytes
         self.shrink(self.limit)
 
     def shrink(self, limit: int) -> None:
         """Hold at most so many bytes (and never more than the capacity) from now on."""
         self.limit = max(0, min(limit, self.capacity))
-        while self._kept and self.nbytes > self.limit:
-            self._forget(next(iter(self._kept)))
+        while self._texts and self.nbytes > self.limit:
+            self._forget(next(iter(self._texts)))
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._kept.clear()
+        self._texts.clear()
         self._alike.clear()
         self.nbytes = 0
 
     def _forget(self, key: int) -> None:
-        old = self._kept.pop(key)
+        old = self._texts.pop(key)
         self.nbytes -= old.nbytes
         beginning = _beginning(old.salt, old.tokens)
         del self._alike[beginning][key]

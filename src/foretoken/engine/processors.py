@@ -72,8 +72,8 @@ class BadWords:
 
 def _without(scores: Tensor, tokens: Iterable[int]) -> Tensor:
     """Scores [1, V] in which these tokens are impossible; those that the vocabulary does not have are so anyway."""
-    known = sorted({token for token in tokens if token < scores.shape[-1]})
-    if known:
+    ids = sorted({token for token in tokens if token < scores.shape[-1]})
+    if ids:
         scores = scores.clone()
-        scores[:, known] = -torch.inf
+        scores[:, ids] = -torch.inf
     return scores

@@ -98,15 +98,15 @@ class Reader:
     def read(self) -> None:
         """Let the target read prompts, all of them or a piece; those that are whole take part in rounds."""
         while unread := [run for run in self.requests.running if not run.started]:
-            began = now(self._device)
+            start_s = now(self._device)
             chosen = shares(unread, self.most())
             sizes = {run.id: size for run, size in chosen}
             turns = [Turn(run) for run, _ in chosen]
-            done = self.requests.together(partial(self._read_some, sizes), turns)
-            for turn in done:
+            successful = self.requests.together(partial(self._read_some, sizes), turns)
+            for turn in successful:
                 if turn.run.unread == 0:
                     self.requests.together(self._start, [turn])
-            spent = now(self._device) - began
+            spent = now(self._device) - start_s
             self.time.note(sum(sizes.values()), spent)
             self.read_s += spent
             for turn in turns:
@@ -136,8 +136,8 @@ class Reader:
 
 def shares(runs: Sequence[Running], most: int) -> list[tuple[Running, int]]:
     """How many tokens of which prompts are read next, ``most`` in all; see :func:`foretoken.core.portions.portions`."""
-    given = portions([run.unread for run in runs], most)
-    return [(run, given[i]) for i, run in enumerate(runs) if i in given]
+    sizes = portions([run.unread for run in runs], most)
+    return [(run, sizes[i]) for i, run in enumerate(runs) if i in sizes]
 
 
 def open_text(target: LanguageModel, run: Running) -> None:

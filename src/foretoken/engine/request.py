@@ -82,7 +82,7 @@ class Request:
     language: FiniteLanguage | None = None
 
     @property
-    def asked(self) -> str:
+    def drafting_choice(self) -> str:
         """What it says itself about how it is to be drafted for; empty where it leaves that to others."""
         if self.language is not None:
             return "conditional: all strings of its language are scored, and one is drawn"
@@ -106,8 +106,8 @@ class Running:
         error: what ended it with finish reason ``error``.
         weights_version: of the target, when its text was opened.
         why: why it drafted as it did in the end, as the controller says.
-        own: of a request for a string of a language: what drafts and decides in place of the engine's drafter and
-            verifier.
+        language_round: of a request for a string of a language: what drafts and decides in place of the engine's
+            drafter and verifier.
         predicted: places of the caller's prediction that were drafted, and whether they were ever accepted there.
     """
 
@@ -128,7 +128,7 @@ class Running:
     error: Exception | None = None
     weights_version: int = 0
     why: str = ""
-    own: LanguageRound | None = None
+    language_round: LanguageRound | None = None
     predicted: dict[int, bool] = field(default_factory=dict)
 
     @property
@@ -209,14 +209,14 @@ class Turn:
 
     Attributes:
         planned: whether its draft is what the controller has decided.
-        asked: whether the drafter was asked for one.
+        was_asked: whether the drafter was asked for one.
         rule: the acceptance rule that the request brings itself, if it does.
         verifier: the acceptance rule of the round.
     """
 
     run: Running
     planned: bool = True
-    asked: bool = False
+    was_asked: bool = False
     rule: Verifier | None = None
     tree: TokenTree = field(init=False)
     scores: Scores = field(init=False)

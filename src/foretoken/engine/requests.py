@@ -73,13 +73,13 @@ class Requests:
 
     def holds(self, request_id: int) -> bool:
         """Whether a request is waiting or running."""
-        held = [*self.waiting, *self.running, *(run for run, _ in self._ended)]
-        return any(run.id == request_id for run in held)
+        runs = [*self.waiting, *self.running, *(run for run, _ in self._ended)]
+        return any(run.id == request_id for run in runs)
 
     def queue(self, run: Running) -> None:
         """A request has come."""
         self.waiting.append(run)
-        self.waiting.sort(key=lambda one: one.request.priority)  # stable: equals in order of arrival
+        self.waiting.sort(key=lambda r: r.request.priority)  # stable: equals in order of arrival
 
     def started(self) -> list[Running]:
         """Those whose prompts are read: they take part in rounds."""
@@ -178,7 +178,7 @@ class Requests:
 
     @staticmethod
     def _ask_why(run: Running, controller: Controller) -> None:
-        run.why = run.request.asked or controller.explain(run.context)
+        run.why = run.request.drafting_choice or controller.explain(run.context)
 
     # -- what an error or a change concerns --------------------------------------------------------------------------
 
@@ -234,11 +234,11 @@ class Requests:
 
     def each(self, stage: Stage, turns: Sequence[Turn]) -> list[Turn]:
         """A stage that is done request by request, and once only; returns those for which it did not raise."""
-        done = []
+        successful = []
         for turn in turns:
             try:
                 stage([turn])
-                done.append(turn)
+                successful.append(turn)
             except (Exception, SystemExit) as raised:
                 self.end(turn.run, "error", as_error(raised))
-        return done
+        return successful

@@ -22,7 +22,7 @@ def start_thread(service: AsyncLlm, wake: Event, idle_s: float) -> Thread:
 
 
 def _serve(service: ref[AsyncLlm], wake: Event, idle_s: float) -> None:
-    while (held := service()) is not None and held.serve_waiting():
-        del held
+    while (owner := service()) is not None and owner.serve_waiting():
+        del owner
         wake.wait(idle_s)
         wake.clear()

@@ -93,10 +93,10 @@ class SpecStats:
         self.forward, self.exactness = description["forward"], description["exactness"]
         self.refused = tuple(refused_lines(description))
 
-    def add_round(self, drafted: int, accepted: int, emitted: int, asked: bool = False) -> None:
-        """Count one round of one request; ``asked`` says whether the drafter was to draft."""
+    def add_round(self, drafted: int, accepted: int, emitted: int, was_asked: bool = False) -> None:
+        """Count one round of one request; ``was_asked`` says whether the drafter was to draft."""
         self.num_drafts += 1
-        self.num_asked_rounds += asked
+        self.num_asked_rounds += was_asked
         self.num_drafted_rounds += drafted > 0
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
@@ -118,8 +118,8 @@ class SpecStats:
     def summed(cls, stats: Iterable[SpecStats]) -> SpecStats:
         """Counts and times of several requests together."""
         total = cls()
-        for one in stats:
-            total.merge(one)
+        for part in stats:
+            total.merge(part)
         return total
 
     def merge(self, other: SpecStats) -> None:

@@ -23,7 +23,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any | None, special: bool = False) -> None:
         self._tokenizer, self._skip = tokenizer, not special
         self._ids: list[int] = []
-        self._start = self._shown = 0
+        self._start = self._end = 0
         self._before = ""  # the text of what lies between start and shown
         self.text = ""
 
@@ -32,22 +32,22 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         self._ids.extend(ids)
-        if self._shown - self._start > 2 * self.CONTEXT:  # not at every token: that would be another text to decode
-            self._start = self._shown - self.CONTEXT
-            self._before = self._decode(self._ids[self._start : self._shown])
-        now = self._decode(self._ids[self._start :])
-        if now.endswith("\ufffd") or not now.startswith(self._before):
+        if self._end - self._start > 2 * self.CONTEXT:  # not at every token: that would be another text to decode
+            self._start = self._end - self.CONTEXT
+            self._before = self._decode(self._ids[self._start : self._end])
+        decoded = self._decode(self._ids[self._start :])
+        if decoded.endswith("\ufffd") or not decoded.startswith(self._before):
             return ""
-        return self._take(now)
+        return self._take(decoded)
 
     def flush(self) -> str:
         """What was held back, as it stands."""
         return self._take(self._decode(self._ids[self._start :]))
 
-    def _take(self, now: str) -> str:
+    def _take(self, decoded: str) -> str:
         """What the text from the start of the window on has more than before."""
-        new = now[len(self._before) :] if now.startswith(self._before) else now
-        self._shown, self._before = len(self._ids), now
+        new = decoded[len(self._before) :] if decoded.startswith(self._before) else decoded
+        self._end, self._before = len(self._ids), decoded
         self.text += new
         return new
 
@@ -85,14 +85,14 @@ class Strings:
         first = min(((place, s) for place, s in places if place >= 0), default=None)
         if first is None or not self._special:
             return first
-        return self._shown(first[0]), first[1]
+        return self._place_of(first[0]), first[1]
 
-    def _shown(self, place: int) -> int:
+    def _place_of(self, place: int) -> int:
         """How much text without special tokens there is before a place in the text with them."""
         token = bisect_right(self._begins, place) - 1
         before = Detokenizer(self._tokenizer)
-        for one in self._ids[:token]:  # one by one: half a character at the end holds back its own text alone
-            before.push([one])
+        for number in self._ids[:token]:  # one by one: half a character at the end holds back its own text alone
+            before.push([number])
         if self._ids[token] not in self._special:
             return len(before.text) + place - self._begins[token]
         before.flush()
@@ -108,7 +108,7 @@ class Stopper:
         max_new_tokens: most output tokens.
         tokenizer: needed for stop strings.
         stop_ids: other ids that end the text, as if they were stop strings.
-        named: ids of special tokens whose text is a stop string; they end the text as that string does.
+        special_stops: ids of special tokens whose text is a stop string; they end the text as that string does.
         special: ids of special tokens by their text: stop strings that hold one and more are looked for in the text
             with special tokens, as Transformers does.
         include: leave the stop string in the text.
@@ -130,7 +130,7 @@ class Stopper:
         tokenizer: Any | None = None,
         *,
         stop_ids: frozenset[int] = frozenset(),
-        named: Mapping[int, str] | None = None,
+        special_stops: Mapping[int, str] | None = None,
         special: Mapping[str, int] | None = None,
         include: bool = False,
         min_tokens: int = 0,
@@ -141,10 +141,10 @@ class Stopper:
             raise ValueError("a stop string must not be empty")
         self._eos, self._stop, self._max = eos, tuple(stop), max_new_tokens
         self._stop_ids, self._include, self._least = stop_ids, include, min_tokens
-        self._named: Mapping[int, str] = named or {}
+        self._special_stops: Mapping[int, str] = special_stops or {}
         self.reason: str | int | None = None
-        mixed = [s for s in stop if any(text in s for text in special or ()) and s not in self._named.values()]
-        plain = [s for s in stop if s not in mixed and s not in self._named.values()]
+        mixed = [s for s in stop if any(text in s for text in special or ()) and s not in self._special_stops.values()]
+        plain = [s for s in stop if s not in mixed and s not in self._special_stops.values()]
         ids = frozenset((special or {}).values())
         self._watched = [Strings(tokenizer, plain)] if plain else []
         self._watched += [Strings(tokenizer, mixed, ids)] if mixed else []
@@ -156,8 +156,8 @@ class Stopper:
         """How many of ``tokens`` are kept, and why the output ends there (``None``: it goes on)."""
         for i, token in enumerate(tokens):
             self._count += 1
-            if token in self._named:
-                self.reason = self._named[token]
+            if token in self._special_stops:
+                self.reason = self._special_stops[token]
                 self.suffix = self.reason if self._include else ""
                 return i + 1, "stop"
             if token in self._eos:

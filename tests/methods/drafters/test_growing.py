@@ -60,27 +60,29 @@ def test_the_frontier_enters_the_scratch_behind_its_parents() -> None:
 def test_growth_by_confidence_reads_the_best_and_keeps_what_pays() -> None:
     for costs, kept in ((None, 4), (TargetCost({1: 1.0, 2: 1.0, 64: 200.0}), 1)):
         tree = growing(candidates=Candidates([TEXT[-1]]))
-        assert tree.seen is not None
+        assert tree.candidates is not None
         grows = DynamicTree(Eagle2(), costs, width=2)
-        assert grows.grow(tree, tree.seen, [[7, 8]], [[-0.1, -2.0]], None, 2) == ([0, 0] if costs is None else [0])
+        assert grows.grow(tree, tree.candidates, [[7, 8]], [[-0.1, -2.0]], None, 2) == (
+            [0, 0] if costs is None else [0]
+        )
         assert tree.path_of == [(), (7,), (8,)] and tree.frontier == ([1, 2] if costs is None else [1])
         below = len(tree.frontier)
-        rows = grows.grow(tree, tree.seen, [[9]] * below, [[-0.5]] * below, None, 2)
+        rows = grows.grow(tree, tree.candidates, [[9]] * below, [[-0.5]] * below, None, 2)
         assert not rows and not tree.frontier, "the second of two levels is the last"
-        assert grows.finished(tree, tree.seen).num_drafts == kept
+        assert grows.finished(tree, tree.candidates).num_drafts == kept
 
 
 def test_a_stop_rule_ends_a_path_by_confidence_and_keeps_its_token() -> None:
     tree = growing(Budget(4, 16, min_confidence=0.5), candidates=Candidates([TEXT[-1]]))
-    assert tree.seen is not None
+    assert tree.candidates is not None
     sure = torch.log_softmax(torch.tensor([[0.0] * 7 + [3.0, 1.0]]), -1)
     values, tokens = sure.topk(2)
-    DynamicTree(Eagle2(), None, 2).grow(tree, tree.seen, tokens.tolist(), values.tolist(), sure, 4)
+    DynamicTree(Eagle2(), None, 2).grow(tree, tree.candidates, tokens.tolist(), values.tolist(), sure, 4)
     assert tree.tokens == [6, 7, 8] and tree.frontier == [1]
 
 
 def test_impossible_tokens_are_no_candidates() -> None:
     tree = growing(candidates=Candidates([TEXT[-1]]))
-    assert tree.seen is not None
-    DynamicTree(Eagle2(), None, 2).grow(tree, tree.seen, [[7, 8]], [[0.0, -float("inf")]], None, 4)
+    assert tree.candidates is not None
+    DynamicTree(Eagle2(), None, 2).grow(tree, tree.candidates, [[7, 8]], [[0.0, -float("inf")]], None, 4)
     assert tree.tokens == [6, 7]

@@ -46,9 +46,9 @@ def resolve(name: str | Path, role: str = "target") -> str:
     ``builtin:NAME`` is a low-rank update of the built-in target, or another whole model with its tokenizer.  Raises
     ``LoadError`` for an unknown NAME, and for a named model that has not been fetched.
     """
-    named = named_model(name)
-    if named is not None:
-        return str(located(named))
+    model = named_model(name)
+    if model is not None:
+        return str(located(model))
     if str(name) == BUILTIN:
         return str(ZOO / role)
     if not is_builtin(name):
@@ -164,9 +164,9 @@ def check_folder(folder: Path) -> None:
 
 def check_no_drafter(folder: Path) -> None:
     """Refuse a folder that is to be a model and holds a drafter, by a ``LoadError`` that says how that is used."""
-    said = not_a_model(folder)
-    if said is not None:
-        raise LoadError(said)
+    message = not_a_model(folder)
+    if message is not None:
+        raise LoadError(message)
 
 
 def shards_of(folder: Path) -> list[Path]:

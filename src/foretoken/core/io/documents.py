@@ -72,19 +72,19 @@ def iter_records(paths: Sequence[str | Path]) -> Iterator[Record]:
         if not root.exists():
             raise ValueError(f"no such file or folder: {root}")
         if root.is_file() and not kind_of(root):
-            known = ", ".join((*TEXT_SUFFIXES, ROWS))
-            raise ValueError(f"{root} is of a kind that is not read: give {known}, or one of them as .zst or .gz")
+            kinds = ", ".join((*TEXT_SUFFIXES, ROWS))
+            raise ValueError(f"{root} is of a kind that is not read: give {kinds}, or one of them as .zst or .gz")
     broken: list[Path] = []
     for root in roots:
-        named = root.is_file()
-        for file in [root] if named else files_below(root):
+        is_single = root.is_file()
+        for file in [root] if is_single else files_below(root):
             if kind_of(file) == ROWS:
-                yield from _rows_of(file, named)
+                yield from _rows_of(file, is_single)
                 continue
             try:
                 text = _read(file)
             except NotTextError:
-                if named:
+                if is_single:
                     raise
                 broken.append(file)
                 continue
@@ -104,7 +104,7 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file() and kind_of(file))
 
 
-def _rows_of(file: Path, named: bool) -> Iterator[Record]:
+def _rows_of(file: Path, is_single: bool) -> Iterator[Record]:
     """Texts and conversations; a row that is neither is refused, but for texts in a file that nobody named."""
     chats, others = False, list[str]()
     for place, _, row in iter_rows(file):
@@ -116,10 +116,10 @@ def _rows_of(file: Path, named: bool) -> Iterator[Record]:
             others.append(place)
         else:
             chats = chats or record.row is not None
-        if others and (chats or named):
-            known = "'messages', 'conversations', 'text' or 'prompt', or a question and its answer"
+        if others and (chats or is_single):
+            fields = "'messages', 'conversations', 'text' or 'prompt', or a question and its answer"
             raise ValueError(
-                f"{others[0]} has no {'conversation' if chats else 'text'}: a row is an object with {known}"
+                f"{others[0]} has no {'conversation' if chats else 'text'}: a row is an object with {fields}"
             )
         if record is not None and record.content:
             yield record
@@ -142,10 +142,10 @@ def _record(row: Any, place: str) -> Record | None:
 
 def _said(row: Mapping[str, Any]) -> str:
     """The same for the same conversation, whatever numbers its row and its messages carry."""
-    told = next(row[key] for key in CONVERSATIONS if key in row)
-    turns = told if isinstance(told, list) else [told]
-    said = [{key: turn.get(key) for key in SAID} if isinstance(turn, dict) else turn for turn in turns]
-    return json.dumps([said, row.get("tools")], sort_keys=True)
+    value = next(row[key] for key in CONVERSATIONS if key in row)
+    turns = value if isinstance(value, list) else [value]
+    texts = [{key: turn.get(key) for key in SAID} if isinstance(turn, dict) else turn for turn in turns]
+    return json.dumps([texts, row.get("tools")], sort_keys=True)
 
 
 def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -155,13 +155,13 @@ def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if any(key in row for key in CONVERSATIONS):
         return row
     answers = [key for key in ANSWERED if row.get(key) is not None]
-    asked = asked_of(row) if answers and not row.get("text") else []
-    if not asked:
+    questions = asked_of(row) if answers and not row.get("text") else []
+    if not questions:
         return None
     if len(answers) > 1:
         raise ValueError(f"a question has one answer, and this one has {' and '.join(map(repr, answers))}")
     more = {"tools": row["tools"]} if row.get("tools") else {}
-    return {"messages": [*asked, *_turns(row, answers[0], "assistant")], **more}
+    return {"messages": [*questions, *_turns(row, answers[0], "assistant")], **more}
 
 
 def asked_of(row: Mapping[str, Any]) -> list[Any]:
@@ -179,11 +179,11 @@ def asked_of(row: Mapping[str, Any]) -> list[Any]:
     if beside and (keys[0] != "instruction" or "history" in beside):
         raise ValueError(f"what {beside[-1]!r} is to {keys[0]!r} is not known: give 'messages'")
     first = next((_turns(row, key, "system") for key in ("system", "system_prompt") if row.get(key)), [])
-    asked = _turns(row, keys[0], "user")
+    questions = _turns(row, keys[0], "user")
     for key in beside:
-        (given,) = _turns(row, key, "user")
-        asked[-1] = {**asked[-1], "content": f"{asked[-1]['content']}\n\n{given['content']}"}
-    return [*first, *asked]
+        (context,) = _turns(row, key, "user")
+        questions[-1] = {**questions[-1], "content": f"{questions[-1]['content']}\n\n{context['content']}"}
+    return [*first, *questions]
 
 
 def _turns(row: Mapping[str, Any], key: str, role: str) -> list[Any]:
@@ -191,7 +191,7 @@ def _turns(row: Mapping[str, Any], key: str, role: str) -> list[Any]:
     value = row[key]
     if isinstance(value, str) and value.strip():
         return [{"role": role, "content": value}]
-    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+    if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         return list(value)
     raise ValueError(f"{key!r} must be a text that is not empty, or a list of messages")
 

@@ -44,19 +44,19 @@ def tensor_names(folder: Path) -> frozenset[str]:
 def our_name(name: str) -> str:
     """A tensor's name without what others put before it."""
     name = name.removeprefix("model.")
-    for theirs, ours in PREFIXES.items():
+    for theirs, prefix in PREFIXES.items():
         if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
+            return prefix + name.removeprefix(theirs)
     return name
 
 
 def block_kind(names: Collection[str]) -> str | None:
     """Which block drafter tensors of these names make: ``dflash``, ``dflash2`` or ``dspark``; ``None``: none."""
-    ours = {our_name(name) for name in names}
-    if not {"fc.weight", "hidden_norm.weight"} <= ours:
+    keys = {our_name(name) for name in names}
+    if not {"fc.weight", "hidden_norm.weight"} <= keys:
         return None
-    parts = {name.split(".")[0] for name in ours}
-    if "candidate_selector" in parts or any(".attention_conv." in name for name in ours):
+    parts = {name.split(".")[0] for name in keys}
+    if "candidate_selector" in parts or any(".attention_conv." in name for name in keys):
         return "dflash2"
     return "dspark" if parts & {"markov_head", "confidence_head"} else "dflash"
 
@@ -66,8 +66,8 @@ def drafter_kind(folder: Path) -> str | None:
     if (folder / OURS).is_file():
         return str(_object(folder / OURS).get("method") or "of a kind that its damaged drafter.json does not tell")
     config, names = _object(folder / "config.json"), tensor_names(folder)
-    told = config.get("speculators_model_type")
-    return str(told) if told else _kind(config, names)
+    kind = config.get("speculators_model_type")
+    return str(kind) if kind else _kind(config, names)
 
 
 def is_whole_model(folder: Path) -> bool:
@@ -81,12 +81,12 @@ def not_a_model(folder: Path) -> str | None:
     kind = drafter_kind(folder)
     if kind is None:
         return None
-    said = f"{folder} is a drafter ({kind}){_target_of(folder)}, not a model: "
+    message = f"{folder} is a drafter ({kind}){_target_of(folder)}, not a model: "
     if (folder / OURS).is_file():
-        return f"{said}give it with --drafter {kind}:{folder}"
+        return f"{message}give it with --drafter {kind}:{folder}"
     if kind in IMPORTED:
-        return f"{said}import it, `foretoken import MODEL {folder} --out OUT`, and give it with --drafter {kind}:OUT"
-    return f"{said}drafters of this kind cannot be imported (those that can: {', '.join(IMPORTED)})"
+        return f"{message}import it, `foretoken import MODEL {folder} --out OUT`, and give it with --drafter {kind}:OUT"
+    return f"{message}drafters of this kind cannot be imported (those that can: {', '.join(IMPORTED)})"
 
 
 def _kind(config: Mapping[str, Any], names: frozenset[str]) -> str | None:
@@ -111,22 +111,22 @@ def _named_kind(config: Mapping[str, Any]) -> str | None:
         return "medusa"
     architectures = config.get("architectures")
     name = str(architectures[0]).lower() if isinstance(architectures, list) and architectures else ""
-    named = next((kind for part, kind in NAMED.items() if part in name), None)
-    return named or ("dflash" if "dflash_config" in config else None)
+    by_name = next((kind for part, kind in NAMED.items() if part in name), None)
+    return by_name or ("dflash" if "dflash_config" in config else None)
 
 
 def _target_of(folder: Path) -> str:
     """Whom a drafter is for, in words that follow its kind; empty where its files do not tell."""
-    ours, config = _object(folder / OURS).get("target"), _object(folder / "config.json")
-    if isinstance(ours, Mapping):
-        layers, size = ours.get("num_layers"), ours.get("hidden_size")
+    target, config = _object(folder / OURS).get("target"), _object(folder / "config.json")
+    if isinstance(target, Mapping):
+        layers, size = target.get("num_layers"), target.get("hidden_size")
     else:
         speculators = config.get("speculators_config")
         verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
-        named = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
-        named = named or config.get("base_model_name_or_path")
-        if named:
-            return f" for {named}"
+        name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+        name = name or config.get("base_model_name_or_path")
+        if name:
+            return f" for {name}"
         layers, size = config.get("num_target_layers"), config.get("target_hidden_size") or config.get("hidden_size")
     facts = [f"{layers} layers"] if layers else []
     facts += [f"hidden size {size}"] if size else []
@@ -136,7 +136,7 @@ def _target_of(folder: Path) -> str:
 def _object(file: Path) -> dict[str, Any]:
     """A JSON object; empty where there is none, or a damaged one."""
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return held if isinstance(held, dict) else {}
+    return value if isinstance(value, dict) else {}

