@@ -411,14 +411,14 @@ def test_dynamic_trees(family: str, grow: str, mode: str, monkeypatch: pytest.Mo
         tree, nodes, logits = scored[id(sure)]
         wide, context = self.widened(logits), tree.context
         for row, node in enumerate(nodes):
-            path = tree.seen.path_tokens(node)
+            path = tree.candidates.path_tokens(node)
             text = [*context.tokens, *path]
             possible = [token for token, value in zip(tokens[row], values[row], strict=True) if value > -torch.inf]
             assert possible == race(context, wide[row].double(), path, 3)
             ranking = ranked(context.sampler, wide[row : row + 1], [len(text)], [text])[0]
             shares = ranking.softmax(-1)[possible].log().tolist()
             assert values[row][: len(possible)] == pytest.approx(shares, abs=1e-9)
-        seen_by.append(tree.seen)
+        seen_by.append(tree.candidates)
         return tokens, values
 
     monkeypatch.setattr(FeatureDrafter, "_sure", noted)
