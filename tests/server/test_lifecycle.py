@@ -155,6 +155,26 @@ def test_a_signal_does_not_wait_for_what_is_imported(number: signal.Signals) -> 
         running.wait(30)
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "line"), [("serve", 0, "stopped while the model was loading\n"), ("plan", -signal.SIGTERM, "")]
+)
+def test_a_signal_before_the_command_line_is_read_ends_a_server_as_later(
+    command: str, code: int, line: str, tmp_path: Path
+) -> None:
+    """Half a second passes until the command runs: here the first package that it imports is told to stop."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        [sys.executable, "-m", "foretoken", command, "builtin"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**QUIET, "PYTHONPATH": paths},
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (code, line)
+
+
 def test_a_signal_does_not_wait_for_ray_that_is_imported(tmp_path: Path) -> None:
     """To see whether it is there takes an import of seconds: here of a package that is told to stop meanwhile."""
     (tmp_path / "ray").mkdir()
