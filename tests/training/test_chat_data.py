@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.cli.train_drafter import seen
+from foretoken.core.conversation import from_sharegpt
 from foretoken.core.io.files import write_json
 from foretoken.llm import load
 from foretoken.loading import load_model
@@ -193,6 +194,18 @@ def test_several_documents_always_leave_one_held_out(tmp_path: Path) -> None:
     assert corpus["held"]["documents"] == corpus["train"]["documents"] == 1 and "chat" not in corpus
     write_rows(texts, [{"text": "one"}, {"text": "two"}, {"text": "three"}])
     assert build_corpus([texts], tokenizer, tmp_path / "texts")["train"]["documents"] == 2  # the file has grown
+
+
+def test_messages_and_the_same_in_sharegpt_form_are_one_text(tmp_path: Path) -> None:
+    """Of many, the same ones are held out: else a cache of one form was none of the other."""
+    sharegpt, tokenizer = chats(24), chat_tokenizer()
+    messages = [{"messages": from_sharegpt(row["conversations"])} for row in sharegpt]
+    identities, sizes = [], []
+    for name, rows in (("sharegpt", sharegpt), ("messages", messages)):
+        corpus = build_corpus([write_rows(tmp_path / f"{name}.jsonl", rows)], tokenizer, tmp_path / name)
+        identities.append(text_identity(tmp_path / name, corpus))
+        sizes.append([corpus["train"], corpus["held"]])
+    assert identities[0] == identities[1] and sizes[0] == sizes[1]
 
 
 def test_an_edit_that_keeps_the_length_is_noticed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ Message = Mapping[str, Any]
 SHAPE = 'a conversation is a list of messages such as {"role": "user", "content": "Hello"}'
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 """Tokens that end a text in models whose turns end with another."""
-_ROLES = {
+SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bing", "bard"), "assistant"),
     "system": "system",
@@ -148,10 +148,10 @@ def _from_turn(turn: Any, name: str) -> dict[str, Any]:
         return turn
     if not isinstance(turn, dict) or not isinstance(turn.get("from"), str) or not isinstance(turn.get("value"), str):
         raise ValueError(f"{name} needs texts 'from' and 'value', or 'role' and 'content'")
-    if turn["from"] not in _ROLES:
-        raise ValueError(f"{name} is from {turn['from'][:32]!r}: known are {', '.join(_ROLES)}")
+    if turn["from"] not in SPEAKERS:
+        raise ValueError(f"{name} is from {turn['from'][:32]!r}: known are {', '.join(SPEAKERS)}")
     weight = {"weight": turn["weight"]} if "weight" in turn else {}
-    return {"role": _ROLES[turn["from"]], "content": turn["value"], **weight}
+    return {"role": SPEAKERS[turn["from"]], "content": turn["value"], **weight}
 
 
 def render(

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.conversation import SPEAKERS
+
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 ROWS = ".jsonl"
 PACKED = (".zst", ".gz")
@@ -141,11 +143,20 @@ def _record(row: Any, place: str) -> Record | None:
 
 
 def _said(row: Mapping[str, Any]) -> str:
-    """The same for the same conversation, whatever numbers its row and its messages carry."""
-    value = next(row[key] for key in CONVERSATIONS if key in row)
-    turns = value if isinstance(value, list) else [value]
-    texts = [{key: turn.get(key) for key in SAID} if isinstance(turn, dict) else turn for turn in turns]
+    """The same for the same conversation, as messages or in ShareGPT's form, whatever numbers its row and its messages
+    carry."""
+    messages = next(row[key] for key in CONVERSATIONS if key in row)
+    turns = messages if isinstance(messages, list) else [messages]
+    texts = [_identity_of(turn) if isinstance(turn, dict) else turn for turn in turns]
     return json.dumps([texts, row.get("tools")], sort_keys=True)
+
+
+def _identity_of(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn by the keys that tell it; one of a known ShareGPT speaker as the message that it is read as."""
+    role = SPEAKERS.get(str(turn.get("from")))
+    if "role" not in turn and role is not None:
+        turn = {"role": role, "content": turn.get("value")}
+    return {key: turn.get(key) for key in SAID}
 
 
 def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
