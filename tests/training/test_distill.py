@@ -22,6 +22,7 @@ from foretoken.lab.bench.alignment import Alignment
 from foretoken.loading import load_model
 from foretoken.methods.drafters.learning.divergences import divergence, log_distribution
 from foretoken.methods.drafters.learning.losses import LOSSES
+from foretoken.training import workshop
 from foretoken.training.config import TEXTS, DistillConfig, LmConfig
 from foretoken.training.distill import Distiller
 from foretoken.training.lm import train_lm
@@ -407,8 +408,15 @@ def test_a_batch_without_any_weight_teaches_nothing(
 
 
 def test_from_a_draft_model_to_a_better_one(
-    target: Path, draft: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Path,
+    draft: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(workshop, "load_model", lambda path, **more: loaded.append(path) or load_model(path, **more))
     out = tmp_path / "aligned"
     command = ["train", "distill", "--target", str(target), "--draft", str(draft), "--data", str(data)]
     options = ["--loss", "jsd", "--beta", "0.9", "--text", "mixed", "--steps", "4", "--batch-size", "2"]
@@ -416,6 +424,7 @@ def test_from_a_draft_model_to_a_better_one(
     assert main([*command, *options, *more]) == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out.splitlines()[-1])
+    assert loaded == [str(draft)]  # once: to check that it fits, and to train it
     assert report["run"]["beta"] == 0.9 and report["before"]["expected_acceptance"] > 0
     order = [captured.err.index(words) for words in ("loading", "documents read", "are held out", "1/4")]
     assert order == sorted(order) and captured.err.count("loss") == 3  # two lines of progress, one of a measurement

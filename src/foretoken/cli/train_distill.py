@@ -45,11 +45,9 @@ def distill_command(
     """Align a draft model with its target (DistillSpec); resumes by itself from OUT/checkpoints."""
     chosen = existing_model(model, target)
     from foretoken.training.distill import Distiller
-    from foretoken.training.workshop import load_student
 
     with training_run(out, config.steps, _describe, as_json) as (bar, stop):
-        shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bar)
-        student = load_student(draft, shop.target, shop.tokenizer, device)
+        shop, student = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bar)
         worker = Distiller(shop, student, out, name=draft)
         report = worker.run(evaluate=measure_of(shop), on_step=bar.on_step, **stop.saving(intervals))
         _write_card(out, report, data, chosen, config)
@@ -83,7 +81,7 @@ def boost_command(
     from foretoken.training.boost import Boost, Stage, ready_spec
 
     with training_run(out, config.steps, _describe, as_json) as (bar, stop):
-        shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bar)
+        shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bar)[0]  # each starts anew
         measure = measure_of(shop)
         held_texts = None if measure is None else (measure.text, measure.prompts.shape[1])
         boost = Boost(shop, draft, out, length, held_texts)
@@ -117,8 +115,8 @@ def open_shop(
     config: DistillConfig,
     device: str | None,
     bar: TrainingBar,
-) -> Workshop:
-    """Load the target, check that the draft model fits, prepare the text."""
+) -> tuple[Workshop, Any]:
+    """The target with its text, and the network of a draft model that fits it."""
     from foretoken.training.corpus import check_text
     from foretoken.training.workshop import Workshop, load_student
 
@@ -126,10 +124,10 @@ def open_shop(
     keep_freed_memory()
     bar.say(f"loading {target} and its draft model {draft}")
     model, tokenizer = load_target(target, device)
-    load_student(draft, model, tokenizer)
+    student = load_student(draft, model, tokenizer, device)  # before the text, which takes longer
     shop = Workshop(model, tokenizer, data, folder, config, bar.on_written, bar.on_read)
     bar.say(corpus_line(shop.corpus))
-    return shop
+    return shop, student
 
 
 def measure_of(shop: Workshop) -> Alignment | None:
