@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.lab.tune.tree import SizeCost, TunedTree
 from foretoken.lab.workload import Speed
+from foretoken.loading.tree_files import TreeWarning
 from foretoken.methods.trees.sequoia import solve
 from foretoken.methods.trees.shapes import expected_length, medusa_choices, read_tree
 
@@ -31,6 +33,26 @@ def test_from_prompts_to_a_tree_that_is_filled(tmp_path: Path, capsys: pytest.Ca
     assert llm.drafter is not None and llm.drafter.max_nodes == stored["nodes"]
     prompt = "The old man said"
     assert llm.generate(prompt, max_new_tokens=16).token_ids == llm.plain.generate(prompt, max_new_tokens=16).token_ids
+
+
+def test_a_tree_of_another_target_is_told(target: str, draft: str, tmp_path: Path) -> None:
+    """It fills as before: only that its places may not be the best ones is said, once."""
+    file = tmp_path / "tree.json"
+    assert main([*SMALL, "--target", target, "--drafter", f"model:{draft}", "--out", str(file)]) == 0
+    stored = json.loads(file.read_text())
+    assert stored["target"]["source"] == target
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TreeWarning)
+        ft.load(target, drafter=f"model:{draft},tree={file}", dtype="float32")
+        ft.load(target, drafter=f"model:{draft},tree={file}", dtype="bfloat16")
+    with pytest.warns(TreeWarning, match=f"measured for another target, {target}: its places may not") as told:
+        llm = ft.load(draft, drafter=f"model:{draft},tree={file}", dtype="float32")
+    assert len([one for one in told if one.category is TreeWarning]) == 1
+    assert llm.drafter is not None and llm.drafter.max_nodes == stored["nodes"]
+    file.write_text(json.dumps({key: value for key, value in stored.items() if key != "target"}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TreeWarning)
+        ft.load(draft, drafter=f"model:{draft},tree={file}", dtype="float32")
 
 
 @pytest.mark.parametrize(("shape", "temperature"), [("sequoia", 1.0), ("medusa", 0.0)])

@@ -17,7 +17,7 @@ from foretoken.core.costs import TargetCost
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.lab.timing import Stopwatch, runs_of
 from foretoken.lab.tune.choices import with_option
-from foretoken.lab.tune.tree import REPEATS, SIZES, DraftCost, SizeCost, TunedTree, compared, target_costs
+from foretoken.lab.tune.tree import REPEATS, SIZES, DraftCost, SizeCost, TunedTree, compared, target_costs, target_of
 from foretoken.lab.workload import Workload
 from foretoken.llm import assemble
 from foretoken.methods.drafters.base import Drafter
@@ -132,7 +132,7 @@ def tune(
     best = max(costs, key=lambda size: costs[size].rate)
     tell("comparing")
     speeds = compared(work, drafter, trees[best])
-    return TunedTree(drafter.name, trees[best], rows, costs, speeds, shape, work.temperature, draft)
+    return TunedTree(drafter.name, trees[best], rows, costs, speeds, shape, work.temperature, draft, target_of(work))
 
 
 def best_of_size(table: BestTrees, size: int, cost: float, step: float) -> list[Choice]:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from foretoken.core.io.files import write_json
-from foretoken.lab.workload import Speed, Workload, compared_speeds
+from foretoken.lab.workload import Speed, Workload, compared_speeds, target_name
+from foretoken.loading.measured.profile import fingerprint_of
 from foretoken.methods.drafters.heads import HeadsDrafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.trees.shapes import Choice, choice_parents, expected_length, medusa_choices
@@ -59,6 +60,7 @@ class TunedTree:
         speeds: measured, by arm: ``"plain"``, ``"default"`` and ``"tuned"``.
         shape: how the tree was built.
         temperature: of the text that was measured on.
+        target: what it was measured with, by ``source`` and ``fingerprint``.
     """
 
     method: str
@@ -69,6 +71,7 @@ class TunedTree:
     shape: str = "medusa"
     temperature: float = 0.0
     draft_ms: DraftCost | None = None
+    target: Mapping[str, str] | None = None
 
     def public(self) -> dict[str, Any]:
         """As it is stored, and printed by ``--json``."""
@@ -84,6 +87,7 @@ class TunedTree:
             "sizes": {str(nodes): cost._asdict() for nodes, cost in self.sizes.items()},
             "speeds": {name: asdict(speed) for name, speed in self.speeds.items()},
             **({} if self.draft_ms is None else {"draft_ms": self.draft_ms._asdict()}),
+            **({} if self.target is None else {"target": dict(self.target)}),
         }
 
     def save(self, file: Path) -> None:
@@ -105,7 +109,14 @@ def tune(
     size_costs = {size: SizeCost(costs[size], expected_length(trees[size], accuracies)) for size in trees}
     best = max(trees, key=lambda size: size_costs[size].rate)
     tell("comparing")
-    return TunedTree(drafter.name, trees[best], accuracies, size_costs, compared(work, drafter, trees[best]))
+    speeds = compared(work, drafter, trees[best])
+    return TunedTree(drafter.name, trees[best], accuracies, size_costs, speeds, target=target_of(work))
+
+
+def target_of(work: Workload) -> dict[str, str]:
+    """The target's name and fingerprint, as a file keeps them."""
+    name = target_name(work.target, work.subject.source)
+    return {"source": name, "fingerprint": fingerprint_of(work.target)}
 
 
 def _answered(work: Workload) -> list[list[int]]:

@@ -1,0 +1,29 @@
+"""Files of ``foretoken tune tree`` that were measured for another target than the one that they are used with."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+from foretoken.loading.measured.profile import fingerprint_of
+from foretoken.models.base import LanguageModel
+
+
+class TreeWarning(UserWarning):
+    """A tree was measured for another target."""
+
+
+def check_target(tree: str, target: LanguageModel) -> None:
+    """Look at the option ``tree`` of a drafter that was built, where it names a file; older files tell no target.
+
+    Warns:
+        TreeWarning: the file is of another target, for which other places may be right.
+    """
+    file = Path(tree).expanduser()
+    if not tree or not file.is_file():
+        return
+    measured = json.loads(file.read_text(encoding="utf-8")).get("target")
+    if isinstance(measured, dict) and measured.get("fingerprint") != fingerprint_of(target):
+        text = f"the tree in {file} was measured for another target, {measured.get('source')}: its places may not be"
+        warnings.warn(f"{text} the best ones here; run foretoken tune tree for a new one", TreeWarning, stacklevel=3)
