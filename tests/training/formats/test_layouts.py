@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from tiny_nets import DRAFT_TOKENS, FFN, HEADS, KV_HEADS, LAYERS, SIZE, VOCAB, save_net, shapes
 
 from foretoken.training.formats import export_drafter
+from foretoken.training.formats.base import Checkpoint, Target
+from foretoken.training.formats.medusa import MedusaVllm
 
 D, F, Q, KV = SIZE, FFN, SIZE, SIZE // HEADS * KV_HEADS
 
@@ -157,6 +159,24 @@ def test_medusa_for_vllm(own: bool, blocks: int, target: Path, tmp_path: Path) -
     # vLLM renames every key with "num" and "heads", or "num" and "layers", in it: there must be one of each.
     assert sum("num" in key and "heads" in key for key in config) == 1
     assert sum("num" in key and "layers" in key for key in config) == 1
+
+
+@pytest.mark.parametrize(("own", "scale"), [(True, 2.0), (False, 0.5), (False, 1.0)])
+def test_the_logit_scale_of_medusa_for_vllm(own: bool, scale: float, target: Path, tmp_path: Path) -> None:
+    """vLLM's MedusaModel multiplies its logits by ``logit_scale``: here it is in the projections."""
+    out, _ = exported("medusa", "vllm", target, tmp_path, own_projection=own)
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    opened, reader = Target.open(str(target)), MedusaVllm()
+    trained = reader.read(Checkpoint({**config, "logit_scale": scale}, dict(tensors)), opened)
+    projections = [value for name, value in trained.tensors.items() if name.startswith("projections.")]
+    if scale == 1.0:
+        assert not projections and not trained.config["own_projection"]
+        return
+    theirs = [tensors[f"lm_heads.{head}.weight" if own else "lm_head.weight"] for head in range(3)]
+    assert trained.config["own_projection"]
+    assert all(torch.equal(ours, scale * one) for ours, one in zip(projections, theirs, strict=True))
+    with pytest.raises(ValueError, match=r"logit_scale in config\.json must be above 0, not 0"):
+        reader.read(Checkpoint({**config, "logit_scale": 0.0}, dict(tensors)), opened)
 
 
 @pytest.mark.parametrize(("own", "blocks"), [(False, 1), (True, 2)])

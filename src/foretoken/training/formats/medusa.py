@@ -14,7 +14,7 @@ from torch import Tensor
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
 from foretoken.training.formats.folders import Found
-from foretoken.training.formats.values import number
+from foretoken.training.formats.values import number, positive
 
 BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.weight")
 SHARED = "lm_head.weight"
@@ -51,6 +51,8 @@ class MedusaVllm(NetFormat):
             "original_lm_head": not shape.own_projection,
             "torch_dtype": "bfloat16",
         }
+        if not shape.own_projection and target.parts.scale not in (None, 1.0):  # as the target's logits are scaled
+            config["logit_scale"] = target.parts.scale
         return Checkpoint(config, tensors)
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
@@ -67,7 +69,8 @@ class MedusaVllm(NetFormat):
             one = tensors.get("lm_heads.0.weight")
         if one is not None:
             tensors.update({f"lm_heads.{i}.weight": one for i in range(heads)})
-        return joined(tensors, (heads, blocks), their_name, target, self)
+        scale = positive(checkpoint.config, "logit_scale", default=1.0)
+        return joined(tensors, (heads, blocks), their_name, target, self, scale)
 
 
 def their_name(ours: str) -> str:
@@ -77,10 +80,15 @@ def their_name(ours: str) -> str:
 
 
 def joined(
-    tensors: dict[str, Tensor], sizes: tuple[int, int], rename: Callable[[str], str], target: Target, layout: NetFormat
+    tensors: dict[str, Tensor],
+    sizes: tuple[int, int],
+    rename: Callable[[str], str],
+    target: Target,
+    layout: NetFormat,
+    scale: float = 1.0,
 ) -> Trained:
     """Heads with one projection each; when all of these are the target's own, it is shared.  ``sizes`` are the heads,
-    and the blocks of each."""
+    and the blocks of each; a ``scale`` of their logits that is not the target's becomes one of the projections."""
     vocab, size = target.parts.vocab_size, target.parts.hidden_size
     config = {"hidden_size": size, "vocab_size": vocab, "heads": sizes[0], "layers": sizes[1], "own_projection": True}
     names = {name: rename(name) for name in layout.shapes(config)}
@@ -92,9 +100,11 @@ def joined(
         if theirs.endswith(".bias"):
             tensors.setdefault(theirs, torch.zeros(size))
     ours = renamed(tensors, layout.shapes(config), names)
-    if all(target.is_head(tensors[theirs]) for theirs in projections):
+    if all(target.is_head(tensors[theirs]) for theirs in projections) and scale in (1.0, target.parts.scale):
         config["own_projection"] = False
         ours = {name: value for name, value in ours.items() if not name.startswith("projections.")}
+    elif scale != 1.0:
+        ours |= {name: value * scale for name, value in ours.items() if name.startswith("projections.")}
     return Trained(config, ours)
 
 
