@@ -212,6 +212,37 @@ def test_a_row_of_training_is_a_row_of_drafting(settings: dict[str, str]) -> Non
                 assert torch.allclose(got[depth], states[text, row], atol=1e-4)
 
 
+@pytest.mark.parametrize("vocab", ["0", "8"])
+@torch.no_grad()
+def test_the_loss_is_of_the_rows_whose_token_is_learned(vocab: str) -> None:
+    """The text's rows and those of masks; not behind the last label, nor where the best token cannot be guessed."""
+    recipe = toy_recipe(draft_vocab=vocab)
+    whole = toy_batch(recipe)
+    best = recipe.parts.logits(whole.taps["last"]).argmax(-1)
+    ids = torch.arange(32)
+    if vocab != "0":  # with some of the best tokens, and not with others
+        ids = torch.cat([best.unique()[::2], torch.arange(32)[~torch.isin(torch.arange(32), best)]])[:8].sort().values
+        recipe.net.choose(ids)
+    learned = torch.rand(whole.tokens.shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    learned[1, 7:] = False  # as what fills up a row
+    batch = Batch(whole.tokens, whole.taps, recipe.parts, learned=learned)
+    anchors, depths = recipe.rows(batch, torch.Generator().manual_seed(0))
+    pairs = list(zip(anchors.tolist(), depths.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs) and {anchor for anchor, depth in pairs if not depth} == set(range(11))
+    logits = recipe.draft_logits(recipe.outputs(batch, anchors, depths))
+    losses = []
+    for text in range(2):
+        for row, (anchor, depth) in enumerate(pairs):
+            label = anchor + depth + 2
+            assert label <= 12 and (depth == 0 or bool(learned[:, label].any()))
+            target = recipe.parts.logits(batch.taps["last"][text, label - 1])
+            if bool(learned[text, label]) and int(target.argmax()) in ids.tolist():
+                losses.append(float(-(target[ids].softmax(-1) * logits[text, row].log_softmax(-1)).sum()))
+    assert 2 < len(losses) < 2 * len(anchors)
+    mean = float(recipe.loss(batch, torch.Generator().manual_seed(0)))
+    assert mean == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
 def test_every_weight_is_trained() -> None:
     recipe = toy_recipe(own_embedding="true", share_head="false")
     recipe.loss(toy_batch(recipe), torch.Generator().manual_seed(0)).backward()
