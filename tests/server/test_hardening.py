@@ -123,11 +123,11 @@ def test_cheap_work_comes_first_and_costly_work_comes_too() -> None:
 def test_costly_work_is_not_passed_over_for_ever() -> None:
     """Later work is due later: no work is overtaken by more than it costs itself."""
     queue = FairQueue(2, "test")
-    first = queue._done + 1000
+    first = queue._served_cost + 1000
     queue.submit(lambda: None, cost=900).result(60)
     queue.submit(lambda: None, cost=900).result(60)
-    wait_until(lambda: queue._done >= 1800)
-    assert first < queue._done + 10
+    wait_until(lambda: queue._served_cost >= 1800)
+    assert first < queue._served_cost + 10
 
 
 def test_a_thread_takes_no_large_work() -> None:

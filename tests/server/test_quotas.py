@@ -295,7 +295,7 @@ def test_a_key_cannot_hold_all_places() -> None:
 def test_one_key_alone_has_all_places() -> None:
     """Nothing is kept back for others that there are not."""
     with served(api_keys=("only",), max_running=1, max_queued=1) as running:
-        assert running.serving.places.kept == running.serving.llm.engine.kept_places == 0
+        assert running.serving.places.reserved == running.serving.llm.engine.kept_places == 0
 
 
 def test_only_keys_that_may_come_first() -> None:

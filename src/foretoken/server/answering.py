@@ -51,7 +51,7 @@ class Answer(ABC):
         stats: of the choices that have ended, by index.
         reasons: why they ended.
         last_s: when tokens of a choice came last, by index.
-        written: tokens of the answer so far.
+        num_new_tokens: tokens of the answer so far.
     """
 
     kind: ClassVar[str]
@@ -66,7 +66,7 @@ class Answer(ABC):
         self.stats: dict[int, SpecStats] = {}
         self.reasons: list[str] = []
         self.last_s: dict[int, float] = {}
-        self.why, self.prompt_tokens, self.written = "", 0, 0
+        self.why, self.prompt_tokens, self.num_new_tokens = "", 0, 0
 
     @classmethod
     async def route(cls, body: Any, http: HttpRequest) -> Response:
@@ -106,7 +106,7 @@ class Answer(ABC):
         with self._refusals():
             tickets = submit_all(self.serving.engine, requests)
         prompts = requests[:: self.body.n or 1]
-        self.prompt_tokens = sum(len(one.prompt) for one in prompts)
+        self.prompt_tokens = sum(len(request.prompt) for request in prompts)
         self.place.spend(self.prompt_tokens)
         return tickets
 
@@ -151,12 +151,12 @@ class Answer(ABC):
 
     def saw(self, index: int, tokens: int) -> None:
         """A block of tokens of a choice has come."""
-        now = time.monotonic()
+        now_s = time.monotonic()
         before = self.last_s.get(index)
         if before is not None and tokens:
-            self.serving.metrics.came((now - before) / tokens)
-        self.last_s[index] = now
-        self.written += tokens
+            self.serving.metrics.came((now_s - before) / tokens)
+        self.last_s[index] = now_s
+        self.num_new_tokens += tokens
         self.place.spend(tokens)
 
     async def outputs(self, tickets: Sequence[Ticket]) -> list[Output]:
@@ -202,13 +202,13 @@ class Answer(ABC):
         count = self.body.n or 1
         return [stats for index, stats in sorted(self.stats.items()) if index % count == 0]
 
-    def tail(self, written: int | None = None) -> dict[str, Any]:
+    def tail(self, completion: int | None = None) -> dict[str, Any]:
         """Usage and measurements, for the end of an answer."""
         whole = usage.merged(self.all_stats)
         drafter = self.serving.llm.drafter
         longest = 0 if drafter is None else drafter.max_depth
         tail: dict[str, Any] = {
-            "usage": usage.usage(self.prompt_stats, self.all_stats, written),
+            "usage": usage.usage(self.prompt_stats, self.all_stats, completion),
             "metrics": usage.metrics(whole, time.monotonic() - self.began_s, longest, self._predicted),
         }
         if getattr(self.body, "prediction", None) is None:  # what the server predicts by itself is nobody's bill
@@ -217,10 +217,10 @@ class Answer(ABC):
             tail["timings"] = usage.timings(whole)
         return tail
 
-    def usage_so_far(self, written: int) -> dict[str, Any]:
+    def usage_so_far(self, completion: int) -> dict[str, Any]:
         """Usage within a stream that has sent so many tokens; its details are those of choices that have ended."""
-        whole = self.prompt_tokens + written
-        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": written, "total_tokens": whole}
+        whole = self.prompt_tokens + completion
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": whole}
         return {**self.tail()["usage"], **counts}
 
     @property
@@ -233,7 +233,7 @@ class Answer(ABC):
         whole = usage.merged(self.all_stats)
         fields = {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.written,
+            "completion_tokens": self.num_new_tokens,
             "first_token_s": round(whole.first_token_s, 4),
             "mean_acceptance_length": round(whole.mean_acceptance_length, 3),
             "finish_reason": ",".join(self.reasons) or ("abort" if status in (499, 504) else ""),
@@ -247,8 +247,8 @@ class Answer(ABC):
         """The events of a streamed answer, with a line in the log however it ends."""
         status, events = 499, self.events(tickets)
         try:
-            async for one in events:
-                yield one
+            async for event in events:
+                yield event
             status = 200
         except Exception as error:
             failure = api_error(error)
@@ -271,14 +271,14 @@ class Gathered:
 
     def __init__(self, least: int) -> None:
         self._least = least
-        self._held: list[Piece] = []
+        self._pieces: list[Piece] = []
 
     def push(self, piece: Piece) -> Piece | None:
         """What can be sent now."""
-        self._held.append(piece)
-        if piece.finish_reason is None and sum(len(one.token_ids) for one in self._held) < self._least:
+        self._pieces.append(piece)
+        if piece.finish_reason is None and sum(len(part.token_ids) for part in self._pieces) < self._least:
             return None
-        held, self._held = self._held, []
-        lists: dict[str, Any] = {name: [value for one in held for value in getattr(one, name)] for name in LISTS}
-        text = "".join(one.text for one in held)
-        return replace(piece, text=text, prompt_logprobs=held[0].prompt_logprobs, **lists)
+        pieces, self._pieces = self._pieces, []
+        lists: dict[str, Any] = {name: [value for part in pieces for value in getattr(part, name)] for name in LISTS}
+        text = "".join(part.text for part in pieces)
+        return replace(piece, text=text, prompt_logprobs=pieces[0].prompt_logprobs, **lists)

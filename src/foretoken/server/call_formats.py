@@ -116,12 +116,12 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
     JSON Schema would allow any members then, and a model invents some.
     """
-    given = tool.function.parameters or {"properties": {}}
-    if given.get("properties") == {} and not given.get("required") and set(given) <= BARE:
-        given = {**given, "additionalProperties": False}
-    if given.get("type", "object") != "object":
+    parameters = tool.function.parameters or {"properties": {}}
+    if parameters.get("properties") == {} and not parameters.get("required") and set(parameters) <= BARE:
+        parameters = {**parameters, "additionalProperties": False}
+    if parameters.get("type", "object") != "object":
         raise bad(f"the parameters of {tool.function.name} must be a schema of type object", "tools")
-    return {**without_unknown_formats(given), "type": "object", "x-guidance": SPACING}
+    return {**without_unknown_formats(parameters), "type": "object", "x-guidance": SPACING}
 
 
 @dataclass(frozen=True)
@@ -173,29 +173,29 @@ def _by_object(tools: Sequence[Tool], chosen: dict[str, Any], most: int | None) 
     """One function by its name, or some of them (``allowed_tools``)."""
     kind = chosen.get("type")
     if kind == "function":
-        return ToolChoice(tools, _named(tools, [chosen]), 1)
+        return ToolChoice(tools, _tools_of(tools, [chosen]), 1)
     if kind != "allowed_tools" or not isinstance(chosen.get("allowed_tools"), dict):
         raise bad("tool_choice is auto, none, required, a function, or allowed_tools", FIELD)
     allowed = chosen["allowed_tools"]
     listed = allowed.get("tools")
-    some = _named(tools, listed if isinstance(listed, list) else [])
+    some = _tools_of(tools, listed if isinstance(listed, list) else [])
     if allowed.get("mode", "auto") not in ("auto", "required"):
         raise bad("the mode of allowed_tools is auto or required", FIELD)
     return ToolChoice(some, some if allowed.get("mode") == "required" else (), most)
 
 
-def _named(tools: Sequence[Tool], chosen: Sequence[Any]) -> list[Tool]:
-    named = []
-    for one in chosen:
-        function = one.get("function") if isinstance(one, dict) else None
+def _tools_of(tools: Sequence[Tool], chosen: Sequence[Any]) -> list[Tool]:
+    allowed = []
+    for choice in chosen:
+        function = choice.get("function") if isinstance(choice, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
             raise bad('tool_choice names a function as {"type": "function", "function": {"name": ...}}', FIELD)
         matching = [tool for tool in tools if tool.function.name == name]
         if not matching:
             raise bad(f"tool_choice names {name[:64]!r}, which is none of the tools", FIELD)
-        named += matching
-    return _some(named)
+        allowed += matching
+    return _some(allowed)
 
 
 def _some(tools: Sequence[Tool]) -> list[Tool]:

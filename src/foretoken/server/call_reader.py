@@ -122,7 +122,7 @@ class CallReader:
         bare = self._text.lstrip()
         if self._bare and not bare.startswith(MARKS):
             openings = [f"{name}{sign}" for name in self._offered for sign in ("{", ARGUMENTS)]
-            if any(one.startswith(bare) for one in (*MARKS, *openings)):
+            if any(opening.startswith(bare) for opening in (*MARKS, *openings)):
                 raise _Incomplete
             if bare[0] in "{[" or bare.startswith(tuple(openings)):
                 return len(self._text) - len(bare), ""
@@ -145,8 +145,8 @@ class CallReader:
         first, and :class:`_NoCall` where it is something else."""
         value = self._value = self._value or self._opened(at)
         end = value.end(self._text)
-        written = self._text[value.start : end]
-        calls = _python_calls(written) if value.python else _json_calls(written, value.name)
+        call_text = self._text[value.start : end]
+        calls = _python_calls(call_text) if value.python else _json_calls(call_text, value.name)
         if not calls or not all(call.name in self._offered for call in calls):
             raise _NoCall
         return (_behind(self._text, end, final) if mark == HERMES else end), calls
@@ -167,7 +167,9 @@ class CallReader:
         :class:`_Incomplete` while that cannot be told, and :class:`_NoCall` where it may not."""
         first: re.Match[str] = _FIRST_KEY.match(self._text, at)  # type: ignore[assignment]  # it always matches
         key, behind = first[1], first[2]
-        if key is not None and not (key in KEYS if behind == '"' else any(one.startswith(key) for one in KEYS)):
+        if key is not None and not (
+            key in KEYS if behind == '"' else any(candidate.startswith(key) for candidate in KEYS)
+        ):
             raise _NoCall
         if not behind and first.end() == len(self._text):
             raise _Incomplete
@@ -225,20 +227,20 @@ class _Value:
         return self._end
 
 
-def _opens_json(rest: str) -> bool:
+def _opens_json(tail: str) -> bool:
     """Whether a list whose first sign was read holds objects.  Raises ``_Incomplete`` where no more is there yet."""
-    if not rest.strip():
+    if not tail.strip():
         raise _Incomplete
-    return rest.lstrip()[0] in "{]"
+    return tail.lstrip()[0] in "{]"
 
 
 def _behind(text: str, end: int, final: bool) -> int:
     """The place behind Hermes's closing tag, which some models leave out.  Raises :class:`_Incomplete` while it may
     still come."""
-    rest = text[end:].lstrip()
-    if rest.startswith(HERMES_END):
-        return len(text) - len(rest) + len(HERMES_END)
-    if HERMES_END.startswith(rest):
+    tail = text[end:].lstrip()
+    if tail.startswith(HERMES_END):
+        return len(text) - len(tail) + len(HERMES_END)
+    if HERMES_END.startswith(tail):
         if not final:
             raise _Incomplete
         return len(text)  # a limit cut the tag, which is no text either
@@ -254,7 +256,7 @@ def _json_calls(text: str, name: str) -> list[Call]:
         raise _NoCall from None
     if name:
         return [_call(name, parsed)]
-    return [_from_object(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
+    return [_from_object(item) for item in (parsed if isinstance(parsed, list) else [parsed])]
 
 
 def _from_object(call: Any) -> Call:
@@ -293,14 +295,14 @@ def _python_calls(text: str) -> list[Call]:
         raise _NoCall from None
     if not isinstance(tree, ast.List):
         raise _NoCall
-    return [_python_call(one) for one in tree.elts]
+    return [_python_call(element) for element in tree.elts]
 
 
 def _python_call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
         raise _NoCall
     try:
-        arguments = {str(one.arg): _constant(one.value) for one in node.keywords if one.arg is not None}
+        arguments = {str(keyword.arg): _constant(keyword.value) for keyword in node.keywords if keyword.arg is not None}
     except (ValueError, TypeError, RecursionError, MemoryError):
         raise _NoCall from None
     if len(arguments) != len(node.keywords):
@@ -313,9 +315,11 @@ def _constant(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
         return _JSON_NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [_constant(one) for one in node.elts]
+        return [_constant(element) for element in node.elts]
     if isinstance(node, ast.Dict):
-        return {str(_constant(key)): _constant(one) for key, one in zip(node.keys, node.values, strict=True) if key}
+        return {
+            str(_constant(key)): _constant(element) for key, element in zip(node.keys, node.values, strict=True) if key
+        }
     value = ast.literal_eval(node)
     if not isinstance(value, str | int | float | bool | None):
         raise ValueError("no value of JSON")

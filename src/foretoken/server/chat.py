@@ -67,7 +67,7 @@ class _Chat(Choices, ChatTurn):
             "logprobs": self._logprobs(output.logprobs),
             "finish_reason": ended(output.finish_reason, len(calls)),
             "stop_reason": output.stop_reason,
-            **self.told(output.token_ids, output, prompt_token_ids=self.prompt),
+            **self.extras(output.token_ids, output, prompt_token_ids=self.prompt),
         }
 
     def also(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class _Chat(Choices, ChatTurn):
             "logprobs": self._logprobs(piece.logprobs) if self.body.logprobs else None,
             "finish_reason": ended(piece.finish_reason, reader.count),
             **({"stop_reason": piece.stop_reason} if final else {}),
-            **self.told(piece.token_ids, piece),
+            **self.extras(piece.token_ids, piece),
         }
 
     def _logprobs(self, values: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:

@@ -71,14 +71,14 @@ class Choices(Answer):
     def delta(self, index: int, piece: Piece) -> dict[str, Any]:
         """What a choice of a stream gains."""
 
-    def told(self, ids: Sequence[int], answer: Output | Piece, **more: Any) -> dict[str, Any]:
+    def extras(self, ids: Sequence[int], answer: Output | Piece, **more: Any) -> dict[str, Any]:
         """What a choice, or what it gains, says of its tokens (and ``more`` beside them) and rounds, if it is asked."""
-        said: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.body.return_token_ids:
-            said |= {"token_ids": ids, **more, "origins": answer.origins[: len(ids)]}
+            fields |= {"token_ids": ids, **more, "origins": answer.origins[: len(ids)]}
         if self.body.speculative is not None and self.body.speculative.explain:
-            said["speculative"] = {**explained(answer.rounds, self.serving), "why": answer.why}
-        return said
+            fields["speculative"] = {**explained(answer.rounds, self.serving), "why": answer.why}
+        return fields
 
 
 def explained(rounds: Sequence[RoundTrace], serving: Serving) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def explained(rounds: Sequence[RoundTrace], serving: Serving) -> dict[str, Any]:
 
     return {
         "rounds": [
-            {**one.as_dict(), "texts": [text(token) for token in one.tokens], "next_text": text(one.next_token)}
-            for one in rounds
+            {**trace.as_dict(), "texts": [text(token) for token in trace.tokens], "next_text": text(trace.next_token)}
+            for trace in rounds
         ]
     }

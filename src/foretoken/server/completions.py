@@ -68,12 +68,12 @@ class _Completions(Choices):
     def _encoded(self) -> list[list[int]]:
         """Token ids of all prompts.  An empty one, an id outside the vocabulary, and text for a model without a
         tokenizer are refused."""
-        given = self.body.prompt
-        if isinstance(given, str) or isinstance(given[0], int):
-            given = [given]
+        inputs = self.body.prompt
+        if isinstance(inputs, str) or isinstance(inputs[0], int):
+            inputs = [inputs]
         special = self.body.add_special_tokens is not False
         prompts = [
-            encoded(one, self.serving, special, "prompt") if isinstance(one, str) else list(one) for one in given
+            encoded(text, self.serving, special, "prompt") if isinstance(text, str) else list(text) for text in inputs
         ]
         wide = self.serving.llm.target.vocab_size
         for ids in prompts:
@@ -97,7 +97,7 @@ class _Completions(Choices):
         tokens = body.max_tokens
         if tokens is None:
             tokens = usual_limit(self.serving, max(map(len, self.prompts)), 16)
-        asked = [one for one in (body.logprobs if body.echo else None, body.prompt_logprobs) if one is not None]
+        counts = [count for count in (body.logprobs if body.echo else None, body.prompt_logprobs) if count is not None]
         return engine_requests(
             self.prompts,
             body,
@@ -107,7 +107,7 @@ class _Completions(Choices):
             self.place.caller,
             max_new_tokens=max(tokens, 1),
             logprobs=body.logprobs,
-            prompt_logprobs=max(asked, default=None),
+            prompt_logprobs=max(counts, default=None),
             prediction=None if body.prediction is None else body.prediction.text,
         )
 
@@ -125,7 +125,7 @@ class _Completions(Choices):
         }
         if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.texts, body.prompt_logprobs)
-        return choice | self.told(ids, output, prompt_token_ids=prompt)
+        return choice | self.extras(ids, output, prompt_token_ids=prompt)
 
     def _logprobs(
         self, output: Output, prompt: Sequence[int], ids: Sequence[int], before: int, whole: int
@@ -168,7 +168,7 @@ class _Completions(Choices):
             "logprobs": None if body.logprobs is None else self._values(index, piece, body.logprobs),
             "finish_reason": finish_reason(piece.finish_reason),
             "stop_reason": piece.stop_reason,
-            **self.told(piece.token_ids, piece),
+            **self.extras(piece.token_ids, piece),
         }
 
     def _values(self, index: int, piece: Piece, count: int) -> dict[str, Any]:
@@ -181,6 +181,8 @@ class _Completions(Choices):
         self.sent[index] += len(piece.text)
         sent = self.sent[index]
         ready = sum(begin <= sent for _, _, begin in untold) if piece.finish_reason is None else len(untold)
-        told, self.untold[index] = untold[:ready], untold[ready:]
-        offsets = [min(begin, sent) for _, _, begin in told]
-        return completion_logprobs([one[1] for one in told], [one[0] for one in told], self.texts, count, offsets)
+        entries, self.untold[index] = untold[:ready], untold[ready:]
+        offsets = [min(begin, sent) for _, _, begin in entries]
+        return completion_logprobs(
+            [entry[1] for entry in entries], [entry[0] for entry in entries], self.texts, count, offsets
+        )

@@ -196,15 +196,15 @@ def settings_from(
 ) -> ServerSettings:
     """Settings of flags that were given (those that are ``None`` were not), the environment, and a file.  Raises
     ``ValueError`` for a file that cannot be read, an unknown name in it, and a value of the wrong kind."""
-    known = {one.name: one for one in fields(ServerSettings)}
+    by_name = {field.name: field for field in fields(ServerSettings)}
     values: dict[str, Any] = {}
     for name, value in _read(file).items():
-        if name not in known:
-            raise ValueError(f"{file} has {name!r}, which is no setting: known are {', '.join(known)}")
+        if name not in by_name:
+            raise ValueError(f"{file} has {name!r}, which is no setting: known are {', '.join(by_name)}")
         values[name] = _value(name, value, str(file))
     if any(not environ.get(name, "key").strip(", ") for name in ("FORETOKEN_API_KEY", "FORETOKEN_API_KEYS")):
         raise ValueError("FORETOKEN_API_KEY is set and empty: unset it to serve without a key, or put the key in it")
-    for name in known:
+    for name in by_name:
         if flags.get(name) is None and PREFIX + name.upper() in environ:
             values[name] = _value(name, environ[PREFIX + name.upper()], PREFIX + name.upper())
     values |= {name: _value(name, value, f"--{name}") for name, value in flags.items() if value is not None}

@@ -153,9 +153,9 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
     return ApiError(400, message, param=param, code=code)
 
 
-def no_json(why: str = "") -> ApiError:
+def no_json(reason: str = "") -> ApiError:
     """A body that cannot be read; ``why`` names what and what to do."""
-    return bad(f"the body is no valid JSON{': ' if why else ''}{why}", code="json_invalid")
+    return bad(f"the body is no valid JSON{': ' if reason else ''}{reason}", code="json_invalid")
 
 
 def shutting_down() -> ApiError:
@@ -207,13 +207,15 @@ def _invalid(errors: Sequence[Any], request: Request) -> ApiError:
             return bad("the body must be JSON, with the header Content-Type: application/json", code="content_type")
         return bad("the body must be a JSON object with the fields of this route", code="invalid_value")
     # A value that may be of several kinds has an error for each: those of a kind that it is not tell nothing.
-    of_field = [one for one in errors if str(one["loc"][1:2]) == str(first["loc"][1:2])]
-    deepest = max(len(_fields(one)) for one in of_field)
-    told = [one for one in of_field if one["type"] not in WRONG_KIND or len(_fields(one)) == deepest > 1] or of_field
-    kinds = list(dict.fromkeys(WRONG_KIND[one["type"]] for one in told if one["type"] in WRONG_KIND))
-    chosen = told[0]
-    is_kind = len(kinds) == len(told) or chosen["type"] in WRONG_KIND
-    message = f"must be {' or '.join(kinds)}" if is_kind else _said(chosen)
+    of_field = [fault for fault in errors if str(fault["loc"][1:2]) == str(first["loc"][1:2])]
+    deepest = max(len(_fields(fault)) for fault in of_field)
+    relevant = [
+        fault for fault in of_field if fault["type"] not in WRONG_KIND or len(_fields(fault)) == deepest > 1
+    ] or of_field
+    kinds = list(dict.fromkeys(WRONG_KIND[fault["type"]] for fault in relevant if fault["type"] in WRONG_KIND))
+    chosen = relevant[0]
+    is_kind = len(kinds) == len(relevant) or chosen["type"] in WRONG_KIND
+    message = f"must be {' or '.join(kinds)}" if is_kind else _message_of(chosen)
     names = [part for part in _fields(chosen) if not part.isdigit()]
     return bad(f"{'.'.join(_fields(chosen))}: {message}", names[0] if names else None, "invalid_value")
 
@@ -224,10 +226,10 @@ def _fields(error: Any) -> list[str]:
     return [part for part in parts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|\d+", part) and part not in INNER]
 
 
-def _said(error: Any) -> str:
+def _message_of(error: Any) -> str:
     """pydantic's words, and ours where its are of Python."""
     kind, more = error["type"], error.get("ctx", {})
-    ours = {
+    wordings = {
         "missing": "is required",
         "too_long": f"may have {more.get('max_length')} items at most",
         "too_short": f"must have {more.get('min_length')} items at least",
@@ -236,7 +238,7 @@ def _said(error: Any) -> str:
         "string_pattern_mismatch": f"{str(error['input'])[:40]!r} does not match {more.get('pattern')}",
         "literal_error": f"must be {more.get('expected')}",
     }
-    return ours.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "must")
+    return wordings.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "must")
 
 
 def _unreadable(request: Request, cause: ValueError | None = None) -> ApiError:

@@ -111,8 +111,8 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         raise bad("give either prompt or messages", "prompt")
     text, special = body.prompt, body.add_special_tokens is not False
     if text is None:
-        how = (body.chat_template_kwargs or {}, body.add_generation_prompt, body.continue_final_message)
-        text = await prompt_of(tokenizer, Conversation(body.messages or (), body.tools or (), *how))
+        options = (body.chat_template_kwargs or {}, body.add_generation_prompt, body.continue_final_message)
+        text = await prompt_of(tokenizer, Conversation(body.messages or (), body.tools or (), *options))
         special = not has_template(tokenizer) if body.add_special_tokens is None else body.add_special_tokens
     with_texts, longest = body.return_token_strs, room_of(serving, 0)
 

@@ -34,10 +34,10 @@ def check_fields(body: CompletionBody, serving: Serving) -> None:
         raise bad("n above 1 needs a temperature above 0: all choices would be the same", "n")
     if body.stream_options is not None and not body.stream:
         raise bad("stream_options needs stream: true", "stream_options")
-    wanted = body.speculative
-    if wanted is not None:
-        member_of(wanted.method, serving)
-        if wanted.tree is not None:
+    speculative = body.speculative
+    if speculative is not None:
+        member_of(speculative.method, serving)
+        if speculative.tree is not None:
             raise bad("the tree belongs to the drafter that the server was started with: leave it out", "speculative")
 
 
@@ -70,8 +70,8 @@ def member_of(method: str | None, serving: Serving) -> str | None:
     for name in members:
         if _begins(name, method):
             return name
-    known = ", ".join(sorted({"none", "auto", spec, *members}))
-    raise bad(f"speculative.method must be one of {known}: this server has no other drafter", "speculative")
+    names = ", ".join(sorted({"none", "auto", spec, *members}))
+    raise bad(f"speculative.method must be one of {names}: this server has no other drafter", "speculative")
 
 
 def _begins(spec: str, method: str) -> bool:
@@ -104,15 +104,15 @@ def check_fits(text: str, serving: Serving, field: str) -> None:
 
 def room_of(serving: Serving, prompt: int) -> int:
     """The most tokens that may follow a prompt of so many, by the context and ``kv_memory``; 0 or less for none."""
-    left = serving.llm.target.context_length - prompt
-    held = serving.llm.engine.budget.room(prompt)
-    return left if held is None else min(left, held)
+    context_room = serving.llm.target.context_length - prompt
+    cache_room = serving.llm.engine.budget.room(prompt)
+    return context_room if cache_room is None else min(context_room, cache_room)
 
 
-def usual_limit(serving: Serving, longest: int, own: int | None) -> int:
+def usual_limit(serving: Serving, longest: int, default: int | None) -> int:
     """Tokens of an answer to a request that names no limit: what fits behind its longest prompt, and at most its
     route's ``own`` default and the server's; one at least, so that a prompt for which nothing is left is refused."""
-    limits = [room_of(serving, longest), own, serving.settings.default_max_tokens or None]
+    limits = [room_of(serving, longest), default, serving.settings.default_max_tokens or None]
     return max(1, min(limit for limit in limits if limit is not None))
 
 
@@ -136,8 +136,8 @@ def engine_requests(
     predicted = more.get("prediction")
     if predicted is not None:
         check_fits(predicted, serving, "prediction")
-    own = beside(serving.llm.defaults.sampling, constraints[0] if constraints else None)
-    options = {**_options(body, serving, caller.tenant, own), **more}
+    defaults = beside(serving.llm.defaults.sampling, constraints[0] if constraints else None)
+    options = {**_options(body, serving, caller.tenant, defaults), **more}
     if getattr(body, "min_tokens", None) is None and "min_tokens" in options:  # the model's own, as generate takes it
         options["min_tokens"] = min(options["min_tokens"], options["max_new_tokens"])
     for prompt in prompts:
@@ -147,9 +147,11 @@ def engine_requests(
     requests: list[Request] = []
     for prompt in prompts:
         for choice in range(count):
-            given = None if seed is None else (seed + choice) % 2**64
-            asked = make_request(prompt, llm.tokenizer, **options, seed=given, constraint=constraints[len(requests)])
-            request = replace(asked, owner=caller.name, owner_running=caller.running)
+            choice_seed = None if seed is None else (seed + choice) % 2**64
+            bare = make_request(
+                prompt, llm.tokenizer, **options, seed=choice_seed, constraint=constraints[len(requests)]
+            )
+            request = replace(bare, owner=caller.name, owner_running=caller.running)
             llm.engine.check(request)
             requests.append(request)
     return requests
@@ -157,13 +159,13 @@ def engine_requests(
 
 def _because(serving: Serving) -> str:
     """What limits the context, in brackets; empty where that is the model's configuration alone."""
-    why = serving.llm.target.context_why
-    return f" ({why})" if why else ""
+    reason = serving.llm.target.context_why
+    return f" ({reason})" if reason else ""
 
 
 def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body: CompletionBody, field: str) -> None:
     """The field that is to blame is named, which the engine does not know."""
-    context, asked = serving.llm.target.context_length, options["max_new_tokens"]
+    context, max_tokens = serving.llm.target.context_length, options["max_new_tokens"]
     limit = "max_tokens" if getattr(body, "max_tokens", None) is not None else "max_completion_tokens"
     if size >= context:
         raise bad(
@@ -171,60 +173,62 @@ def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body
             field,
             "context_length_exceeded",
         )
-    if size + asked > context:
+    if size + max_tokens > context:
         raise bad(
-            f"{limit} is {asked}, but after a prompt of {size} tokens only {context - size} of the context's {context} "
-            f"are left{_because(serving)}",
+            f"{limit} is {max_tokens}, but after a prompt of {size} tokens only {context - size} of the context's "
+            f"{context} are left{_because(serving)}",
             limit,
             "context_length_exceeded",
         )
     room = room_of(serving, size)
-    if asked > room:
+    if max_tokens > room:
         memory = f"--kv-memory {serving.settings.kv_memory}"
         if room < 1:
             raise bad(f"the prompt has {size} tokens, too many for {memory}", field, "context_length_exceeded")
         raise bad(
-            f"{limit} is {asked}, but after a prompt of {size} tokens {memory} has room for {room}",
+            f"{limit} is {max_tokens}, but after a prompt of {size} tokens {memory} has room for {room}",
             limit,
             "context_length_exceeded",
         )
-    if options.get("min_tokens", 0) > asked:
-        raise bad(f"min_tokens is {options['min_tokens']}, more than the {asked} that may be written", "min_tokens")
+    if options.get("min_tokens", 0) > max_tokens:
+        raise bad(
+            f"min_tokens is {options['min_tokens']}, more than the {max_tokens} that may be written", "min_tokens"
+        )
 
 
-def _options(body: CompletionBody, serving: Serving, tenant: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def _options(body: CompletionBody, serving: Serving, tenant: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling and limits in our words; what was not said is the model's ``own`` default, else OpenAI's."""
-    wanted = body.speculative
-    plain = wanted is not None and (not wanted.enabled or wanted.method == "none")
+    speculative = body.speculative
+    plain = speculative is not None and (not speculative.enabled or speculative.method == "none")
     options: dict[str, Any] = {
-        **{name: _served(name, body, own) for name, field in FIELDS.items() if field.served is not None},
+        **{name: _served(name, body, defaults) for name, field in FIELDS.items() if field.served is not None},
         "temperature": _temperature(body, serving),
         "logit_bias": _biases(body.logit_bias, serving),
         "stop": body.stop,
         "include_stop": body.include_stop_str_in_output,
-        "stop_token_ids": _known(body.stop_token_ids, serving, "stop_token_ids"),
-        "allowed_token_ids": _known(body.allowed_token_ids, serving, "allowed_token_ids"),
+        "stop_token_ids": _checked_ids(body.stop_token_ids, serving, "stop_token_ids"),
+        "allowed_token_ids": _checked_ids(body.allowed_token_ids, serving, "allowed_token_ids"),
         "bad_words": body.bad_words,
         "cache_salt": f"{tenant}/{body.cache_salt or ''}" if tenant else body.cache_salt or "",
         "deadline_s": serving.settings.request_timeout,
-        "max_draft_tokens": 0 if plain else None if wanted is None else wanted.num_speculative_tokens,
-        "drafter": None if wanted is None or plain else member_of(wanted.method, serving),
-        "explain": None if wanted is None else wanted.explain,
+        "max_draft_tokens": 0 if plain else None if speculative is None else speculative.num_speculative_tokens,
+        "drafter": None if speculative is None or plain else member_of(speculative.method, serving),
+        "explain": None if speculative is None else speculative.explain,
     }
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _served(name: str, body: CompletionBody, own: Mapping[str, Any]) -> Any:
+def _served(name: str, body: CompletionBody, defaults: Mapping[str, Any]) -> Any:
     """An option that the server takes as it is, in our words: -1 keeps all tokens, and a seed may be negative."""
-    given = getattr(body, name)
-    if given is None:
-        return own.get(name)
+    value = getattr(body, name)
+    if value is None:
+        return defaults.get(name)
     if name == "top_k":
-        return max(given, 0)
-    return given % 2**64 if name == "seed" else given
+        return max(value, 0)
+    return value % 2**64 if name == "seed" else value
 
 
-def _known(ids: Sequence[int] | None, serving: Serving, field: str) -> Sequence[int] | None:
+def _checked_ids(ids: Sequence[int] | None, serving: Serving, field: str) -> Sequence[int] | None:
     """Ids of the vocabulary; others would be somebody else's memory."""
     wide = serving.llm.target.vocab_size
     for token in ids or ():
@@ -238,11 +242,11 @@ def _temperature(body: CompletionBody, serving: Serving) -> float:
     return float(_served("temperature", body, {"temperature": 1.0, **serving.llm.defaults.sampling}))
 
 
-def _biases(given: Mapping[str, float] | None, serving: Serving) -> dict[int, float] | None:
-    if given is None:
+def _biases(biases: Mapping[str, float] | None, serving: Serving) -> dict[int, float] | None:
+    if biases is None:
         return None
-    _known([int(token) for token in given], serving, "logit_bias")
-    return {int(token): float(value) for token, value in given.items()}
+    _checked_ids([int(token) for token in biases], serving, "logit_bias")
+    return {int(token): float(value) for token, value in biases.items()}
 
 
 async def constraints_of(
@@ -255,10 +259,10 @@ async def constraints_of(
         calls: a grammar of calls of tools, where these are forced.
         schemas: those in it, by where they stand in the request: each is tried by itself, for an error that names it.
     """
-    wanted = ("grammar", calls, "tools") if calls else _wanted(body.response_format, body.structured_outputs)
-    if wanted is None:
+    rule = ("grammar", calls, "tools") if calls else _output_rule(body.response_format, body.structured_outputs)
+    if rule is None:
         return [None] * count
-    kind, spec, param = wanted
+    kind, spec, param = rule
     try:
         from foretoken.server.grammar import TrialBusy, checked_grammar, compile_constraint, compile_language
     except ModuleNotFoundError:
@@ -292,13 +296,13 @@ async def constraints_of(
         raise bad(together if calls else str(error), param, "invalid_grammar") from error
 
 
-def _wanted(form: ResponseFormat | None, structured: StructuredOutputs | None) -> tuple[str, Any, str] | None:
+def _output_rule(form: ResponseFormat | None, structured: StructuredOutputs | None) -> tuple[str, Any, str] | None:
     """Kind, text and field of the one thing that is asked for."""
-    asked = {} if structured is None else structured.asked
+    forms = {} if structured is None else structured.forms
     if form is not None and form.type != "json_schema" and (form.json_schema or (form.model_extra or {}).get("schema")):
         raise bad(f"response_format of type {form.type} has no schema: use the type json_schema", "response_format")
     if form is not None and form.type != "text":
-        if asked:
+        if forms:
             raise bad("give response_format or structured_outputs, not both", "structured_outputs")
         if form.type == "json_object":
             return "json_object", None, "response_format"
@@ -307,8 +311,8 @@ def _wanted(form: ResponseFormat | None, structured: StructuredOutputs | None) -
         return "json_schema", form.json_schema.schema_, "response_format"
     if structured is None:
         return None
-    if len(asked) != 1:
+    if len(forms) != 1:
         raise bad(
             "structured_outputs needs exactly one of json, regex, grammar, choice, json_object", "structured_outputs"
         )
-    return *asked.popitem(), "structured_outputs"
+    return *forms.popitem(), "structured_outputs"

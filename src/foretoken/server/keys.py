@@ -44,14 +44,14 @@ class Keys:
     is what a key may take whose entry says nothing else.  Raises ``ValueError`` as :func:`parsed` does, and for a key
     that is given twice."""
 
-    def __init__(self, given: Sequence[str], standard: Caller) -> None:
+    def __init__(self, entries: Sequence[str], standard: Caller) -> None:
         self._callers: list[tuple[bytes, Caller]] = []
-        for number, entry in enumerate(given, 1):
+        for number, entry in enumerate(entries, 1):
             key, caller = parsed(entry, number, standard)
             digest = hashlib.sha256(key.encode()).digest()
             if any(digest == other for other, _ in self._callers):
                 raise ValueError(f"API key {number} is given twice: give every key once")
-            self._callers.append((digest, replace(caller, tenant=digest.hex()[:16] if len(given) > 1 else "")))
+            self._callers.append((digest, replace(caller, tenant=digest.hex()[:16] if len(entries) > 1 else "")))
         names = [caller.name for _, caller in self._callers]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

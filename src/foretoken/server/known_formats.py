@@ -18,13 +18,13 @@ def without_unknown_formats(schema: Any) -> Any:
     """A copy of a JSON schema without the formats that nobody here can enforce: to JSON Schema they are annotations.
     The schema is nested no deeper than Python's recursion goes."""
     if isinstance(schema, list):
-        return [without_unknown_formats(one) for one in schema]
+        return [without_unknown_formats(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     cleaned: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
-            cleaned[key] = {name: without_unknown_formats(one) for name, one in value.items()}
+            cleaned[key] = {name: without_unknown_formats(part) for name, part in value.items()}
         elif key in _DATA:
             cleaned[key] = value
         elif key != "format" or not isinstance(value, str) or value in FORMATS:

@@ -44,11 +44,11 @@ def _weights(backend: Any) -> np.ndarray[Any, np.dtype[np.float64]] | None:
     longest = np.ones(256)
     letters = _letters()
     for token in backend.get_vocab():
-        held = [letters[letter] for letter in set(token) if letter in letters]
-        longest[held] = np.maximum(longest[held], len(token))
+        byte_values = [letters[letter] for letter in set(token) if letter in letters]
+        longest[byte_values] = np.maximum(longest[byte_values], len(token))
     for added in described.get("added_tokens", ()):
-        held = list(set(added["content"].encode()))
-        longest[held] = np.maximum(longest[held], len(added["content"].encode()))
+        byte_values = list(set(added["content"].encode()))
+        longest[byte_values] = np.maximum(longest[byte_values], len(added["content"].encode()))
         if added.get("lstrip") or added.get("rstrip"):
             longest[list(SPACES)] = np.inf  # it takes any number of spaces beside it
     return 1.0 / longest

@@ -91,19 +91,19 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
 
 async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
     loop = asyncio.get_running_loop()
-    asked = asyncio.Event()
+    stopping = asyncio.Event()
     server.capture_signals = contextlib.nullcontext  # ours drain first
 
     def stop() -> None:
-        if asked.is_set():  # the second one is meant
+        if stopping.is_set():  # the second one is meant
             os._exit(1)
-        asked.set()
+        stopping.set()
 
     for number in STOPPING:
         loop.add_signal_handler(number, stop)
     task = asyncio.create_task(server.serve(sockets=[sock]))
-    code = await _watched(serving, asked, task)
-    if asked.is_set() and not code and not serving.is_loaded:
+    code = await _watched(serving, stopping, task)
+    if stopping.is_set() and not code and not serving.is_loaded:
         await asyncio.to_thread(serving.abandon)
         _stopped_while_loading()
     server.should_exit = True
@@ -123,9 +123,9 @@ def _stopped_while_loading(*_: object) -> NoReturn:
     os._exit(0)
 
 
-async def _watched(serving: Any, asked: asyncio.Event, task: asyncio.Task[None]) -> int:
+async def _watched(serving: Any, stopping: asyncio.Event, task: asyncio.Task[None]) -> int:
     """Until it is asked to stop and has drained, or something has failed."""
-    said = False
+    greeted = False
     while not task.done():
         if serving.failed is not None:
             return 2
@@ -133,10 +133,10 @@ async def _watched(serving: Any, asked: asyncio.Event, task: asyncio.Task[None])
             await asyncio.sleep(0.5)  # open streams are told
             # Exit code when the engine has stopped by itself
             return 70
-        if serving.is_loaded and not said:
-            said = True
+        if serving.is_loaded and not greeted:
+            greeted = True
             logs.say(greeting(serving.settings, serving.is_chat))
-        if asked.is_set():
+        if stopping.is_set():
             await _drained(serving, serving.settings.shutdown_timeout)
             return 0
         await asyncio.sleep(0.05)
@@ -158,9 +158,9 @@ def greeting(settings: ServerSettings, is_chat: bool = False) -> str:
     """Where the server is, and how it is asked: a model with a chat template by a chat."""
     url = f"http://{settings.host}:{settings.port}{settings.root_path}"
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
-    asked = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "def fib(n):"}
+    question = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "def fib(n):"}
     path = "chat/completions" if is_chat else "completions"
-    body = json.dumps({"model": settings.name, **asked, "max_tokens": 64, "temperature": 0})
+    body = json.dumps({"model": settings.name, **question, "max_tokens": 64, "temperature": 0})
     return (
         f"serving {settings.name} at {url} (page at {url}/)\n"
         f"  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"

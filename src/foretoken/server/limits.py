@@ -97,9 +97,9 @@ class Gate:
                 await answered(error, scope["path"], self.failed)(scope, receive, sender)
                 return
             # Nobody but the connection need know that only the head of an answer is asked for: it leaves out the rest.
-            asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            request_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             try:
-                await self.app(asked, received, sender)
+                await self.app(request_scope, received, sender)
             except Exception as error:
                 if state["begun"]:
                     raise
@@ -113,14 +113,14 @@ class Gate:
 
     def _sender(self, scope: Scope, send: Send) -> Send:
         """Sends with our headers, in pieces, so that who does not read holds a piece and not the answer."""
-        began, state, is_stream = time.monotonic(), scope["state"], False
+        start_s, state, is_stream = time.monotonic(), scope["state"], False
 
-        async def named(message: Message) -> None:
+        async def with_id(message: Message) -> None:
             nonlocal is_stream
             if message["type"] == "http.response.start":
                 state["begun"] = True
                 if _is_worth_a_line(scope, message["status"]):
-                    log_request(scope, message["status"], began)
+                    log_request(scope, message["status"], start_s)
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = scope["state"]["request_id"]
                 if is_anthropic(scope["path"]):  # its clients know the id by another name
@@ -133,19 +133,19 @@ class Gate:
             for at in range(0, max(0, len(body) - PIECE), PIECE):
                 await send({"type": "http.response.body", "body": body[at : at + PIECE], "more_body": True})
             if len(body) > PIECE:
-                rest = (len(body) - 1) // PIECE * PIECE
-                message = {**message, "body": body[rest:]}
+                last = (len(body) - 1) // PIECE * PIECE
+                message = {**message, "body": body[last:]}
             await send(message)
             state[BETWEEN] = is_stream and body.endswith(b"\n\n")
 
-        return named
+        return with_id
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
         """Who asks; a replica is told by its gateway, and no client can say it.  Another server's name is answered with
         421, and no valid key with 401."""
-        told = scope["state"].get("caller")
-        if isinstance(told, Caller):
-            return told
+        earlier = scope["state"].get("caller")
+        if isinstance(earlier, Caller):
+            return earlier
         path = scope["path"].removeprefix(self.root)
         if path in OPEN:
             return Caller()
@@ -216,20 +216,20 @@ def _is_worth_a_line(scope: Scope, status: int) -> bool:
 def log_request(scope: Scope, status: int, began_s: float, **fields: Any) -> None:
     """One line of the log about one request, at most once."""
     scope["state"]["logged"] = True
-    told = {
+    entry = {
         "request_id": scope["state"].get("request_id", ""),
         "route": scope["path"][:256],
         "status": status,
         **fields,
         "seconds": round(time.monotonic() - began_s, 4),
     }
-    requests_log.info("request", extra={"fields": told})
+    requests_log.info("request", extra={"fields": entry})
 
 
 def _id_of(headers: Headers) -> str:
     """The client's id, where it is one that can be put into a log, else a new one."""
-    given = headers.get("x-request-id", "")
-    return given if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given) else uuid.uuid4().hex
+    request_id = headers.get("x-request-id", "")
+    return request_id if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", request_id) else uuid.uuid4().hex
 
 
 def checked(body: bytes) -> bytes:

@@ -76,8 +76,8 @@ def completion_logprobs(
     """The old shape: four lists.  A token without a value (the first of a prompt) has ``null``."""
     return {
         "tokens": [texts(token) for token in ids],
-        "token_logprobs": [None if one is None else one.logprob for one in logprobs],
-        "top_logprobs": [None if one is None else texts.top(one, count) for one in logprobs],
+        "token_logprobs": [None if row is None else row.logprob for row in logprobs],
+        "top_logprobs": [None if row is None else texts.top(row, count) for row in logprobs],
         "text_offset": list(offsets),
     }
 
@@ -90,8 +90,8 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, count: i
 
     return {
         "content": [
-            {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*pair) for pair in one.top[:count]]}
-            for one in logprobs
+            {**entry(row.token_id, row.logprob), "top_logprobs": [entry(*pair) for pair in row.top[:count]]}
+            for row in logprobs
         ]
     }
 
@@ -101,12 +101,12 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """vLLM's shape: one object by token id per token of the prompt, with so many of the likeliest ones."""
     rows: list[dict[str, Any] | None] = []
-    for one in logprobs:
-        if one is None:
+    for row in logprobs:
+        if row is None:
             rows.append(None)
             continue
-        ranked = {token: rank + 1 for rank, (token, _) in enumerate(one.top)}
-        pairs = dict((*one.top[:count], (one.token_id, one.logprob)))
+        ranked = {token: rank + 1 for rank, (token, _) in enumerate(row.top)}
+        pairs = dict((*row.top[:count], (row.token_id, row.logprob)))
         rows.append(
             {
                 str(token): {"logprob": value, "rank": ranked.get(token), "decoded_token": texts(token)}

@@ -76,15 +76,15 @@ class LineWriter(logging.Handler):
                 with self._counting:
                     lost, self._lost = self._lost, 0
                 if lost:
-                    told = f"{lost} lines of the log were lost: stderr was not read"
-                    self._write(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None)))
+                    notice = f"{lost} lines of the log were lost: stderr was not read"
+                    self._write(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, notice, None, None)))
             self._lines.task_done()
         self._lines.task_done()
 
     def _write(self, line: str) -> None:
-        rest = line.encode() + b"\n"
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+        unsent = line.encode() + b"\n"
+        while unsent:
+            unsent = unsent[os.write(self._descriptor, unsent) :]
 
 
 def say(line: str, level: int = logging.INFO) -> None:
@@ -133,14 +133,14 @@ def installed() -> Iterator[None]:
     before = [(log, log.handlers[:], log.level, log.propagate) for log in logs]
     showwarning = warnings.showwarning
     install()
-    ours = logs[0].handlers[0]
+    writer = logs[0].handlers[0]
     try:
         yield
     finally:
-        ours.flush()
+        writer.flush()
         for log, handlers, level, propagate in before:
             log.handlers[:], log.propagate = handlers, propagate
             log.setLevel(level)
         warnings.showwarning = showwarning
-        if ours not in before[0][1]:
-            ours.close()
+        if writer not in before[0][1]:
+            writer.close()

@@ -51,11 +51,11 @@ class FreedMemory:
             if self._is_due:
                 return
             self._is_due = True
-        timer = threading.Timer(self._after_s, self._now)
+        timer = threading.Timer(self._after_s, self._return_freed)
         timer.daemon = True
         timer.start()
 
-    def _now(self) -> None:
+    def _return_freed(self) -> None:
         with self._lock:
             self._is_due = False  # what ends from here on is given back the next time
         self._give_back()

@@ -57,7 +57,7 @@ class _Message(ChatTurn):
 
     def __init__(self, serving: Serving, http: Request, body: CountRequest) -> None:
         super().__init__(serving, http, chat_request(body))
-        self.asked: Any = body
+        self.request_body: Any = body
         self.ignored: list[str] = []
         if body.output_config is not None and body.output_config.effort is not None:
             self.ignored.append("output_config.effort")
@@ -95,9 +95,9 @@ class _Message(ChatTurn):
     def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
         """Why the answer ended."""
         stop_reason = REASONS.get(reason or "", "end_turn")
-        if stop_reason == "max_tokens" and self.most < self.asked.max_tokens:
+        if stop_reason == "max_tokens" and self.most < self.request_body.max_tokens:
             stop_reason = "model_context_window_exceeded"
-        if reason == "stop" and stop in (self.asked.stop_sequences or ()):
+        if reason == "stop" and stop in (self.request_body.stop_sequences or ()):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         if stop_reason == "end_turn" and any(isinstance(part, Call) for part in self.parts):
             stop_reason = "tool_use"
@@ -110,11 +110,11 @@ class _Message(ChatTurn):
         reader = self.reader()
         async for _, piece in self.pieces(tickets):
             for part in reader.push(piece.text, piece.finish_reason is not None):
-                for one in self._events_of(part):
-                    yield one
+                for event in self._events_of(part):
+                    yield event
             if piece.stats is not None:
-                for one in self._closed():
-                    yield one
+                for event in self._closed():
+                    yield event
                 delta = self._end(piece.finish_reason, piece.stop_reason)
                 tail = {"usage": _usage(piece.stats), "metrics": self.tail()["metrics"]}
                 yield {"type": "message_delta", "delta": delta, **tail}
@@ -125,15 +125,15 @@ class _Message(ChatTurn):
         if isinstance(part, str):
             if not self.writes_text:
                 self.writes_text = True
-                yield self._began({"type": "text", "text": ""})
+                yield self._block_start({"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": part})
             return
         yield from self._closed()
-        yield self._began({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
+        yield self._block_start({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
         yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
         yield self._ended()
 
-    def _began(self, block: dict[str, Any]) -> dict[str, Any]:
+    def _block_start(self, block: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_start", "index": self.index, "content_block": block}
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:

@@ -178,9 +178,9 @@ def _user(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
             if texts:
                 yield {"role": role, "content": _text(texts, "messages")}
                 texts = []
-            given = _text(block.content or "", "messages")
-            given = f"Error: {given}" if block.is_error else given
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": given}
+            result = _text(block.content or "", "messages")
+            result = f"Error: {result}" if block.is_error else result
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
         else:
             texts.append(block)
     if texts or not blocks:
@@ -190,8 +190,8 @@ def _user(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
 def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
     """Text and calls; what it thought is not shown to it again."""
     calls = [block for block in blocks if block.type == "tool_use"]
-    rest = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
-    message: dict[str, Any] = {"role": "assistant", "content": _text(rest, "messages")}
+    text_blocks = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
+    message: dict[str, Any] = {"role": "assistant", "content": _text(text_blocks, "messages")}
     if calls:
         message["tool_calls"] = [_call(block) for block in calls]
     return message
@@ -215,25 +215,25 @@ def _text(content: str | Sequence[Block], field: str, between: str = "") -> str:
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        why = (
+        reason = (
             "has no schema here, only in Anthropic's models: describe it as a custom tool with an input_schema"
             if tool.type.startswith(CLIENT_RUN)
             else "is run by Anthropic's servers, not here: leave it out"
         )
-        raise bad(f"the tool of type {tool.type!r} {why}", "tools", "unsupported_value")
+        raise bad(f"the tool of type {tool.type!r} {reason}", "tools", "unsupported_value")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema or {}}
     return {"type": "function", "function": function}
 
 
-def _choice(given: AnthropicToolChoice | None) -> dict[str, Any]:
+def _choice(tool_choice: AnthropicToolChoice | None) -> dict[str, Any]:
     """``tool_choice`` and whether several calls may come at once."""
-    if given is None:
+    if tool_choice is None:
         return {}
-    choice: dict[str, Any] = {"tool_choice": {"any": "required"}.get(given.type, given.type)}
-    if given.type == "tool":
-        if not given.name:
+    choice: dict[str, Any] = {"tool_choice": {"any": "required"}.get(tool_choice.type, tool_choice.type)}
+    if tool_choice.type == "tool":
+        if not tool_choice.name:
             raise bad("tool_choice of type tool needs a name", "tool_choice")
-        choice["tool_choice"] = {"type": "function", "function": {"name": given.name}}
-    if given.disable_parallel_tool_use:
+        choice["tool_choice"] = {"type": "function", "function": {"name": tool_choice.name}}
+    if tool_choice.disable_parallel_tool_use:
         choice["parallel_tool_calls"] = False
     return choice

@@ -41,12 +41,12 @@ class Metrics:
         self._sets = [self._counters(prefix) for prefix in prefixes]
         self.has_drafter = True
         self.registry.register(_Rounds(prefixes, model, status))
-        self._between = [one["between"].labels(model) for one in self._sets]
+        self._between = [counters["between"].labels(model) for counters in self._sets]
         for prefix in prefixes:
-            what = "Choices that are admitted, until the last byte of their answer was taken."
-            taken = Gauge(f"{prefix}:places_taken", what, ["model_name"], registry=self.registry)
-            taken.labels(model).set_function(places)
-            for name, what, value in (
+            help_text = "Choices that are admitted, until the last byte of their answer was taken."
+            places_taken = Gauge(f"{prefix}:places_taken", help_text, ["model_name"], registry=self.registry)
+            places_taken.labels(model).set_function(places)
+            for name, help_text, value in (
                 ("num_requests_running", "Requests in the batch.", lambda s: s.running),
                 ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
                 ("kv_cache_bytes", "Memory of keys and values of running requests.", lambda s: s.kv_bytes),
@@ -57,17 +57,17 @@ class Metrics:
                 ("cuda_graphs", "1 where the target's forwards run as CUDA graphs.", lambda s: float(s.graphs)),
                 ("spec_predicted_speedup", "Of the plan in use over plain decoding, as the cost model says.", _speedup),
             ):
-                gauge = Gauge(f"{prefix}:{name}", what, ["model_name"], registry=self.registry)
+                gauge = Gauge(f"{prefix}:{name}", help_text, ["model_name"], registry=self.registry)
                 gauge.labels(model).set_function(lambda value=value: value(state) if (state := status()) else 0.0)  # type: ignore[misc]
 
     def _counters(self, prefix: str) -> dict[str, Any]:
         """Those with no label but the model's begin at 0, for tools that look before the first request."""
 
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"{prefix}:{name}", what, ["model_name", *labels], registry=self.registry)
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"{prefix}:{name}", help_text, ["model_name", *labels], registry=self.registry)
 
-        def histogram(name: str, what: str) -> Histogram:
-            return Histogram(f"{prefix}:{name}", what, ["model_name"], registry=self.registry, buckets=SECONDS)
+        def histogram(name: str, help_text: str) -> Histogram:
+            return Histogram(f"{prefix}:{name}", help_text, ["model_name"], registry=self.registry, buckets=SECONDS)
 
         metrics = {
             "success": counter("request_success", "Choices that have left the engine.", "finished_reason"),
@@ -106,16 +106,16 @@ class Metrics:
     def ended(self, request: Request, arrived_s: float, stats: SpecStats, reason: FinishReason | None) -> None:
         """Count a choice that has left the engine, however it ended, in the engine's thread.  It came at ``arrived_s``,
         by the monotonic clock; without a ``reason`` it was cancelled."""
-        whole_s, told = time.monotonic() - arrived_s, REASONS.get(reason or "", "abort")
-        for one in self._sets:
-            self._count(one, stats, told)
+        whole_s, outcome = time.monotonic() - arrived_s, REASONS.get(reason or "", "abort")
+        for counters in self._sets:
+            self._count(counters, stats, outcome)
             if not stats.num_draft_tokens and stats.num_drafts:
-                one["plain"].labels(self._model, self._why_plain(request, stats)).inc()
-            if told in DONE:
-                one["whole"].labels(self._model).observe(whole_s)
+                counters["plain"].labels(self._model, self._why_plain(request, stats)).inc()
+            if outcome in DONE:
+                counters["whole"].labels(self._model).observe(whole_s)
                 if stats.num_new_tokens > 1:
-                    rest = max(0.0, whole_s - stats.first_token_s)
-                    one["per_token"].labels(self._model).observe(rest / (stats.num_new_tokens - 1))
+                    writing_s = max(0.0, whole_s - stats.first_token_s)
+                    counters["per_token"].labels(self._model).observe(writing_s / (stats.num_new_tokens - 1))
 
     def _why_plain(self, request: Request, stats: SpecStats) -> str:
         """Why a request had no draft."""
@@ -127,22 +127,22 @@ class Metrics:
             return "one_token"
         return "nothing_to_draft" if stats.num_asked_rounds else "plain_is_faster"
 
-    def _count(self, one: dict[str, Any], stats: SpecStats, reason: str) -> None:
+    def _count(self, counters: dict[str, Any], stats: SpecStats, reason: str) -> None:
         m = self._model
-        one["success"].labels(m, reason).inc()
-        one["prompt"].labels(m).inc(stats.num_prompt_tokens)
-        one["cached"].labels(m).inc(max(0, stats.num_prompt_tokens - stats.num_prompt_tokens_computed))
-        one["generation"].labels(m).inc(stats.num_new_tokens)
-        one["drafts"].labels(m).inc(stats.num_drafted_rounds)
-        one["draft_tokens"].labels(m).inc(stats.num_draft_tokens)
-        one["accepted"].labels(m).inc(stats.num_accepted_tokens)
+        counters["success"].labels(m, reason).inc()
+        counters["prompt"].labels(m).inc(stats.num_prompt_tokens)
+        counters["cached"].labels(m).inc(max(0, stats.num_prompt_tokens - stats.num_prompt_tokens_computed))
+        counters["generation"].labels(m).inc(stats.num_new_tokens)
+        counters["drafts"].labels(m).inc(stats.num_drafted_rounds)
+        counters["draft_tokens"].labels(m).inc(stats.num_draft_tokens)
+        counters["accepted"].labels(m).inc(stats.num_accepted_tokens)
         for position, count in enumerate(stats.num_accepted_tokens_per_pos):
-            one["accepted_at"].labels(m, str(position)).inc(count)
+            counters["accepted_at"].labels(m, str(position)).inc(count)
         for drafter, rounds in stats.drafters.items():
-            one["share"].labels(m, drafter).inc(rounds)
+            counters["share"].labels(m, drafter).inc(rounds)
         if stats.num_drafts:
-            one["first"].labels(m).observe(stats.first_token_s)
-            one["queue"].labels(m).observe(stats.queue_s)
+            counters["first"].labels(m).observe(stats.first_token_s)
+            counters["queue"].labels(m).observe(stats.queue_s)
 
     def came(self, seconds: float) -> None:
         """Note the seconds that a token of a block has taken."""
@@ -150,12 +150,12 @@ class Metrics:
             between.observe(seconds)
 
     def failed(self, reason: str) -> None:
-        for one in self._sets:
-            one["failures"].labels(self._model, reason).inc()
+        for counters in self._sets:
+            counters["failures"].labels(self._model, reason).inc()
 
     def rejected(self, reason: str) -> None:
-        for one in self._sets:
-            one["rejections"].labels(self._model, reason).inc()
+        for counters in self._sets:
+            counters["rejections"].labels(self._model, reason).inc()
 
     def text(self) -> bytes:
         """What Prometheus reads."""
@@ -171,8 +171,8 @@ class _Rounds(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         status = self._status()
         for prefix in self._prefixes:
-            what = "Seconds of rounds by what took them, each round counted once."
-            phases = CounterMetricFamily(f"{prefix}:spec_step_seconds", what, labels=["model_name", "phase"])
+            help_text = "Seconds of rounds by what took them, each round counted once."
+            phases = CounterMetricFamily(f"{prefix}:spec_step_seconds", help_text, labels=["model_name", "phase"])
             for phase in PHASES:
                 spent = 0.0 if status is None else getattr(status.times, f"{phase}_s")
                 phases.add_metric([self._model, phase], max(0.0, spent))

@@ -22,10 +22,10 @@ MINUTE_S = 60.0
 
 class Places:
     """All of a server: at most ``most`` choices may be admitted at once (``None`` where somebody else counts them), of
-    which ``kept`` are for keys that have none yet, so that one key cannot hold all."""
+    which ``reserved`` are for keys that have none yet, so that one key cannot hold all."""
 
-    def __init__(self, most: int | None, kept: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most, self.kept, self.open = most, kept, 0
+    def __init__(self, most: int | None, reserved: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most, self.reserved, self.open = most, reserved, 0
         self._clock = clock
         self._by_key: Counter[str] = Counter()
         self._spent: dict[str, tuple[float, float]] = {}  # by key: tokens that are not yet paid for, and since when
@@ -40,11 +40,11 @@ class Places:
             return
         if self.open + count > self.most:
             raise QueueFull(f"{self.open} choices run, wait or are being read, of {self.most}", 1.0)
-        held = self._by_key[caller.name]
-        if held and self.open + count > self.most - self.kept:
+        of_key = self._by_key[caller.name]
+        if of_key and self.open + count > self.most - self.reserved:
             raise QueueFull(
-                f"{self.open} choices run, wait or are being read, {held} of this key, and the last {self.kept} of "
-                f"{self.most} places are for keys that have none",
+                f"{self.open} choices run, wait or are being read, {of_key} of this key, and the last "
+                f"{self.reserved} of {self.most} places are for keys that have none",
                 1.0,
             )
 
@@ -76,9 +76,9 @@ class Places:
     def _owed(self, caller: Caller) -> float:
         """Tokens beyond what the key may have used by now: it starts with those of a minute."""
         spent, since = self._spent.get(caller.name, (-float(caller.tokens_per_minute), self._clock()))
-        now = self._clock()
-        paid = max(-float(caller.tokens_per_minute), spent - (now - since) * caller.tokens_per_minute / MINUTE_S)
-        self._spent[caller.name] = (paid, now)
+        now_s = self._clock()
+        paid = max(-float(caller.tokens_per_minute), spent - (now_s - since) * caller.tokens_per_minute / MINUTE_S)
+        self._spent[caller.name] = (paid, now_s)
         return paid
 
     def _spend(self, caller: Caller, tokens: int) -> None:
@@ -97,13 +97,13 @@ class Place:
 
     def __init__(self, places: Places, caller: Caller) -> None:
         self._places, self.caller = places, caller
-        self._held = self.spent = 0
+        self._count = self.spent = 0
 
     def take(self, count: int) -> None:
         """Admit so many choices.  Raises :class:`QueueFull` where the server has no room for them now, and
         :class:`ApiError`: 400 for more than there can ever be, 429 where what the key may take is used up."""
         self._places._take(self.caller, count)
-        self._held += count
+        self._count += count
 
     def spend(self, tokens: int) -> None:
         """Count tokens of a prompt that is read, or of an answer."""
@@ -112,9 +112,9 @@ class Place:
 
     def close(self) -> None:
         """The last byte was taken, or nobody takes it."""
-        held, self._held = self._held, 0
-        if held:
-            self._places._free(self.caller, held)
+        count, self._count = self._count, 0
+        if count:
+            self._places._free(self.caller, count)
 
 
 def place_of(scope: Scope) -> Place:

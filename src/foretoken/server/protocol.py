@@ -72,7 +72,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _guard: asyncio.TimerHandle | None = None
     _probing: asyncio.TimerHandle | None = None
     _in_headers = False
-    _taken = 0
+    _header_bytes = 0
     """Bytes of the headers that are being read."""
 
     def connection_made(self, transport: Any) -> None:
@@ -135,7 +135,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start it for the next request of the connection."""
         super().on_message_begin()
-        self._in_headers, self._taken = True, 0
+        self._in_headers, self._header_bytes = True, 0
         if self._guard is None:
             self._watch()
 
@@ -143,8 +143,8 @@ class GuardedProtocol(HttpToolsProtocol):
         """Count a header that is complete.  Raises ``ValueError``: they are too large together; uvicorn then sends a
         400."""
         super().on_header(name, value)
-        self._taken += len(name) + len(value)
-        if self._taken > MOST_HEADER_BYTES:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MOST_HEADER_BYTES:
             raise ValueError("the headers are too large")
 
     def on_headers_complete(self) -> None:
@@ -154,11 +154,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count what belongs to an incomplete header too: the parser keeps it without a limit."""
-        before, in_body = self._taken, self.cycle is not None and self.cycle.more_body
+        before, in_body = self._header_bytes, self.cycle is not None and self.cycle.more_body
         super().data_received(data)
         if self._in_headers and not in_body and not self.transport.is_closing():
-            self._taken = max(self._taken, before + len(data))
-            if self._taken > MOST_HEADER_BYTES:
+            self._header_bytes = max(self._header_bytes, before + len(data))
+            if self._header_bytes > MOST_HEADER_BYTES:
                 self.send_400_response("")
 
     def send_400_response(self, msg: str) -> None:

@@ -46,7 +46,7 @@ class _Response(ChatTurn):
 
     def __init__(self, serving: Serving, http: Request, body: ResponsesRequest) -> None:
         super().__init__(serving, http, chat_request(body))
-        self.asked, self.ignored = body, [*no_effect(body)]
+        self.request_body, self.ignored = body, [*no_effect(body)]
         self.texts = TokenTexts(serving.llm.tokenizer)
         self.tools = [tool.model_dump() for tool in body.tools or ()]
         if self.tool_choice.free and any(tool["strict"] for tool in self.tools):
@@ -115,7 +115,7 @@ class _Response(ChatTurn):
 
     def object(self, status: str, items: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """The object, as far as it is."""
-        body = self.asked
+        body = self.request_body
         text = {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True)
         return {
             "id": self.id,
@@ -148,8 +148,8 @@ class _Response(ChatTurn):
         """Events with their numbers; an error is one of them, and the last."""
         number, events = 0, super().stream(tickets)
         try:
-            async for one in events:
-                yield {**one, "sequence_number": number}
+            async for event in events:
+                yield {**event, "sequence_number": number}
                 number += 1
         except Exception as error:
             failure = self.renamed(api_error(error))
@@ -168,11 +168,11 @@ class _Response(ChatTurn):
             self.untold.extend(piece.logprobs)
             for part in reader.push(piece.text, piece.finish_reason is not None):
                 values, self.untold = self.untold, []
-                for one in self._events_of(part, values):
-                    yield one
+                for event in self._events_of(part, values):
+                    yield event
             if piece.stats is not None:
-                for one in self._closed(status_of(piece.finish_reason)):
-                    yield one
+                for event in self._closed(status_of(piece.finish_reason)):
+                    yield event
                 response = self.ended(self.items, piece.finish_reason)
                 yield {"type": f"response.{response['status']}", "response": response}
 

@@ -174,17 +174,19 @@ def no_effect(body: ResponsesRequest) -> Iterator[str]:
 def renamed(error: ApiError) -> ApiError:
     """An error that names the field as it is called here."""
     name = error.param or ""
-    here = FIELDS.get(name, name)
-    message = error.message.replace(name, here).replace(f".{PARAMETERS} (", ".parameters (")
+    field = FIELDS.get(name, name)
+    message = error.message.replace(name, field).replace(f".{PARAMETERS} (", ".parameters (")
     code, headers, counted = error.code, error.headers, error.counted
-    return ApiError(error.status, message, param=here or None, code=code, headers=headers, counted=counted)
+    return ApiError(error.status, message, param=field or None, code=code, headers=headers, counted=counted)
 
 
 def _check(body: ResponsesRequest) -> None:
     refuse(body, UNSERVED)
-    for one in body.include or ():
-        if one not in INCLUDES:
-            raise bad(f"include may name {' or '.join(INCLUDES)}, not {one[:64]!r}", "include", "unsupported_parameter")
+    for item in body.include or ():
+        if item not in INCLUDES:
+            raise bad(
+                f"include may name {' or '.join(INCLUDES)}, not {item[:64]!r}", "include", "unsupported_parameter"
+            )
     if body.truncation == "auto":
         raise bad("nothing is left out of a conversation here: truncation must be disabled", "truncation")
 
@@ -240,15 +242,15 @@ def _tool(tool: ResponsesTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(given: str | dict[str, Any] | None) -> Any:
+def _choice(choice: str | dict[str, Any] | None) -> Any:
     """``tool_choice``: here a function's name is not inside another object."""
-    if not isinstance(given, dict):
-        return given
-    if given.get("type") == "function":
-        return {"type": "function", "function": {"name": given.get("name")}}
-    if given.get("type") == "allowed_tools" and isinstance(given.get("tools"), list):
-        tools = [{"function": one} for one in given["tools"]]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode", "auto"), "tools": tools}}
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [{"function": tool} for tool in choice["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": tools}}
     raise bad("tool_choice is auto, none, required, a function, or allowed_tools", "tool_choice", "unsupported_value")
 
 

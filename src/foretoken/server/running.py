@@ -94,14 +94,14 @@ async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
             queue.put_nowait(error)
 
     tasks = [asyncio.create_task(follow(source)) for source in sources]
-    left = len(tasks)
+    num_open = len(tasks)
     try:
-        while left:
+        while num_open:
             item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
-                left -= 1
+                num_open -= 1
             else:
                 yield item
     finally:
@@ -123,10 +123,10 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
             raise ClientGone
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
+        for future in (task, gone):
+            future.cancel()
             with suppress(asyncio.CancelledError, Exception):
-                await one
+                await future
 
 
 async def disconnected(receive: Receive) -> None:

@@ -68,22 +68,22 @@ def _prompt(value: Any) -> Any:
     if isinstance(value[0], list):
         if len(value) > MOST_PROMPTS:
             raise ValueError(f"at most {MOST_PROMPTS} prompts, not {len(value)}")
-        return [_ids(one) for one in value]
+        return [_ids(ids) for ids in value]
     return _ids(value)
 
 
 def _texts(value: list[Any]) -> list[str]:
     if len(value) > MOST_PROMPTS:
         raise ValueError(f"at most {MOST_PROMPTS} prompts, not {len(value)}")
-    if not all(isinstance(one, str) for one in value):
+    if not all(isinstance(text, str) for text in value):
         raise ValueError("prompts are either all texts or all token ids")
-    if any(len(one) > LONGEST_TEXT for one in value):
+    if any(len(text) > LONGEST_TEXT for text in value):
         raise ValueError(f"a text has at most {LONGEST_TEXT} characters")
-    return [str(encodable(one)) for one in value]
+    return [str(encodable(text)) for text in value]
 
 
 def _ids(value: Any) -> list[int]:
-    if not isinstance(value, list) or not all(type(one) is int and 0 <= one <= BIG for one in value):
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= BIG for token in value):
         raise ValueError("a prompt of token ids is a list of whole numbers from 0 on")
     return value
 
@@ -148,8 +148,8 @@ class Body(BaseModel):
         for field in type(self).model_fields:
             value = getattr(self, field)
             parts = value if isinstance(value, list) and value and isinstance(value[0], Body) else [value]
-            for one in parts if isinstance(parts[0], Body) else ():
-                yield from (f"{field}.{name}" for name in one._unknown())
+            for part in parts if isinstance(parts[0], Body) else ():
+                yield from (f"{field}.{name}" for name in part._unknown())
 
     def _unknown(self) -> Iterator[str]:
         """Names in this object, where it is a part of another; empty values say nothing."""
@@ -203,7 +203,7 @@ class StructuredOutputs(Body):
     sampling: Literal["masked", "conditional"] = "masked"
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def forms(self) -> dict[str, Any]:
         """What is asked for, by its kind in :mod:`foretoken.server.grammar`; one, if the request is right."""
         kinds: dict[str, Any] = {
             "json_schema": self.json_,

@@ -68,8 +68,8 @@ def tell(settings: ServerSettings, llm: Llm) -> None:
     """Write to the log how the model runs, what it promises, and every faster path that it was refused."""
     description = llm.describe()
     drafter = "none" if llm.drafter is None else llm.drafter.spec or llm.drafter.name
-    told = f"{how_it_runs(description)}, drafter {drafter}"
-    log.info("loaded %s: %s", settings.name, told, extra={"fields": {**description, "drafter": drafter}})
+    summary = f"{how_it_runs(description)}, drafter {drafter}"
+    log.info("loaded %s: %s", settings.name, summary, extra={"fields": {**description, "drafter": drafter}})
     for line in refused_lines(description):
         log.warning(line, extra={"plain": True})
 
@@ -109,14 +109,14 @@ def capture(llm: Llm, texts: int) -> None:
     graphs = getattr(llm.target, "graphs", None)
     if graphs is None:
         return
-    began, drafter = time.perf_counter(), llm.drafter
+    start_s, drafter = time.perf_counter(), llm.drafter
     nodes = 1
     if drafter is not None:
         nodes += drafter.max_nodes if drafter.traits.draws_trees else drafter.max_depth
     texts = llm.engine.budget.most_texts(texts)
     count = graphs.capture_ladder(texts, nodes, max(nodes, 1 + BESIDE), llm.engine.taps)
     if not graphs.stopped:
-        log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - began)
+        log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - start_s)
 
 
 @dataclass
@@ -157,8 +157,8 @@ class Serving:
         try:
             llm = await asyncio.to_thread(self.make, self.settings)
             keep_promise(self.settings, llm)
-            if (told := await asyncio.to_thread(settle_threads, llm.target)) is not None:
-                log.warning(told, extra={"plain": True})
+            if (message := await asyncio.to_thread(settle_threads, llm.target)) is not None:
+                log.warning(message, extra={"plain": True})
             tell(self.settings, llm)
             if self.settings.chat_template and llm.tokenizer is not None:
                 llm.tokenizer.chat_template = Path(self.settings.chat_template).read_text(encoding="utf-8")

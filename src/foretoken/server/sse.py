@@ -81,12 +81,12 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        now = asyncio.get_running_loop().time
-        self._sent_s = now()
+        clock = asyncio.get_running_loop().time
+        self._sent_s = clock()
         pings = asyncio.create_task(self._ping(send))
         try:
             async for frame in self.frames:
-                self._sent_s, self._in_frame = now(), True
+                self._sent_s, self._in_frame = clock(), True
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
                 self._in_frame = False
         finally:
@@ -95,11 +95,11 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ping(self, send: Send) -> None:
-        now = asyncio.get_running_loop().time
+        clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(max(0.0, self._sent_s + self.ping_s - now()))
-            if now() - self._sent_s >= self.ping_s:
-                self._sent_s = now()
+            await asyncio.sleep(max(0.0, self._sent_s + self.ping_s - clock()))
+            if clock() - self._sent_s >= self.ping_s:
+                self._sent_s = clock()
                 if self._in_frame:  # a large one goes out in pieces, and waits for its reader: not in the middle of it
                     continue
                 await send({"type": "http.response.body", "body": PING, "more_body": True})

@@ -55,13 +55,13 @@ async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
         raise bad("this model has no tokenizer: use /v1/completions with token ids", "messages")
     _check(conversation)
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    written = [_plain(message, template) for message in conversation.messages]
+    messages = [_plain(message, template) for message in conversation.messages]
     if not has_template(tokenizer):
         if conversation.tools:
             raise bad("this model has no chat template, so it cannot be told of tools", "tools")
-        return _without_template(written, conversation.generate and not conversation.continues)
+        return _without_template(messages, conversation.generate and not conversation.continues)
     try:
-        return await in_thread(TEMPLATES, lambda: _rendered(tokenizer, written, conversation), RENDER_S)
+        return await in_thread(TEMPLATES, lambda: _rendered(tokenizer, messages, conversation), RENDER_S)
     except TimeoutError:
         raise bad("the chat template takes too long for these messages", "messages") from None
     except ApiError:
@@ -83,30 +83,32 @@ def _check(conversation: Conversation) -> None:
         )
 
 
-def _rendered(tokenizer: Any, written: Sequence[Mapping[str, Any]], conversation: Conversation) -> str:
+def _rendered(tokenizer: Any, plain_messages: Sequence[Mapping[str, Any]], conversation: Conversation) -> str:
     """The prompt.  Raises ``ApiError`` 400 where it says nothing of the tools, or leaves out an earlier call."""
-    how = dict(conversation.kwargs)
+    options = dict(conversation.kwargs)
     if conversation.effort is not None:
-        how["reasoning_effort"] = conversation.effort
+        options["reasoning_effort"] = conversation.effort
     if conversation.continues:
-        how["continue_final_message"] = True
+        options["continue_final_message"] = True
     generate = conversation.generate and not conversation.continues
     functions = [tool.model_dump(exclude_none=True) for tool in conversation.tools]
 
-    def text(messages: Any, shown: Any) -> str:
+    def text(messages: Any, tools: Any) -> str:
         return str(
-            tokenizer.apply_chat_template(messages, tools=shown, tokenize=False, add_generation_prompt=generate, **how)
+            tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=generate, **options
+            )
         )
 
-    prompt = text(written, functions or None)
-    if functions and prompt == text(written, None):
+    prompt = text(plain_messages, functions or None)
+    if functions and prompt == text(plain_messages, None):
         raise bad("this model's chat template has no place for tools, so it cannot be told of them", "tools")
-    marked, names = _marked(written)
+    marked, names = _marked(plain_messages)
     try:
-        told = text(marked, functions or None) if names else ""
+        marked_prompt = text(marked, functions or None) if names else ""
     except Exception:  # it knows the names of calls, so it looks at them
         return prompt
-    if any(name not in told for name in names):
+    if any(name not in marked_prompt for name in names):
         raise bad(
             "this model's chat template has no place for calls of tools, so it cannot be told of earlier ones",
             "messages",
@@ -114,7 +116,7 @@ def _rendered(tokenizer: Any, written: Sequence[Mapping[str, Any]], conversation
     return prompt
 
 
-def _marked(written: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
+def _marked(plain_messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
     """The messages with another name for each earlier call, and these names.
 
     A template that leaves out a call would have the model answer another conversation.  The call's own name proves
@@ -130,7 +132,7 @@ def _marked(written: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any
         {**message, "tool_calls": [renamed(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
         else message
-        for message in written
+        for message in plain_messages
     ]
     return messages, names
 
@@ -169,25 +171,25 @@ def _call(call: ToolCall, template: str) -> dict[str, Any]:
     return {"id": _id(call.id or "", template), "type": "function", "function": function}
 
 
-def arguments_of(given: str | dict[str, Any] | None) -> dict[str, Any]:
+def arguments_of(raw: str | dict[str, Any] | None) -> dict[str, Any]:
     """The arguments of a call as an object; a text that is none is its only member, ``unparsed``."""
-    if isinstance(given, dict):
-        return given
-    if given is None or not given.strip():
+    if isinstance(raw, dict):
+        return raw
+    if raw is None or not raw.strip():
         return {}
     try:
-        arguments = json.loads(given)
+        arguments = json.loads(raw)
     except (json.JSONDecodeError, RecursionError):
         arguments = None
     # The one argument of an earlier call whose arguments are no JSON object: templates want an object
-    return arguments if isinstance(arguments, dict) else {"unparsed": given}
+    return arguments if isinstance(arguments, dict) else {"unparsed": raw}
 
 
-def _id(given: str, template: str) -> str:
+def _id(call_id: str, template: str) -> str:
     """The id of a call as the template takes it; the same for the call and for its result."""
-    if NINE not in template or (len(given) == 9 and given.isalnum()):
-        return given
-    return hashlib.sha256(given.encode()).hexdigest()[:9]
+    if NINE not in template or (len(call_id) == 9 and call_id.isalnum()):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _without_template(messages: Sequence[Mapping[str, Any]], generate: bool) -> str:

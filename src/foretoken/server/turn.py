@@ -140,8 +140,8 @@ class ChatTurn(Answer):
         )
 
     def _stops(self) -> list[str]:
-        given = self.body.stop
-        return [*([given] if isinstance(given, str) else given or ()), PLAIN_STOP]
+        stop = self.body.stop
+        return [*([stop] if isinstance(stop, str) else stop or ()), PLAIN_STOP]
 
     def _prediction(self) -> str | None:
         """What the client predicts, else, where a call is forced, earlier calls of the same tools, the last one first:

@@ -19,13 +19,13 @@ def usage(
     sent, by default all that were generated."""
     prompt = sum(stats.num_prompt_tokens for stats in prompts)
     cached = sum(stats.num_prompt_tokens - stats.num_prompt_tokens_computed for stats in prompts)
-    written = sum(stats.num_new_tokens for stats in all_stats) if completion is None else completion
+    completion_tokens = sum(stats.num_new_tokens for stats in all_stats) if completion is None else completion
     predicted = sum(stats.num_prediction_places for stats in all_stats)
     accepted = sum(stats.num_accepted_prediction_places for stats in all_stats)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
@@ -75,7 +75,7 @@ def speculative(stats: SpecStats, longest_draft: int) -> dict[str, Any]:
 def histogram(stats: SpecStats) -> list[int]:
     """How many rounds accepted 0, 1, 2, ... draft tokens."""
     at_least = [stats.num_drafts, *stats.num_accepted_tokens_per_pos, 0]
-    return [here - there for here, there in pairwise(at_least)]
+    return [reached - further for reached, further in pairwise(at_least)]
 
 
 def merged(all_stats: Sequence[SpecStats]) -> SpecStats:

@@ -30,14 +30,14 @@ class FairQueue:
             raise ValueError(f"a fair queue needs at least 2 threads, not {threads}")
         self._threads, self._name, self._large = threads, name, large
         self._due: dict[bool, list[tuple[float, int, int, Future[Any], Callable[[], Any]]]] = {True: [], False: []}
-        self._done, self._numbers, self._at_large, self._begun = 0.0, count(), 0, 0
+        self._served_cost, self._numbers, self._at_large, self._begun = 0.0, count(), 0, 0
         self._changed = threading.Condition()
 
     def submit(self, work: Callable[[], T], cost: int = 1) -> Future[T]:
         """Queue some work of a cost in characters."""
         future: Future[T] = Future()
         with self._changed:
-            entry = (self._done + cost, next(self._numbers), cost, future, work)
+            entry = (self._served_cost + cost, next(self._numbers), cost, future, work)
             heapq.heappush(self._due[cost >= self._large], entry)
             if self._begun < self._threads:
                 self._begun += 1
@@ -61,7 +61,7 @@ class FairQueue:
             if large:
                 FREED.large_one_ended()
             with self._changed:
-                self._done += cost
+                self._served_cost += cost
                 self._at_large -= large
                 self._changed.notify_all()
 

@@ -29,7 +29,7 @@ class FleetMetrics:
 
     def text(self, replicas: Mapping[str, str], ready: int, open_: int) -> str:
         """What Prometheus reads, made of the texts of replicas by name, of which ``ready`` can serve."""
-        own = (
+        families = (
             ("replicas_ready", "gauge", "Replicas that can serve.", ready),
             ("gateway_requests_open", "gauge", "Requests that have not ended.", open_),
             ("replica_retries_total", "counter", "Requests that another replica served.", self.retried),
@@ -37,9 +37,9 @@ class FleetMetrics:
         )
         lines: list[str] = []
         for prefix in self._prefixes:
-            for name, kind, what, value in own:
+            for name, kind, help_text, value in families:
                 full = f"{prefix}:{name}"
-                lines += [f"# HELP {full} {what}", f"# TYPE {full} {kind}"]
+                lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}"]
                 lines.append(f'{full}{{model_name="{_escaped(self._model)}"}} {value}')
         return "\n".join([*lines, *labelled({OWN: self._failures(), **replicas})]) + "\n"
 
@@ -62,9 +62,9 @@ def labelled(texts: Mapping[str, str]) -> list[str]:
         for line in text.splitlines():
             if line.startswith("# "):
                 family = line.split(" ", 3)[2]
-                known = heads.setdefault(family, [])
-                if line not in known:
-                    known.append(line)
+                head_lines = heads.setdefault(family, [])
+                if line not in head_lines:
+                    head_lines.append(line)
             elif line:
                 samples.setdefault(family, []).append(_with_label(line, name))
     return [line for family, head in heads.items() for line in (*head, *samples.get(family, ()))]
@@ -72,9 +72,9 @@ def labelled(texts: Mapping[str, str]) -> list[str]:
 
 def _with_label(line: str, replica: str) -> str:
     label = f'replica="{_escaped(replica)}"'
-    name, brace, rest = line.partition("{")
+    name, brace, tail = line.partition("{")
     if brace:
-        return f"{name}{{{label},{rest}"
+        return f"{name}{{{label},{tail}"
     name, _, value = line.partition(" ")
     return f"{name}{{{label}}} {value}"
 

@@ -162,10 +162,10 @@ class Gateway:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
+        routes = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
         path = scope["path"].removeprefix(self.fleet.settings.root_path)
-        if path in own and scope["method"] in ("GET", "HEAD"):
-            await (await own[path]())(scope, receive, send)
+        if path in routes and scope["method"] in ("GET", "HEAD"):
+            await (await routes[path]())(scope, receive, send)
             return
         self.fleet.check()
         self.fleet.num_open += 1
@@ -200,16 +200,16 @@ class Gateway:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _body(receive)
-        place, asked = place_of(scope), asked_of(body)
+        place, fields = place_of(scope), asked_of(body)
         if scope["method"] == "POST" and scope["path"].endswith(WRITERS):
-            place.take(choices_of(asked))
-        given = {**{name: scope[name] for name in CARRIED if name in scope}, "root_path": ""}
+            place.take(choices_of(fields))
+        inner_scope = {**{name: scope[name] for name in CARRIED if name in scope}, "root_path": ""}
         request_id = scope.get("state", {}).get("request_id", "")
-        kept = [(name, value) for name, value in scope["headers"] if name not in SECRET]
-        given["headers"] = [*kept, (b"x-request-id", request_id.encode())]
-        session = session_of(Headers(scope=scope), asked, place.caller.tenant)
+        headers = [(name, value) for name, value in scope["headers"] if name not in SECRET]
+        inner_scope["headers"] = [*headers, (b"x-request-id", request_id.encode())]
+        session = session_of(Headers(scope=scope), fields, place.caller.tenant)
         with suppress(ClientGone):
-            await while_connected(receive, self._answer(given, body, session, place, send))
+            await while_connected(receive, self._answer(inner_scope, body, session, place, send))
 
     async def _answer(self, scope: dict[str, Any], body: bytes, session: str, place: Place, send: Send) -> None:
         """Send what a replica answers; another one's answer where it is lost before anything was sent.  Raises
@@ -223,7 +223,7 @@ class Gateway:
                 async with asyncio.timeout_at(end):
                     answer = self.fleet.replicas.answer(scope, body, session, place.caller)
                     async with aclosing(answer) as pieces:  # type: ignore[type-var]
-                        async for message in (one async for piece in pieces for one in piece):
+                        async for message in (part async for piece in pieces for part in piece):
                             if message["type"] == SPENT:
                                 place.spend(message["tokens"])
                             else:

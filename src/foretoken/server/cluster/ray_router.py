@@ -15,6 +15,6 @@ class SessionRouter(RequestRouter):
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """Ranks of one replica each, the most wanted first."""
         session = "" if pending_request is None else pending_request.metadata.session_id or ""
-        by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
-        loads = {name: self.replica_queue_len_cache.get(one.replica_id) or 0 for name, one in by_name.items()}
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        loads = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
         return [[by_name[name]] for name in order(session, loads)]

@@ -26,38 +26,38 @@ TOKENS = 64
 def asked_of(body: bytes) -> Mapping[str, Any]:
     """The JSON object of a request; empty for what is none: a replica says what is wrong with it."""
     try:
-        asked = json.loads(body) if body else {}
+        fields = json.loads(body) if body else {}
     except (ValueError, RecursionError):
         return {}
-    return asked if isinstance(asked, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
-def choices_of(asked: Mapping[str, Any]) -> int:
+def choices_of(fields: Mapping[str, Any]) -> int:
     """How many texts a request asks for: as many as it has prompts, times ``n``; wrong numbers count as one."""
-    prompt, count = asked.get("prompt"), asked.get("n")
+    prompt, count = fields.get("prompt"), fields.get("n")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
     return prompts * (count if type(count) is int and 0 < count < 2**31 else 1)
 
 
-def session_of(headers: Mapping[str, str], asked: Mapping[str, Any], tenant: str = "") -> str:
+def session_of(headers: Mapping[str, str], fields: Mapping[str, Any], tenant: str = "") -> str:
     """The session of a request, a digest; empty where any replica will do.
 
     It depends on who asks (``tenant``): texts of one are never found again by another, so they need no replica in
     common.
     """
-    named = headers.get("x-session-id", "")[:LONGEST_ID]
-    if named:
-        return _digest("named", tenant, named)
-    key = asked.get("prompt_cache_key")
+    session_id = headers.get("x-session-id", "")[:LONGEST_ID]
+    if session_id:
+        return _digest("named", tenant, session_id)
+    key = fields.get("prompt_cache_key")
     if isinstance(key, str) and key:
         return _digest("named", tenant, key[:LONGEST_ID])
-    beginning = _beginning(asked)
-    return _digest("text", tenant, str(asked.get("cache_salt") or ""), beginning) if beginning else ""
+    beginning = _beginning(fields)
+    return _digest("text", tenant, str(fields.get("cache_salt") or ""), beginning) if beginning else ""
 
 
-def _beginning(asked: Mapping[str, Any]) -> str:
+def _beginning(fields: Mapping[str, Any]) -> str:
     """What the turns of a conversation, or prompts with a common prefix, have in common."""
-    messages = asked.get("messages") or asked.get("input")
+    messages = fields.get("messages") or fields.get("input")
     if isinstance(messages, list):
         first: list[Any] = []
         for message in messages:
@@ -65,7 +65,7 @@ def _beginning(asked: Mapping[str, Any]) -> str:
             if isinstance(message, dict) and message.get("role") == "user":
                 break
         return json.dumps(first, sort_keys=True) if first else ""
-    prompt = asked.get("prompt") or asked.get("input")
+    prompt = fields.get("prompt") or fields.get("input")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):

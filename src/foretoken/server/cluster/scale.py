@@ -125,9 +125,9 @@ class RayReplicas:
             # Seconds of starting after which it is said what is waited for
             await asyncio.sleep(60.0)
             free = await asyncio.to_thread(ray.available_resources)
-            rest = {name: free.get(name, 0) for name in ("CPU", "GPU")}
+            free_resources = {name: free.get(name, 0) for name in ("CPU", "GPU")}
             wants = _resources(self.settings)
-            logs.say(f"waiting for {self.num_wanted} replicas of {wants}; free: {rest}")
+            logs.say(f"waiting for {self.num_wanted} replicas of {wants}; free: {free_resources}")
 
     async def _watch(self) -> None:
         while True:
@@ -145,30 +145,30 @@ class RayReplicas:
         from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
         response = self._handle.options(session_id=session).remote(scope, body, caller)
-        done = False
+        is_over = False
         try:
             async for piece in response:
                 yield piece
-            done = True
+            is_over = True
         except RayTaskError:
-            done = True
+            is_over = True
             raise
         except (RayError, TaskCancelledError) as error:
-            done = True
+            is_over = True
             raise ReplicaLost(type(error).__name__) from error
         finally:
-            if not done:
+            if not is_over:
                 response.cancel()
 
     async def metrics(self) -> Mapping[str, str]:
         """Counters of each replica."""
-        return dict(await self._asked("metrics"))
+        return dict(await self._ask_all("metrics"))
 
     async def is_chat(self) -> bool:
         """Whether the model comes with a chat template; no, where no replica says so in time."""
-        return any(await self._asked("is_chat"))
+        return any(await self._ask_all("is_chat"))
 
-    async def _asked(self, method: str) -> list[Any]:
+    async def _ask_all(self, method: str) -> list[Any]:
         """What a method of every replica gives; empty where one does not answer in time."""
         from ray.exceptions import RayError
 
@@ -193,9 +193,9 @@ class RayReplicas:
         from ray import serve
 
         if self._address == "local":
-            ours = psutil.Process().children(recursive=True)
-            _kill(ours)
-            psutil.wait_procs(ours, timeout=1.0)
+            children = psutil.Process().children(recursive=True)
+            _kill(children)
+            psutil.wait_procs(children, timeout=1.0)
         elif ray.is_initialized():
             serve.delete(self._name, _blocking=False)
 
@@ -207,14 +207,14 @@ class RayReplicas:
         if not ray.is_initialized():
             return
         local = self._address == "local"
-        ours = psutil.Process().children(recursive=True) if local else []
+        children = psutil.Process().children(recursive=True) if local else []
         if self._handle is not None:
             self._handle.shutdown()
         serve.delete(self._name)
         ray.shutdown()
         # Agents of Ray take up to a minute to see that their node is gone.
         # Seconds in which Ray's processes must have ended after it was shut down here
-        _kill(psutil.wait_procs(ours, timeout=1.0)[1])
+        _kill(psutil.wait_procs(children, timeout=1.0)[1])
 
 
 def _kill(processes: list[Any]) -> None:
@@ -323,7 +323,7 @@ def _running(name: str) -> int:
     status = serve.status().applications.get(name)
     if status is None:
         return 0
-    return sum(one.replica_states.get(ReplicaState.RUNNING, 0) for one in status.deployments.values())
+    return sum(deployment.replica_states.get(ReplicaState.RUNNING, 0) for deployment in status.deployments.values())
 
 
 def _reason(name: str, error: Exception) -> str:
@@ -331,9 +331,11 @@ def _reason(name: str, error: Exception) -> str:
     from ray import serve
 
     status = serve.status().applications.get(name)
-    texts = [] if status is None else [status.message, *(one.message for one in status.deployments.values())]
+    texts = (
+        [] if status is None else [status.message, *(deployment.message for deployment in status.deployments.values())]
+    )
     for text in [*reversed(texts), str(error)]:
-        named = REASON.findall(text)
-        if named:
-            return str(named[-1]).strip()
+        matches = REASON.findall(text)
+        if matches:
+            return str(matches[-1]).strip()
     return str(error).strip().splitlines()[0]

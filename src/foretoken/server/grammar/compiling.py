@@ -52,8 +52,8 @@ def compile_constraint(
         patience_s: seconds to wait while other grammars are on trial; ``None`` waits for as long as it takes.
     """
     grammar = checked_grammar(kind, spec, patience_s)
-    known = tokenizer_view(tokenizer, vocab_size)
-    matcher = LLMatcher(known, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+    view = tokenizer_view(tokenizer, vocab_size)
+    matcher = LLMatcher(view, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     _check(kind, matcher.get_error())
     return GrammarConstraint(matcher, vocab_size, frozenset(end_ids(tokenizer)))
 
@@ -96,11 +96,11 @@ def _grammar(kind: str, spec: Any) -> str:
 
 def _any_of(texts: Any) -> str:
     """The expression of some texts."""
-    if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError("a choice is a list of texts")
     if not any(texts):
         raise ValueError("a choice needs at least one text that is not empty")
-    return "|".join(re.escape(one) for one in texts)
+    return "|".join(re.escape(text) for text in texts)
 
 
 def _schema(spec: Any) -> Any:
@@ -127,9 +127,9 @@ def _depth(spec: Any) -> int:
     while level and depth <= DEEPEST:
         level = [
             part
-            for one in level
-            if isinstance(one, dict | list)
-            for part in (one.values() if isinstance(one, dict) else one)
+            for node in level
+            if isinstance(node, dict | list)
+            for part in (node.values() if isinstance(node, dict) else node)
         ]
         depth += 1
     return depth
@@ -139,17 +139,17 @@ def tokenizer_view(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     """llguidance's view of a tokenizer, made once: that takes a second for a large vocabulary."""
     with _lock:
         try:
-            known = _tokenizers.setdefault(tokenizer, {})
+            views = _tokenizers.setdefault(tokenizer, {})
         except TypeError:
-            known = {}
-        if vocab_size not in known:
+            views = {}
+        if vocab_size not in views:
             try:
-                known[vocab_size] = _viewed(tokenizer, vocab_size)
+                views[vocab_size] = _viewed(tokenizer, vocab_size)
             except (ValueError, AttributeError, RuntimeError) as error:
                 raise ValueError(
                     f"structured output needs a fast tokenizer of Transformers: {_one_line(str(error))}"
                 ) from None
-        return known[vocab_size]
+        return views[vocab_size]
 
 
 def _viewed(tokenizer: Any, vocab_size: int) -> LLTokenizer:
@@ -174,8 +174,8 @@ class _Spelled:
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Ids of a text without special tokens around it."""
-        given = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(given, add_special_tokens=False)
+        string = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(string, add_special_tokens=False)
 
 
 def end_ids(tokenizer: Any) -> list[int]:

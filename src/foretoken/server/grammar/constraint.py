@@ -42,11 +42,11 @@ class GrammarConstraint:
             fits, allowed = self._allowed(input_ids[0].tolist())
         mask = torch.from_numpy(allowed).to(scores.device)
         width = min(scores.shape[-1], len(allowed))
-        kept = torch.full_like(scores, -torch.inf)
-        kept[:, :width] = torch.where(mask[:width], scores[:, :width], -torch.inf)
+        masked = torch.full_like(scores, -torch.inf)
+        masked[:, :width] = torch.where(mask[:width], scores[:, :width], -torch.inf)
         if not fits:
-            kept[:, min((end for end in self.ends if end < scores.shape[-1]), default=0)] = 0.0
-        return kept
+            masked[:, min((end for end in self.ends if end < scores.shape[-1]), default=0)] = 0.0
+        return masked
 
     def forced(self, output: Sequence[int]) -> list[int]:
         """Tokens that must follow, in the tokenizer's own spelling; none where there is a choice."""
@@ -99,10 +99,10 @@ class GrammarConstraint:
                 raise RuntimeError(f"the grammar cannot be followed back: {self._matcher.get_error()[:200]}")
             del self._text[same:]
         new = output[same:]
-        taken = self._matcher.try_consume_tokens(new) if new else 0
+        consumed = self._matcher.try_consume_tokens(new) if new else 0
         self._check()
-        self._text.extend(new[:taken])
-        return taken == len(new)
+        self._text.extend(new[:consumed])
+        return consumed == len(new)
 
     def _check(self) -> None:
         """An error of the matcher looks like the end of the text: an output that breaks off must not pass for one."""

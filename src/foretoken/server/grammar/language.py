@@ -46,9 +46,9 @@ def _spelled(text: bytes, view: LLTokenizer) -> list[int]:
     tokens = [int(token) for token in view.tokenize_bytes(text)]
     special = [token for token in tokens if view.is_special_token(token)]
     if special or view.decode_bytes(tokens) != text:
-        shown = text.decode("utf-8", "replace")[:60]
+        excerpt = text.decode("utf-8", "replace")[:60]
         reason = f"it is the special token {special[0]}" if special else "its tokens spell another text"
-        raise ValueError(f"the tokenizer cannot spell the string {shown!r} of the language: {reason}")
+        raise ValueError(f"the tokenizer cannot spell the string {excerpt!r} of the language: {reason}")
     return tokens
 
 

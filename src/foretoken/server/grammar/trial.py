@@ -39,21 +39,21 @@ class Trial:
         """Why the grammar cannot be compiled, or an empty text.  Raises :class:`TrialBusy` where others are on trial
         for longer than ``patience_s``; ``None`` waits."""
         key = (grammar, json.dumps(limits))
-        known = self._known(key)
-        if known is None:
+        answer = self._remembered(key)
+        if answer is None:
             # One grammar at a time; those whose answer is known do not wait for it.
             if not self._lock.acquire(timeout=-1 if patience_s is None else patience_s):
                 raise TrialBusy("another grammar is being tried")
             try:
-                known = self._known(key)
-                if known is None:
-                    known = self._ask(json.dumps([grammar, limits]))
-                    self._remember(key, known)
+                answer = self._remembered(key)
+                if answer is None:
+                    answer = self._ask(json.dumps([grammar, limits]))
+                    self._remember(key, answer)
             finally:
                 self._lock.release()
-        return known
+        return answer
 
-    def _known(self, key: tuple[str, str]) -> str | None:
+    def _remembered(self, key: tuple[str, str]) -> str | None:
         with self._answering:
             if key in self._answers:
                 self._answers.move_to_end(key)
