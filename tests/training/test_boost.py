@@ -132,7 +132,7 @@ def test_conversations_are_sent_to_distill(target: Path, tmp_path: Path) -> None
 
 def test_nothing_left_ends_the_series(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
     boost = new_boost(target, draft, data, tmp_path, steps=1)
-    boost._wanted = best_tokens(load_model(draft, dtype="float32").model, boost.rows)  # type: ignore[attr-defined]
+    boost._targets = best_tokens(load_model(draft, dtype="float32").model, boost.rows)  # type: ignore[attr-defined]
     boost._cross_off(load_model(draft, dtype="float32").model)  # type: ignore[attr-defined]
     assert boost.run(2) == []
 

@@ -387,7 +387,7 @@ def test_the_target_answers_every_turn_and_a_stopped_run_goes_on(target: Path, t
     llm = load(str(target), drafter=None)
     answers, config = answer_file(target, data, tmp_path)
     assert answers.write(llm, config, stop=stop_after(14)) is None
-    first = len(answers.kept())
+    first = len(answers.rows())
     assert 0 < first < len(QUESTIONS) and not answers.file.exists()
     with answers.part.open("a") as half:
         half.write('{"id": 99, "mess')  # killed while it wrote
@@ -410,7 +410,7 @@ def test_greedy_answers_are_what_the_target_says(target: Path, tmp_path: Path) -
     answers, config = answer_file(target, data, tmp_path, temperature=0.0)
     answers.write(llm, config)
     text = llm.chat([{"role": "user", "content": "ab"}], max_new_tokens=5, temperature=0.0).text
-    assert answers.kept()[0]["messages"][-1] == {"role": "assistant", "content": text}
+    assert answers.rows()[0]["messages"][-1] == {"role": "assistant", "content": text}
 
 
 def test_answers_of_another_target_or_temperature_are_not_gone_on_with(target: Path, tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def test_where_the_rows_come_from(target: Path, draft: Path, data: Path, tmp_pat
         mixed.weights[~own], fixed.weights[~own]
     )
     teacher = sources["teacher"]
-    written = runs["teacher"].shop.written()
+    written = runs["teacher"].shop.written_rows()
     assert written.shape == (12, 33) and all(bool((written == row).all(1).any()) for row in teacher.tokens)
     steps = torch.cat([runs["teacher"].source(step).tokens for step in (0, 1, 2)])
     assert len(steps.unique(dim=0)) == 12  # two passes of twelve rows

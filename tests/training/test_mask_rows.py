@@ -286,7 +286,7 @@ def test_a_new_mask_row_is_a_function_of_the_seed() -> None:
         student.get_input_embeddings().weight.data *= 1e3  # what is drawn around the mean is far smaller than that
         config = DistillConfig(places=2, seed=seed)
         before = torch.get_rng_state()
-        mask = teach_mask(student, config, known=student.config.vocab_size)
+        mask = teach_mask(student, config, vocabulary=student.config.vocab_size)
         assert torch.equal(torch.get_rng_state(), before)
         weight: Tensor = student.get_input_embeddings().weight[mask].detach().clone()
         torch.rand(7)

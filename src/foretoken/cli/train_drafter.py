@@ -155,7 +155,7 @@ def _answers(
         raise ValueError(f"--answers must be data or target, not {kind!r}")
     dialogues = read_questions(data)
     file = AnswerFile(out, asdict(recipe.parts.fingerprint()), config, dialogues)
-    if len(file.kept()) < len(dialogues):
+    if len(file.rows()) < len(dialogues):
         bar.say(f"{len(dialogues):,} conversations for the target to answer -> {file.file}")
     llm = load(target, drafter=None, device=device)
     with stop.in_steps(bar.say, out):

@@ -111,7 +111,7 @@ def room_of(serving: Serving, prompt: int) -> int:
 
 def usual_limit(serving: Serving, longest: int, default: int | None) -> int:
     """Tokens of an answer to a request that names no limit: what fits behind its longest prompt, and at most its
-    route's ``own`` default and the server's; one at least, so that a prompt for which nothing is left is refused."""
+    route's ``default`` and the server's; one at least, so that a prompt for which nothing is left is refused."""
     limits = [room_of(serving, longest), default, serving.settings.default_max_tokens or None]
     return max(1, min(limit for limit in limits if limit is not None))
 
@@ -197,7 +197,7 @@ def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body
 
 
 def _options(body: CompletionBody, serving: Serving, tenant: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling and limits in our words; what was not said is the model's ``own`` default, else OpenAI's."""
+    """Sampling and limits in our words; what was not said is the model's of ``defaults``, else OpenAI's."""
     speculative = body.speculative
     plain = speculative is not None and (not speculative.enabled or speculative.method == "none")
     options: dict[str, Any] = {

@@ -108,12 +108,12 @@ def _dialogue(number: int, row: Any) -> Dialogue:
         raise ValueError(
             "a row is an object with messages, conversations, turns, prompt, instruction, question or text"
         )
-    asked = _messages(row)
+    messages = _messages(row)
     script: list[dict[str, Any] | None] = []
-    for place, message in enumerate(asked):
+    for place, message in enumerate(messages):
         answered = message["role"] == "assistant" and not message.get("tool_calls")
         script.append(None if answered and place else message)
-        following = asked[place + 1]["role"] if place + 1 < len(asked) else ""
+        following = messages[place + 1]["role"] if place + 1 < len(messages) else ""
         if message["role"] in ("user", "tool") and following not in ("assistant", message["role"]):
             script.append(None)
     if None not in script:
@@ -125,13 +125,13 @@ def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if any(key in row for key in CONVERSATIONS):
         return messages_of(row)
     answer = {"role": "assistant", "content": ""}
-    asked = [] if row.get("turns") else asked_of(row)
-    if asked:
-        return messages_of({"messages": [*asked, answer]})
+    question = [] if row.get("turns") else asked_of(row)
+    if question:
+        return messages_of({"messages": [*question, answer]})
     turns = row.get("turns") or [row.get("text")]
     if not isinstance(turns, list) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        known = "'messages', 'conversations', 'turns', 'prompt', 'instruction', 'question' or 'text'"
-        raise ValueError(f"a row without a question: give {known}")
+        forms = "'messages', 'conversations', 'turns', 'prompt', 'instruction', 'question' or 'text'"
+        raise ValueError(f"a row without a question: give {forms}")
     return [message for turn in turns for message in ({"role": "user", "content": turn}, answer)]
 
 
@@ -147,9 +147,9 @@ class AnswerFile:
     ) -> None:
         self.file, self.part = folder / "answers.jsonl", folder / "answers.part.jsonl"
         self.dialogues = dialogues
-        scripts = json.dumps([[one.script, one.tools] for one in dialogues], sort_keys=True)
-        asked = {key: value for key, value in asdict(config).items() if key != "batch"}
-        identity = {"target": dict(target), **asked, "questions": checksum(scripts)}
+        scripts = json.dumps([[dialogue.script, dialogue.tools] for dialogue in dialogues], sort_keys=True)
+        settings = {key: value for key, value in asdict(config).items() if key != "batch"}
+        identity = {"target": dict(target), **settings, "questions": checksum(scripts)}
         card = folder / "answers.json"
         if card.exists():
             stored = json.loads(card.read_text(encoding="utf-8"))
@@ -161,7 +161,7 @@ class AnswerFile:
                 )
         write_json(card, identity)
 
-    def kept(self) -> dict[int, dict[str, Any]]:
+    def rows(self) -> dict[int, dict[str, Any]]:
         """The rows that are there, by number; a last line without its end, left by a kill, is cut off.  Raises
         ``ValueError`` for a damaged file."""
         file = self.file if self.file.exists() else self.part
@@ -186,11 +186,11 @@ class AnswerFile:
     ) -> Path | None:
         """Answer what is not answered yet; the file, or ``None`` when ``stop`` was true before all were there.  Raises
         ``ValueError`` without a chat template, and for a conversation that the target's context does not hold."""
-        rows = self.kept()
-        left = [dialogue for dialogue in self.dialogues if dialogue.number not in rows]
-        if left:
+        rows = self.rows()
+        open_dialogues = [dialogue for dialogue in self.dialogues if dialogue.number not in rows]
+        if open_dialogues:
             with self.part.open("a", encoding="utf-8") as out:
-                for row, rate in answered(llm, left, config, stop):
+                for row, rate in answered(llm, open_dialogues, config, stop):
                     if row is not None:
                         rows[row["id"]] = row
                         out.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -214,14 +214,14 @@ def answered(
     with no row where none was finished."""
     if not has_template(llm.tokenizer):
         raise ValueError("--answers target needs a target with a chat template")
-    for asked in dialogues:  # what could not be learned is not answered first
-        script = [message or {"role": "assistant", "content": "answer"} for message in asked.script]
+    for candidate in dialogues:  # what could not be learned is not answered first
+        script = [message or {"role": "assistant", "content": "answer"} for message in candidate.script]
         try:
-            check_calls(script, llm.tokenizer, asked.tools)
+            check_calls(script, llm.tokenizer, candidate.tools)
         except ValueError as error:
-            raise ValueError(f"conversation {asked.number + 1}: {error}") from None
+            raise ValueError(f"conversation {candidate.number + 1}: {error}") from None
     waiting, running = deque(dialogues), dict[int, Dialogue]()
-    began, written = time.perf_counter(), 0
+    start_s, num_tokens = time.perf_counter(), 0
     try:
         while (waiting or running) and not stop():
             while waiting and len(running) < config.batch:
@@ -232,7 +232,7 @@ def answered(
                 if dialogue is None:
                     continue
                 dialogue.tokens += emission.token_ids
-                written += len(emission.token_ids)
+                num_tokens += len(emission.token_ids)
                 if emission.finish_reason is None:
                     continue
                 del running[run.id]
@@ -243,7 +243,7 @@ def answered(
                     _ask(llm, dialogue, config, running)
                 else:
                     finished.append(dialogue.row())
-            rate = written / max(time.perf_counter() - began, 1e-9)
+            rate = num_tokens / max(time.perf_counter() - start_s, 1e-9)
             yield from ((row, rate) for row in finished or [None])
     finally:
         for request in running:

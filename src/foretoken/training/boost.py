@@ -53,10 +53,10 @@ def best_tokens(network: Any, rows: Tensor) -> Tensor:
     return torch.cat(best)
 
 
-def matched(wanted: Tensor, drafted: Tensor, length: int) -> Tensor:
+def matched(targets: Tensor, drafted: Tensor, length: int) -> Tensor:
     """Bool [n, m]: from here on both have the same most likely token ``length`` times in a row (or to the row's end).
     The target's and the draft model's tokens are int64 [n, m]; ``length`` is at least 1."""
-    same = wanted == drafted
+    same = targets == drafted
     run = same.clone()
     for shift in range(1, min(length, same.shape[1])):
         run[:, :-shift] &= same[:, shift:]
@@ -82,17 +82,17 @@ class Boost:
         if length < 1:
             raise ValueError(f"length must be at least 1, not {length}")
         self.shop, self.draft, self.out, self.length = shop, draft, out, length
-        self.rows = shop.written()
+        self.rows = shop.written_rows()
         self.weights = shop.written_weights(self.rows)
         self.networks: list[Any] = []
-        self._left = self.weights.clone()
+        self._open_weights = self.weights.clone()
         self._target: Any = shop.parts.network
-        self._wanted: Tensor | None = None
-        self._held = None if held is None else held[0]
+        self._targets: Tensor | None = None
+        self._held_rows = None if held is None else held[0]
         self._start = 0 if held is None else held[1] - 1
-        if self._held is not None:
-            self._held_wanted = best_tokens(self._target, self._held)
-            self._covered = torch.zeros_like(self._held_wanted, dtype=torch.bool)
+        if self._held_rows is not None:
+            self._held_targets = best_tokens(self._target, self._held_rows)
+            self._covered = torch.zeros_like(self._held_targets, dtype=torch.bool)
 
     def run(
         self,
@@ -116,42 +116,42 @@ class Boost:
         """
         stages: list[Stage] = []
         for number in range(1, count + 1):
-            left = float(self._left.sum() / self.weights.sum())
-            if left == 0:
+            share = float(self._open_weights.sum() / self.weights.sum())
+            if share == 0:
                 break
-            network, report = self._one(number, left, {**options, "on_step": partial(on_step, number)})
+            network, report = self._trained(number, share, {**options, "on_step": partial(on_step, number)})
             self.networks.append(network)
             if number < count:
                 self._cross_off(network)
             measured = together(self.networks) if together is not None else None
-            stages.append(Stage(number, report, left, self._cover(network), measured))
+            stages.append(Stage(number, report, share, self._cover(network), measured))
             on_stage(stages[-1])
         return stages
 
-    def _one(self, number: int, left: float, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _trained(self, number: int, share: float, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The network of one stage and its report."""
         config, folder = self.shop.config, self.out / str(number)
-        extra = {"stage": number, "length": self.length, "left": left}
-        done = folder / "training.json"
+        extra = {"stage": number, "length": self.length, "left": share}
+        report_file = folder / "training.json"
         student = load_student(self.draft, self.shop.target, self.shop.tokenizer, str(self._target.device))
-        source = TeacherText(self.rows, self._left, config.batch_size, config.seed)
+        source = TeacherText(self.rows, self._open_weights, config.batch_size, config.seed)
         worker = Distiller(self.shop, student, folder, source=source, name=str(self.draft), extra=extra)
-        if done.exists() and worker.is_done():
-            report: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+        if report_file.exists() and worker.is_done():
+            report: dict[str, Any] = json.loads(report_file.read_text(encoding="utf-8"))
             return load_student(folder, self.shop.target, self.shop.tokenizer, str(self._target.device)), report
         return student, worker.run(**options)
 
     def _cross_off(self, network: Any) -> None:
         """Give no weight to the places that this network covers."""
-        if self._wanted is None:
-            self._wanted = best_tokens(self._target, self.rows)
-        self._left = self._left * ~matched(self._wanted, best_tokens(network, self.rows), self.length)
+        if self._targets is None:
+            self._targets = best_tokens(self._target, self.rows)
+        self._open_weights = self._open_weights * ~matched(self._targets, best_tokens(network, self.rows), self.length)
 
     def _cover(self, network: Any) -> float | None:
         """Share of held-out positions that any network so far covers."""
-        if self._held is None:
+        if self._held_rows is None:
             return None
-        self._covered |= matched(self._held_wanted, best_tokens(network, self._held), self.length)
+        self._covered |= matched(self._held_targets, best_tokens(network, self._held_rows), self.length)
         return float(self._covered[:, self._start :].float().mean())
 
 

@@ -41,7 +41,7 @@ class FeatureStore:
 
     Args:
         text: tells the text that the sampler reads from other text, as JSON can hold it.
-        written: what else its blocks depend on, where the target wrote them.
+        writing: what else its blocks depend on, where the target wrote them.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FeatureStore:
         parts: TargetParts,
         sampler: BlockSampler | RowBlocks,
         text: Mapping[str, Any],
-        written: Sequence[Any] = (),
+        writing: Sequence[Any] = (),
     ) -> None:
         self.folder, self.parts, self.sampler = folder, parts, sampler
         identity = {
@@ -59,7 +59,7 @@ class FeatureStore:
             "text": dict(text),
             "blocks": [sampler.block, sampler.batch, sampler.seed],
             "steps_per_shard": STEPS,
-            **({"written": list(written)} if written else {}),
+            **({"written": list(writing)} if writing else {}),
         }
         card = folder / "features.json"
         stored = json.loads(card.read_text(encoding="utf-8")) if card.exists() else identity
@@ -112,9 +112,9 @@ class FeatureStore:
                 save_file({"states": torch.stack([step[tap].cpu() for step in steps])}, draft)
 
 
-def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """What the stored features are of that a run's are not, in words; empty where they are the same."""
-    differences = [words for key, words in NAMED.items() if stored.get(key) != now.get(key)]
-    then, blocks = stored.get("blocks", []), now["blocks"]
+    differences = [words for key, words in NAMED.items() if stored.get(key) != present.get(key)]
+    then, blocks = stored.get("blocks", []), present["blocks"]
     pairs = zip(("--context", "--batch-size", "--seed"), then, blocks, strict=False)
     return differences + [f"{option} {old}, not {new}" for option, old, new in pairs if old != new]

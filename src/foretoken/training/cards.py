@@ -90,12 +90,12 @@ class CardInfo:
 
 
 def write_card(
-    out: Path, report: Mapping[str, Any], data: Sequence[str | Path], told: str, info: CardInfo | None = None
+    out: Path, report: Mapping[str, Any], data: Sequence[str | Path], command_line: str, info: CardInfo | None = None
 ) -> Path:
     """Write ``out/README.md`` from a training report (see :func:`foretoken.training.lm.train_lm`).
 
-    Of the training paths ``data`` only the last parts are named; ``told`` is the command that trains this model, as one
-    line.
+    Of the training paths ``data`` only the last parts are named; ``command_line`` is what trains this
+    model, as one line.
     """
     info = info or CardInfo()
     licence = f"The weights are under {info.licence}." if info.licence else "The run did not state a licence."
@@ -104,7 +104,7 @@ def write_card(
         f"# {out.resolve().name}\n\n{LIMITS[0]}\n",
         _lm_architecture(report),
         _lm_data(report, data, info),
-        _lm_training(report, told),
+        _lm_training(report, command_line),
         _lm_quality(report),
         "\n".join(["## Licence and limits", "", licence, "", *(f"- {line}" for line in LIMITS), ""]),
     ]
@@ -137,7 +137,7 @@ def _lm_data(report: Mapping[str, Any], data: Sequence[str | Path], info: CardIn
     return f"## Data\n\n{note}\n\nTrained on {names_of(data)}.\n\n{table(rows)}"
 
 
-def _lm_training(report: Mapping[str, Any], told: str) -> str:
+def _lm_training(report: Mapping[str, Any], command_line: str) -> str:
     tokens, available = report["tokens"], report["corpus"]["train"]["tokens"]
     adamw = report["config"].get("optimizer") == "adamw"
     optimizers = "AdamW" if adamw else "Muon for the blocks' matrices, AdamW for the rest"
@@ -148,15 +148,15 @@ def _lm_training(report: Mapping[str, Any], told: str) -> str:
         "optimizers": f"{optimizers}, learning rate {report['config']['lr']:g}",
         "time": f"{report['hours']:.2f} hours",
     }
-    return f"## Training\n\n```\n{told}\n```\n\n{table(rows)}"
+    return f"## Training\n\n```\n{command_line}\n```\n\n{table(rows)}"
 
 
 def _lm_quality(report: Mapping[str, Any]) -> str:
-    held = report["held_loss_nats_per_token"]
-    if held is None:
+    loss = report["held_loss_nats_per_token"]
+    if loss is None:
         return "## Quality\n\nNo document was held out, so nothing was measured.\n"
     rows = {
-        "held-out loss per token": f"{held:.4f} nats ({held / math.log(2):.4f} bits), perplexity {math.exp(held):.2f}",
+        "held-out loss per token": f"{loss:.4f} nats ({loss / math.log(2):.4f} bits), perplexity {math.exp(loss):.2f}",
         "held-out loss per byte": f"{report['held_bits_per_byte']:.4f} bits",
     }
     return f"## Quality\n\n{table(rows)}"
@@ -182,16 +182,16 @@ def write_drafter_card(
     options = {**_run_options(run), **(answers or {})}
     if report.get("weight_bits", 16) != 16:
         options["weight_bits"] = report["weight_bits"]
-    told = command(method, data, out, options, {"target": target}, report["settings"])
+    command_line = command(method, data, out, options, {"target": target}, report["settings"])
     shape = {key.replace("_", " "): str(value) for key, value in net.items()}
     shape["parameters"] = f"{report['parameters']:,}"
-    seen = {"steps": f"{run['steps']:,}", **_seen(report)}
+    facts = {"steps": f"{run['steps']:,}", **_amounts(report)}
     parts = [
         f"# A drafter of the method `{method}` for `{name}`\n",
         _use(report),
         f"## Shape\n\n{table(shape)}",
         f"## Data\n\nTrained on {names_of(data)}.\n",
-        f"## Training\n\n```\n{told}\n```\n\n{table(seen)}",
+        f"## Training\n\n```\n{command_line}\n```\n\n{table(facts)}",
     ]
     losses = report.get("target_loss_nats")
     if losses and losses["before"] is not None:
@@ -215,7 +215,7 @@ def _run_options(run: Mapping[str, Any]) -> dict[str, Any]:
     return {name: run[name] for name in names}
 
 
-def _seen(report: Mapping[str, Any]) -> dict[str, str]:
+def _amounts(report: Mapping[str, Any]) -> dict[str, str]:
     """How much was learned from, and in which time."""
     return {"tokens seen": f"{report['tokens']:,}", "time": f"{report['hours']:.2f} hours", "text": seen_text(report)}
 
@@ -241,7 +241,7 @@ def _acceptance(measured: Mapping[str, Any]) -> str:
     columns = {"greedy": measured, **({"T=1": measured["sampled"]} if "sampled" in measured else {})}
     rows = [["mean acceptance length", *(f"{column['mean_acceptance_length']:.2f}" for column in columns.values())]]
     for place in range(len(measured["per_position"])):
-        rows.append([f"position {place + 1}", *(f"{one['per_position'][place]:.1%}" for one in columns.values())])
+        rows.append([f"position {place + 1}", *(f"{side['per_position'][place]:.1%}" for side in columns.values())])
     return grid(("", *columns), rows)
 
 
@@ -249,11 +249,11 @@ def _acceptance(measured: Mapping[str, Any]) -> str:
 
 
 def write_alignment_card(
-    out: Path, report: Mapping[str, Any], data: Sequence[str | Path], target: str, told: str, note: str = ""
+    out: Path, report: Mapping[str, Any], data: Sequence[str | Path], target: str, command_line: str, note: str = ""
 ) -> Path:
     """Write ``out/README.md`` from the report of :class:`foretoken.training.distill.Distiller`."""
     run, name = report["run"], Path(target).name
-    seen = {
+    facts = {
         "draft model that it started from": f"`{Path(report['draft']).name}`, {report['parameters']:,} parameters",
         "loss": run["loss"] + (f" (beta {run['beta']:g})" if run["loss"] == "jsd" else ""),
         "text": run["text"] + (f" (mix {run['mix']:g})" if run["text"] == "mixed" else ""),
@@ -265,7 +265,7 @@ def write_alignment_card(
         front_matter(),
         f"# {out.resolve().name}: a draft model aligned to `{name}`\n",
         f'Loads as `drafter="model:FOLDER"` beside `{name}`. {note}\n',
-        f"## Training\n\n```\n{told}\n```\n\n{table(seen)}",
+        f"## Training\n\n```\n{command_line}\n```\n\n{table(facts)}",
         f"## Data\n\nText of {names_of(data)}: {seen_text(report)}.\n",
         _acceptance_gained(report),
         "\n".join(["## Limits", "", *(f"- {line}" for line in LIMITS[:2]), ""]),
@@ -294,12 +294,12 @@ def write_stop_card(out: Path, report: Mapping[str, Any], data: Sequence[str | P
     """Write ``out/README.md`` from the report of a ``specdec_pp`` run."""
     net, folders = report["net"], {"target": target, "draft": draft}
     settings = {key: net[key] for key in ("blocks", "mix", "mismatch")}
-    told = command("specdec_pp", data, out, _run_options(report["run"]), folders, settings)
-    seen = {"parameters": f"{report['parameters']:,}", "hidden size": str(net["hidden_size"]), **_seen(report)}
+    command_line = command("specdec_pp", data, out, _run_options(report["run"]), folders, settings)
+    facts = {"parameters": f"{report['parameters']:,}", "hidden size": str(net["hidden_size"]), **_amounts(report)}
     parts = [
         f"# A stop head (SpecDec++) for the draft model `{Path(draft).name}` of `{Path(target).name}`\n",
         'Loads as `controller="specdec_pp:FOLDER"` beside that draft model, and beside no other.\n',
-        f"## Training\n\n```\n{told}\n```\n\nData: {names_of(data)}.\n\n{table(seen)}",
+        f"## Training\n\n```\n{command_line}\n```\n\nData: {names_of(data)}.\n\n{table(facts)}",
         _belief(json.loads((out / "drafter.json").read_text(encoding="utf-8"))["measured"]),
         _acceptance_with(report["acceptance"]),
     ]
@@ -310,7 +310,9 @@ def _belief(measured: Mapping[str, Any]) -> str:
     if not measured:
         return "## Held-out loss\n\nNo document was held out, so nothing was measured.\n"
     columns = ("guesses, from the least likely fifth on", "the head says (mismatch weight taken out)", "accepted")
-    rows = [(str(i), f"{said:.1%}", f"{true:.1%}") for i, (said, true) in enumerate(measured["calibration"], 1)]
+    rows = [
+        (str(i), f"{predicted:.1%}", f"{true:.1%}") for i, (predicted, true) in enumerate(measured["calibration"], 1)
+    ]
     return (
         f"## Held-out loss\n\n{measured['guesses']:,} guesses of the draft model: "
         f"{measured['loss']:.4f} nats; the best constant has {measured['constant_loss']:.4f}.\n\n{grid(columns, rows)}"
@@ -325,6 +327,7 @@ def _acceptance_with(measured: Mapping[str, Any]) -> str:
         "T=1, with the head": measured["sampled"], "T=1, without": measured["without"]["sampled"],
     }  # fmt: skip
     rows = [
-        (name, f"{one['mean_acceptance_length']:.2f}", f"{one['acceptance_rate']:.1%}") for name, one in sides.items()
+        (name, f"{side['mean_acceptance_length']:.2f}", f"{side['acceptance_rate']:.1%}")
+        for name, side in sides.items()
     ]
     return f"## Held-out acceptance\n\n{grid(('', 'tokens a round', 'draft tokens accepted'), rows)}"

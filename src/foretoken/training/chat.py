@@ -64,9 +64,9 @@ def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
         raise ValueError("all answers of the assistant have the weight 0: leave the row out")
     check_calls(messages, tokenizer, row.get("tools"))
     for i in answers:
-        asked = _asked(messages[:i], tokenizer, more)
+        before = _text_before(messages[:i], tokenizer, more)
         text = render(messages[: i + 1], tokenizer, add_generation_prompt=False, **more)
-        span = _written(asked, text, ends)
+        span = _answer_span(before, text, ends)
         if i in row.get("unfinished", ()) and text[span.stop - 1] in ends:
             span = span[:-1]  # the template ends an answer that its writer had not ended
         if whole[: span.stop] == text[: span.stop]:
@@ -85,29 +85,29 @@ def check_calls(messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: An
             continue
         if not any(message.get(key) for key in CALLS):
             continue
-        written = render(messages[: i + 1], tokenizer, add_generation_prompt=False, **more)
+        whole = render(messages[: i + 1], tokenizer, add_generation_prompt=False, **more)
         silent = {key: value for key, value in message.items() if key not in CALLS}
         try:
             without = render([*messages[:i], silent], tokenizer, add_generation_prompt=False, **more)
         except ValueError:  # a template that asks for the call
             continue
-        if written == without:
+        if whole == without:
             raise ValueError(
                 f"message {i + 1} calls a tool, which the chat template does not write: leave the row out, or give "
                 'the message "weight": 0'
             )
 
 
-def _asked(messages: Sequence[Mapping[str, Any]], tokenizer: Any, more: Mapping[str, Any]) -> list[int]:
+def _text_before(messages: Sequence[Mapping[str, Any]], tokenizer: Any, more: Mapping[str, Any]) -> list[int]:
     """Tokens of the text that the next answer follows."""
     if messages[-1]["role"] == "assistant":  # a template would go on with that message
         return render(messages, tokenizer, add_generation_prompt=False, **more)
     return render(messages, tokenizer, **more)
 
 
-def _written(asked: Sequence[int], text: Sequence[int], ends: frozenset[int]) -> range:
-    """The places of ``text`` behind ``asked``, up to the first token that ends a turn."""
-    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, text, strict=False)))
+def _answer_span(before: Sequence[int], text: Sequence[int], ends: frozenset[int]) -> range:
+    """The places of ``text`` behind ``before``, up to the first token that ends a turn."""
+    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
     stop = next((place + 1 for place in range(start, len(text)) if text[place] in ends), len(text))
     return range(start, stop)
 

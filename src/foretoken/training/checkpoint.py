@@ -79,17 +79,17 @@ def check_same(path: Path, identity: Mapping[str, Any]) -> None:
             "resume, or another --out"
         )
     if unknown:
-        told = ", ".join(unknown)
-        warnings.warn(f"{path} is of an earlier version and was not compared by: {told}", stacklevel=3)
+        missing = ", ".join(unknown)
+        warnings.warn(f"{path} is of an earlier version and was not compared by: {missing}", stacklevel=3)
 
 
 def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """What is not the same on both sides, in words."""
-    then, now = dict(_flat(stored)), dict(_flat(present))
+    earlier, current = dict(_flat(stored)), dict(_flat(present))
     differences = []
-    for key in dict.fromkeys((*now, *then)):
-        if key not in then or key not in now or then[key] != now[key]:
-            values = f"{key}={then.get(key, 'nothing')}, now {now.get(key, 'nothing')}"
+    for key in dict.fromkeys((*current, *earlier)):
+        if key not in earlier or key not in current or earlier[key] != current[key]:
+            values = f"{key}={earlier.get(key, 'nothing')}, now {current.get(key, 'nothing')}"
             differences.append(NAMED.get(key.partition(".")[0], values))
     return list(dict.fromkeys(differences))
 

@@ -111,10 +111,10 @@ def stored_corpus(paths: Sequence[str | Path], tokenizer: Any, out: Path) -> dic
     if not card.exists():
         return None
     description: dict[str, Any] = json.loads(card.read_text())
-    wanted = _identity(paths, tokenizer)
+    identity = _identity(paths, tokenizer)
     if description.get("chat"):
-        wanted["template"] = _template(tokenizer)
-    return description if all(description.get(k) == v for k, v in wanted.items()) else None
+        identity["template"] = _template(tokenizer)
+    return description if all(description.get(k) == v for k, v in identity.items()) else None
 
 
 def _template(tokenizer: Any) -> str:
@@ -154,8 +154,8 @@ def build_corpus(
     if description is None:
         limit, chat = held_below(iter_records(paths), HELD)
         out.mkdir(parents=True, exist_ok=True)
-        with (out / "corpus.lock").open("a") as held:  # two runs with other data would mix their files
-            lock(held.fileno(), out, "folder", wait=True)
+        with (out / "corpus.lock").open("a") as lock_file:  # two runs with other data would mix their files
+            lock(lock_file.fileno(), out, "folder", wait=True)
             description = stored_corpus(paths, tokenizer, out) or _encode(paths, tokenizer, out, limit, chat, on_read)
     if description["train"]["tokens"] == 0:
         raise ValueError(no_text(paths))
@@ -171,7 +171,7 @@ def _encode(
     on_read: Callable[[int], None] | None,
 ) -> dict[str, Any]:
     """Write the files of a corpus; documents whose hash is below ``limit`` are held out."""
-    card, wanted = out / "corpus.json", _identity(paths, tokenizer)
+    card, identity = out / "corpus.json", _identity(paths, tokenizer)
     card.unlink(missing_ok=True)  # killed between two of the files below, it would tell of others
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     with ExitStack() as stack:
@@ -185,7 +185,7 @@ def _encode(
                 on_read(read)
     rows = {name: split.counts for name, split in splits.items()}
     more = {"chat": True, "template": _template(tokenizer)} if chat else {}
-    description = {**wanted, "dtype": np.dtype(dtype).name, **more, **rows}
+    description = {**identity, "dtype": np.dtype(dtype).name, **more, **rows}
     write_json(card, description)
     return description
 

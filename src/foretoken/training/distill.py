@@ -85,9 +85,9 @@ class Distiller:
         ``FloatingPointError`` when the loss or its gradient is NaN or infinite; the last checkpoint is then intact.
         """
         loop = Loop(self.out, self.config, self.student, self.optimizers, AlignmentCurve, self._identity)
-        if loop.kept:
-            self.source.restore(loop.kept["text"])
-            self.before = loop.kept["before"]
+        if loop.meta:
+            self.source.restore(loop.meta["text"])
+            self.before = loop.meta["before"]
         elif evaluate is not None:
             self.before = dict(evaluate(self.student))
             loop.curve.add(0, None, self.before)
@@ -143,55 +143,62 @@ class Distiller:
         config, device, n = self.config, self.student.device, tokens.shape[1] - 1
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         anchors, depths = with_text(n, *mask_rows(seeds_of(weights), config.places - 1, generator))
-        seen = rows_mask(anchors, depths).to(device)
+        visible = rows_mask(anchors, depths).to(device)
         columns = (anchors + depths).to(device)
         text = tokens[:, :-1].to(device)
         taps = () if self.states is None else self.states.taps
         with torch.no_grad(), recording(self.shop.parts.network, tuple(dict.fromkeys(taps))) as hidden:
-            wanted = self.shop.parts.network(input_ids=text, use_cache=False).logits
+            target_logits = self.shop.parts.network(input_ids=text, use_cache=False).logits
         with torch.autocast(device.type, dtype=torch.bfloat16):
             ids = mask_ids(text, len(anchors) - n, self.mask)
             read = {"input_ids": ids}
             if self.states is not None:
                 read = {"inputs_embeds": self.states.embedded(ids, hidden, anchors.to(device), generator)}
-            drafted = self.student(
+            draft_logits = self.student(
                 **read,
                 position_ids=columns.expand(len(text), -1),
-                attention_mask=additive(seen)[None, None],
+                attention_mask=additive(visible)[None, None],
                 use_cache=False,
             ).logits
-        counts, own = weights.to(device)[:, columns], None
+        counts, text_tokens = weights.to(device)[:, columns], None
         if self.states is not None:
             ids = tokens.to(device)
-            counts = counts * self.states.weights(wanted, ids, anchors.to(device), depths.to(device))
-            own = ids[:, columns + 1]
-        return self._weighted(wanted, drafted, columns.expand(len(text), -1), counts, own)
+            counts = counts * self.states.weights(target_logits, ids, anchors.to(device), depths.to(device))
+            text_tokens = ids[:, columns + 1]
+        return self._weighted(target_logits, draft_logits, columns.expand(len(text), -1), counts, text_tokens)
 
     def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Weighted mean divergence per position of rows ``tokens`` int64 [b, n + 1], ``weights`` [b, n]."""
         device = self.student.device
         ids = tokens[:, :-1].to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            drafted = self.student(input_ids=ids, use_cache=False).logits
+            draft_logits = self.student(input_ids=ids, use_cache=False).logits
         with torch.no_grad():
-            wanted = self.shop.parts.network(input_ids=ids, use_cache=False).logits
-        return self._weighted(wanted, drafted, torch.arange(ids.shape[1], device=device).expand_as(ids), weights)
+            target_logits = self.shop.parts.network(input_ids=ids, use_cache=False).logits
+        return self._weighted(
+            target_logits, draft_logits, torch.arange(ids.shape[1], device=device).expand_as(ids), weights
+        )
 
     def _weighted(
-        self, wanted: Tensor, drafted: Tensor, columns: Tensor, weights: Tensor, own: Tensor | None = None
+        self,
+        target_logits: Tensor,
+        draft_logits: Tensor,
+        columns: Tensor,
+        weights: Tensor,
+        text_tokens: Tensor | None = None,
     ) -> Tensor:
         """Weighted mean divergence of the student's logits [b, m, V'] from the target's [b, n, V] at ``columns``
-        [b, m]; ``weights`` [b, m], 0 where none has any.  With the text's ``own`` next tokens [b, m] their cross
-        entropy counts, too."""
-        starts = torch.arange(len(wanted), device=columns.device)[:, None] * wanted.shape[1]
+        [b, m]; ``weights`` [b, m], 0 where none has any.  With the next ``text_tokens`` [b, m] their cross entropy
+        counts, too."""
+        starts = torch.arange(len(target_logits), device=columns.device)[:, None] * target_logits.shape[1]
         places, weights = (columns + starts).flatten(), weights.to(columns.device).flatten()
-        wanted, drafted = wanted.flatten(0, 1), drafted.flatten(0, 1)
-        total = drafted[:0].sum(dtype=torch.float32)  # 0 with a gradient, for rows without any weight
+        target_logits, draft_logits = target_logits.flatten(0, 1), draft_logits.flatten(0, 1)
+        total = draft_logits[:0].sum(dtype=torch.float32)  # 0 with a gradient, for rows without any weight
         for some in weights.nonzero()[:, 0].split(CPU_CHUNK if columns.device.type == "cpu" else CHUNK):
-            p, q = wanted[places[some], : self.width], drafted[some, : self.width]
+            p, q = target_logits[places[some], : self.width], draft_logits[some, : self.width]
             each = divergence(self.config.loss, p, q, self.config.beta)
-            if own is not None:
-                each = each + OWN_SHARE * F.cross_entropy(q.float(), own.flatten()[some], reduction="none")
+            if text_tokens is not None:
+                each = each + OWN_SHARE * F.cross_entropy(q.float(), text_tokens.flatten()[some], reduction="none")
             total = total + (each * weights[some]).sum()
         return total / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 
@@ -210,7 +217,7 @@ class Distiller:
         }
 
 
-def teach_mask(student: Any, config: DistillConfig, known: int) -> int:
+def teach_mask(student: Any, config: DistillConfig, vocabulary: int) -> int:
     """The id of the mask that a student fills, written into its configuration.
 
     It is the one of the run; that of its configuration; the last row of an embedding that is wider than the tokenizer;
@@ -220,10 +227,10 @@ def teach_mask(student: Any, config: DistillConfig, known: int) -> int:
     text = student.config.get_text_config()
     mask = config.mask_token if config.mask_token >= 0 else getattr(student.config, MASK, None)
     if mask is None:
-        if text.vocab_size <= known:
+        if text.vocab_size <= vocabulary:
             with torch.random.fork_rng(devices=[]):  # the new rows are drawn around the mean
                 torch.default_generator.manual_seed(config.seed)
-                student.resize_token_embeddings(-(-(known + 1) // WIDTH) * WIDTH, mean_resizing=True)
+                student.resize_token_embeddings(-(-(vocabulary + 1) // WIDTH) * WIDTH, mean_resizing=True)
         mask = text.vocab_size - 1
     if not 0 <= mask < text.vocab_size:
         raise ValueError(f"the mask token must be one of the draft model's {text.vocab_size} tokens, not {mask}")

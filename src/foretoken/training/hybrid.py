@@ -88,11 +88,11 @@ def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
     sizes = _head_sizes(llama, torch.from_numpy(tokens[:PROBE].astype("int64"))[None])
     for index, layer in enumerate(llama.model.layers):
         recurrent, full = model.model.layers[2 * index], model.model.layers[2 * index + 1]
-        for ours in (recurrent, full):
-            _norm(ours.input_layernorm, layer.input_layernorm)
-            _norm(ours.post_attention_layernorm, layer.post_attention_layernorm)
+        for new_layer in (recurrent, full):
+            _norm(new_layer.input_layernorm, layer.input_layernorm)
+            _norm(new_layer.post_attention_layernorm, layer.post_attention_layernorm)
             for name in ("gate_proj", "up_proj", "down_proj"):
-                getattr(ours.mlp, name).weight.copy_(getattr(layer.mlp, name).weight)
+                getattr(new_layer.mlp, name).weight.copy_(getattr(layer.mlp, name).weight)
         recurrent.mlp.down_proj.weight.zero_()
         recurrent.linear_attn.out_proj.weight.zero_()
         decays = torch.logspace(math.log10(DECAYS[0]), math.log10(DECAYS[1]), len(recurrent.linear_attn.A_log))
@@ -107,20 +107,20 @@ def is_llama(folder: Path) -> bool:
     return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("model_type") == "llama"
 
 
-def _attention(ours: Any, theirs: Any, sizes: Sequence[float]) -> None:
-    dim = ours.head_dim
-    queries = theirs.q_proj.weight.view(-1, dim, theirs.q_proj.in_features)
-    ours.q_proj.weight.copy_(torch.cat([queries, torch.zeros_like(queries)], 1).flatten(0, 1))
-    ours.k_proj.weight.copy_(theirs.k_proj.weight)
-    ours.v_proj.weight.copy_(theirs.v_proj.weight)
-    ours.o_proj.weight.copy_(2 * theirs.o_proj.weight)
-    for norm, size in zip((ours.q_norm, ours.k_norm), sizes, strict=True):
+def _attention(attention: Any, source: Any, sizes: Sequence[float]) -> None:
+    dim = attention.head_dim
+    queries = source.q_proj.weight.view(-1, dim, source.q_proj.in_features)
+    attention.q_proj.weight.copy_(torch.cat([queries, torch.zeros_like(queries)], 1).flatten(0, 1))
+    attention.k_proj.weight.copy_(source.k_proj.weight)
+    attention.v_proj.weight.copy_(source.v_proj.weight)
+    attention.o_proj.weight.copy_(2 * source.o_proj.weight)
+    for norm, size in zip((attention.q_norm, attention.k_norm), sizes, strict=True):
         norm.weight.fill_(size - 1)
 
 
-def _norm(ours: Any, theirs: Any) -> None:
+def _norm(norm: Any, source: Any) -> None:
     """A zero-centred norm multiplies by 1 + weight."""
-    ours.weight.copy_(theirs.weight - 1)
+    norm.weight.copy_(source.weight - 1)
 
 
 def _head_sizes(llama: Any, tokens: Tensor) -> list[tuple[float, float]]:

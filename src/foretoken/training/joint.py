@@ -84,7 +84,7 @@ def held_loss(parts: TargetParts, blocks: Sequence[Tensor], learned: Sequence[Te
         labels = tokens[:, 1:].flatten()
         if guessed is not None:
             hidden, labels = hidden[guessed[0, 1:]], labels[guessed[0, 1:]]
-        for rows, wanted in zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True):
-            total += float(F.cross_entropy(parts.logits(rows).float(), wanted, reduction="sum"))
+        for rows, targets in zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True):
+            total += float(F.cross_entropy(parts.logits(rows).float(), targets, reduction="sum"))
         count += len(labels)
     return total / count if count else None

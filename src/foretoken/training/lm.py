@@ -76,11 +76,11 @@ def distillation_loss(model: Any, teacher: Any, blocks: Tensor, weight: float) -
     """
     hidden = model.model(input_ids=blocks[:, :-1], use_cache=False).last_hidden_state
     with torch.no_grad():
-        wanted = teacher.model(input_ids=blocks[:, :-1], use_cache=False).last_hidden_state
+        target_states = teacher.model(input_ids=blocks[:, :-1], use_cache=False).last_hidden_state
     total = hidden.new_zeros((), dtype=torch.float32)
     labels = blocks[:, 1:].flatten()
     for rows, goal, y in zip(
-        *(tensor.split(1024) for tensor in (hidden.flatten(0, 1), wanted.flatten(0, 1), labels)), strict=True
+        *(tensor.split(1024) for tensor in (hidden.flatten(0, 1), target_states.flatten(0, 1), labels)), strict=True
     ):
         log_q = torch.log_softmax(model.lm_head(rows).float(), -1)
         with torch.no_grad():
@@ -184,9 +184,9 @@ def train_lm(
         loss_of, save_every=save_every, eval_every=eval_every, measure=lambda: _measured(held_loss()),
         on_step=on_step, saving=saving,
     )  # fmt: skip
-    held = held_loss(max_blocks=128)
-    loop.curve.add(config.steps, None, _measured(held))
-    report = _report(model, config, corpus, held, loop.spent_s)
+    held_out_loss = held_loss(max_blocks=128)
+    loop.curve.add(config.steps, None, _measured(held_out_loss))
+    report = _report(model, config, corpus, held_out_loss, loop.spent_s)
     save_model(model.to(torch.bfloat16), tokenizer, out)
     loop.finish(report)
     changed = {key: value for key, value in asdict(config).items() if value != getattr(LmConfig, key)}
@@ -198,8 +198,8 @@ def train_lm(
     return report
 
 
-def _measured(held: float | None) -> dict[str, float] | None:
-    return None if held is None else {"held_loss": held}
+def _measured(held_out_loss: float | None) -> dict[str, float] | None:
+    return None if held_out_loss is None else {"held_loss": held_out_loss}
 
 
 def _load_teacher(model: Any, teacher: Path, device: torch.device) -> Any:
@@ -239,31 +239,35 @@ def _load_weights(model: Any, source: Path) -> None:
     file = source / "model.safetensors"
     if not file.exists():
         raise ValueError(f"{source} holds no model.safetensors to start from")
-    stored, own = load_file(file), model.state_dict()
+    stored, current = load_file(file), model.state_dict()
     if model.config.tie_word_embeddings:
-        own.pop("lm_head.weight", None)
+        current.pop("lm_head.weight", None)
         stored.pop("lm_head.weight", None)
     other = [
-        n for n in own.keys() | stored.keys() if n not in own or n not in stored or own[n].shape != stored[n].shape
+        n
+        for n in current.keys() | stored.keys()
+        if n not in current or n not in stored or current[n].shape != stored[n].shape
     ]
     if other:
         raise ValueError(
             f"{source} is another architecture ({len(other)} tensors differ, {min(other)} among them): "
             "give its --hidden, --layers, --heads, --kv-heads and --ffn"
         )
-    for name, tensor in own.items():
+    for name, tensor in current.items():
         tensor.copy_(stored[name])
 
 
-def _report(model: Any, config: LmConfig, corpus: dict[str, Any], held: float | None, spent_s: float) -> dict[str, Any]:
+def _report(
+    model: Any, config: LmConfig, corpus: dict[str, Any], held_out_loss: float | None, spent_s: float
+) -> dict[str, Any]:
     bytes_per_token = corpus["held"]["bytes"] / max(1, corpus["held"]["tokens"])
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": config.steps,
         "tokens": config.tokens,
         "corpus": {k: corpus[k] for k in ("train", "held")},
-        "held_loss_nats_per_token": held,
-        "held_bits_per_byte": None if held is None else held / math.log(2) / bytes_per_token,
+        "held_loss_nats_per_token": held_out_loss,
+        "held_bits_per_byte": None if held_out_loss is None else held_out_loss / math.log(2) / bytes_per_token,
         "hours": spent_s / 3600,
         "config": asdict(config),
     }

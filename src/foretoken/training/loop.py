@@ -63,7 +63,7 @@ class Loop:
         identity: what else tells this run from others, as JSON can hold it.
 
     Attributes:
-        kept: the meta data of the checkpoint that it goes on from; empty for a new run.
+        meta: the meta data of the checkpoint that it goes on from; empty for a new run.
     """
 
     def __init__(
@@ -79,23 +79,23 @@ class Loop:
         self.identity = identity_of(config, identity)
         out.mkdir(parents=True, exist_ok=True)
         latest = latest_checkpoint(out / "checkpoints")
-        self.kept: dict[str, Any] = {}
+        self.meta: dict[str, Any] = {}
         if latest is not None:
             check_same(latest, self.identity)
-            done = int(read_meta(latest)["step"])
-            if done > config.steps:
+            step = int(read_meta(latest)["step"])
+            if step > config.steps:
                 raise ValueError(
-                    f"{latest} is trained further than --steps {config.steps}: give at least {done}, or another --out"
+                    f"{latest} is trained further than --steps {config.steps}: give at least {step}, or another --out"
                 )
-            self.kept = load_checkpoint(latest, trained, optimizers)
-        self.start = int(self.kept.get("step", 0))
+            self.meta = load_checkpoint(latest, trained, optimizers)
+        self.start = int(self.meta.get("step", 0))
         self.curve = curve(out / "losses.csv", self.start)
-        self._began = time.perf_counter() - float(self.kept.get("spent_s", 0.0))
+        self._start_s = time.perf_counter() - float(self.meta.get("spent_s", 0.0))
 
     @property
     def spent_s(self) -> float:
         """Seconds of the whole run so far, earlier parts included."""
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self._start_s
 
     def run(
         self,
@@ -124,20 +124,20 @@ class Loop:
             tick = time.perf_counter()
             loss = self._step(step, loss_of)
             rate = config.batch_size * config.context / (time.perf_counter() - tick)
-            done, last = step + 1, step + 1 == config.steps
-            measured = measure() if measure is not None and done % eval_every == 0 and not last else None
-            self.curve.add(done, loss, measured)
+            num_steps, last = step + 1, step + 1 == config.steps
+            measured = measure() if measure is not None and num_steps % eval_every == 0 and not last else None
+            self.curve.add(num_steps, loss, measured)
             stopped = not last and saving.stop()
             due = time.perf_counter() - saved >= 60 * saving.minutes
-            if done % save_every == 0 or last or stopped or due:
+            if num_steps % save_every == 0 or last or stopped or due:
                 self.curve.write()
-                meta = {"identity": self.identity, "spent_s": self.spent_s, **(keep(done) if keep else {})}
-                save_checkpoint(self.out / "checkpoints", done, self.trained, self.optimizers, meta)
+                meta = {"identity": self.identity, "spent_s": self.spent_s, **(keep(num_steps) if keep else {})}
+                save_checkpoint(self.out / "checkpoints", num_steps, self.trained, self.optimizers, meta)
                 saved = time.perf_counter()
             if on_step is not None:
-                on_step(Progress(done, config.steps, loss, rate, measured))
+                on_step(Progress(num_steps, config.steps, loss, rate, measured))
             if stopped:
-                raise Stopped(done, config.steps)
+                raise Stopped(num_steps, config.steps)
 
     def _step(self, step: int, loss_of: Callable[[int], Tensor]) -> float:
         """One update against the gradient, which is clipped to norm 1; returns the loss."""

@@ -26,15 +26,17 @@ def mask_rows(
     """Anchors and depths [m] of mask rows, depth by depth, in the order of their positions, at most ``depths`` deep;
     ``seeds``, bool [n], are the columns whose next token is to be guessed."""
     anchors, levels = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
-    here = seeds.nonzero()[:, 0]
-    for depth, count in enumerate(kept_counts(len(here), depths, keep, least), 1):
-        here = here + 1
-        here = here[here < len(seeds)]
-        here = here[seeds[here]]  # positions of this depth that have a mask of the depth before at their anchor
-        chosen = torch.randperm(len(here), generator=generator)[:count].sort().values
-        here = here[chosen]
-        anchors.append(here - depth)
-        levels.append(torch.full_like(here, depth))
+    positions = seeds.nonzero()[:, 0]
+    for depth, count in enumerate(kept_counts(len(positions), depths, keep, least), 1):
+        positions = positions + 1
+        positions = positions[positions < len(seeds)]
+        positions = positions[
+            seeds[positions]
+        ]  # positions of this depth that have a mask of the depth before at their anchor
+        chosen = torch.randperm(len(positions), generator=generator)[:count].sort().values
+        positions = positions[chosen]
+        anchors.append(positions - depth)
+        levels.append(torch.full_like(positions, depth))
     return torch.cat(anchors), torch.cat(levels)
 
 
@@ -42,13 +44,13 @@ def rows_mask(anchors: Tensor, depths: Tensor) -> Tensor:
     """Bool [m, m]: which rows (of depth 0 for the text) a row sees, by anchors and depths [m]."""
     query, key = anchors[:, None], anchors[None]
     text = (depths[None] == 0) & (key <= query)
-    own = (query == key) & (depths[None] <= depths[:, None])
-    return text | own
+    same_anchor = (query == key) & (depths[None] <= depths[:, None])
+    return text | same_anchor
 
 
-def additive(seen: Tensor) -> Tensor:
-    """An attention mask that adds nothing where ``seen`` and minus infinity elsewhere."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+def additive(visible: Tensor) -> Tensor:
+    """An attention mask that adds nothing where ``visible`` and minus infinity elsewhere."""
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 def with_text(length: int, anchors: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:

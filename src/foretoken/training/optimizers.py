@@ -36,11 +36,11 @@ def build_optimizers(
         kind: ``"muon"`` (for matrices, AdamW for the rest) or ``"adamw"``.
     """
     outer = {id(weight) for weight in vocabulary}
-    matrices, rest = list[dict[str, Any]](), list[dict[str, Any]]()
+    matrices, others = list[dict[str, Any]](), list[dict[str, Any]]()
     for module, scale in parts:
         trained = [p for p in module.parameters() if p.requires_grad]
-        for groups, wanted in ((matrices, True), (rest, False)):
-            fitting = [p for p in trained if (p.ndim == 2 and id(p) not in outer) == wanted]
+        for groups, is_matrix in ((matrices, True), (others, False)):
+            fitting = [p for p in trained if (p.ndim == 2 and id(p) not in outer) == is_matrix]
             if fitting:
                 groups.append({"params": fitting, "scale": scale})
     optimizers: list[torch.optim.Optimizer] = []
@@ -50,6 +50,6 @@ def build_optimizers(
         )
     elif matrices:
         optimizers.append(torch.optim.AdamW(matrices, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay))
-    if rest:
-        optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+    if others:
+        optimizers.append(torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
     return optimizers

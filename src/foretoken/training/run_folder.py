@@ -26,10 +26,10 @@ def run_folder(out: Path) -> Iterator[None]:
         raise ValueError(f"{out} is a file: --out names a folder")
     is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    held = os.open(out, os.O_RDONLY) if os.name == "posix" else None  # of no other system can folders be opened
+    descriptor = os.open(out, os.O_RDONLY) if os.name == "posix" else None  # of no other system can folders be opened
     try:
-        if held is not None:
-            lock(held, out, "folder")
+        if descriptor is not None:
+            lock(descriptor, out, "folder")
         _check_own(out)
         for draft in (*out.glob(".tmp-[0-9]*-*"), *out.glob(".tmp-model")):
             shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
@@ -38,8 +38,8 @@ def run_folder(out: Path) -> Iterator[None]:
         if is_new:
             with suppress(OSError):  # not empty
                 out.rmdir()
-        if held is not None:
-            os.close(held)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _check_own(out: Path) -> None:

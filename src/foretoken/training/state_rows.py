@@ -23,17 +23,17 @@ OWN_SHARE = 0.1
 """Weight of the cross entropy of the text's own tokens, beside 1 for the target's distribution."""
 
 
-def layers_of(told: str) -> tuple[int, ...]:
+def layers_of(taps: str) -> tuple[int, ...]:
     """The hidden states of an option ``taps``: numbers joined by ``+``, or ``usual``; empty for none.  Raises
     ``ValueError`` for anything else."""
-    if not told:
+    if not taps:
         return ()
-    if told == "usual":
+    if taps == "usual":
         return LAYERS
     try:
-        return tuple(int(part) for part in told.split("+"))
+        return tuple(int(part) for part in taps.split("+"))
     except ValueError:
-        raise ValueError(f"taps must be usual, or hidden states such as -1+-8+-16, not {told!r}") from None
+        raise ValueError(f"taps must be usual, or hidden states such as -1+-8+-16, not {taps!r}") from None
 
 
 class StateRows:
@@ -48,9 +48,9 @@ class StateRows:
             projection = nn.Linear(size, hidden, bias=False)
             nn.init.normal_(projection.weight, std=size**-0.5, generator=torch.Generator().manual_seed(0))
             setattr(student, NAME, projection.to(student.device))
-        told = {"pard2": True, "spd_type": "pard2", "pard2_scale": SCALE, "pard2_proj_bias": False}
-        told |= {"pard2_target_dim": size, "pard2_target_layers": list(layers)}
-        for key, value in told.items():
+        keys = {"pard2": True, "spd_type": "pard2", "pard2_scale": SCALE, "pard2_proj_bias": False}
+        keys |= {"pard2_target_dim": size, "pard2_target_layers": list(layers)}
+        for key, value in keys.items():
             setattr(student.config, key, value)
 
     def embedded(
@@ -61,17 +61,19 @@ class StateRows:
         projection: nn.Linear = getattr(self.student, NAME)
         beside = projection(torch.cat([states[tap].float() for tap in self.taps], -1)) * SCALE
         before = F.pad(beside, (0, 0, 1, 0))[:, anchors]  # place t of the padded ones belongs to token t - 1
-        kept = torch.rand(len(ids), generator=generator) >= DROPPED
+        keep = torch.rand(len(ids), generator=generator) >= DROPPED
         embedded: Tensor = self.student.get_input_embeddings()(ids)
-        return embedded + before * kept.to(before.device)[:, None, None]
+        return embedded + before * keep.to(before.device)[:, None, None]
 
     @staticmethod
     def weights(logits: Tensor, tokens: Tensor, anchors: Tensor, depths: Tensor) -> Tensor:
         """[b, m] the chances that the target gives the tokens behind every row's anchor up to its place, from logits
         [b, n, V] of texts [b, n + 1]."""
-        told = [torch.log_softmax(row[:-1].float(), -1) for row in logits]  # one text at a time: they are large
-        given = torch.stack([row.gather(-1, text[1:-1, None])[:, 0] for row, text in zip(told, tokens, strict=True)])
-        sums = F.pad(given.cumsum(-1), (1, 0))  # of the tokens up to each place
+        log_chances = [torch.log_softmax(row[:-1].float(), -1) for row in logits]  # one text at a time: they are large
+        token_chances = torch.stack(
+            [row.gather(-1, text[1:-1, None])[:, 0] for row, text in zip(log_chances, tokens, strict=True)]
+        )
+        sums = F.pad(token_chances.cumsum(-1), (1, 0))  # of the tokens up to each place
         return (sums[:, anchors + depths] - sums[:, anchors]).exp()
 
 

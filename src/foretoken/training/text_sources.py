@@ -75,10 +75,10 @@ class TeacherText(TextSource):
     ``weights``, float32 [n, context], are left out; one at least must have some."""
 
     def __init__(self, rows: Tensor, weights: Tensor, batch: int, seed: int) -> None:
-        kept = weights.sum(1) > 0
-        if not bool(kept.any()):
+        keep = weights.sum(1) > 0
+        if not bool(keep.any()):
             raise ValueError("no written text is left to learn from")
-        self.rows, self.weights = rows[kept], weights[kept]
+        self.rows, self.weights = rows[keep], weights[keep]
         self.batch, self.seed = batch, seed
 
     def __call__(self, step: int) -> Text:

@@ -95,10 +95,10 @@ class Trainer:
                 on_written,
             )
         self.text = text_identity(folder, self.corpus)
-        held = held_blocks(folder, self.corpus, tokenizer, config.context)
+        blocks = held_blocks(folder, self.corpus, tokenizer, config.context)
         device = recipe.parts.device
-        self.held_tokens = [tokens.to(device) for tokens, _ in held]
-        self.held_learned = [None if learned is None else learned.to(device) for _, learned in held]
+        self.held_tokens = [tokens.to(device) for tokens, _ in blocks]
+        self.held_learned = [None if learned is None else learned.to(device) for _, learned in blocks]
         recipe.prepare(self.sampler.guessed)
         self.fingerprint = asdict(recipe.parts.fingerprint())
         self.network = recipe.parts.network.requires_grad_(recipe.trains_target)
@@ -116,8 +116,8 @@ class Trainer:
         if features is not None:
             if recipe.trains_target:
                 raise ValueError("features cannot be kept of a target that is trained too: leave --features out")
-            written = [] if config.text == "fixed" else [config.written_blocks, config.written_temperature]
-            self.store = FeatureStore(features, recipe.parts, self.sampler, self.text, written)
+            writing = [] if config.text == "fixed" else [config.written_blocks, config.written_temperature]
+            self.store = FeatureStore(features, recipe.parts, self.sampler, self.text, writing)
 
     def held_prompts(self, count: int, length: int) -> list[list[int]]:
         """At most ``count`` held-out prompts: the first ``length`` tokens of blocks; of a conversation what its first

@@ -82,7 +82,7 @@ class Workshop:
         starts = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
         return torch.tensor([tokens[s : s + length].tolist() for s in starts])
 
-    def written(self) -> Tensor:
+    def written_rows(self) -> Tensor:
         """Rows that the target wrote, int64 [at most ``config.written``, context + 1]; made once, then read."""
         config = self.config
         count = min(config.written, self.blocks.num_blocks)
@@ -104,7 +104,7 @@ class Workshop:
         if config.text == "fixed":
             return FixedText(self.blocks)
         if config.text == "teacher":
-            rows = self.written()
+            rows = self.written_rows()
             return TeacherText(rows, self.written_weights(rows), config.batch_size, config.seed)
         prompt = config.prompt_tokens
 

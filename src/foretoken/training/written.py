@@ -59,7 +59,7 @@ def write_continuations(
 def _write(model: LanguageModel, prompts: Tensor, coins: Tensor, sampler: Sampler, width: int) -> Tensor:
     """Continuations [n, m + new] of ``prompts`` [n, m], drawn with the uniforms ``coins`` [n, new]."""
     sequences: list[SequenceState] = []
-    written = [prompts.cpu()]
+    columns = [prompts.cpu()]
     try:
         sequences.extend(model.open() for _ in prompts)
         if prompts.shape[1] > 1:
@@ -74,12 +74,12 @@ def _write(model: LanguageModel, prompts: Tensor, coins: Tensor, sampler: Sample
             logits = torch.cat([row.logits for row in rows])[:, :width]
             tokens = logits.argmax(-1) if sampler.greedy else drawn(sampler.distributions(logits, None), column)
             tokens = tokens.cpu()
-            written.append(tokens[:, None])
+            columns.append(tokens[:, None])
             last = tokens.tolist()
     finally:
         for sequence in reversed(sequences):
             model.release(sequence)
-    return torch.cat(written, 1)
+    return torch.cat(columns, 1)
 
 
 def drawn(distributions: Tensor, coins: Tensor) -> Tensor:

@@ -71,10 +71,10 @@ class Target:
 
     def is_embedding(self, weight: Tensor) -> bool:
         """Whether an embedding [V, D] is this target's own, in whatever precision; padding rows do not count."""
-        own = self.parts.embed.weight.detach().cpu()
-        count = min(len(own), len(weight))
-        return own.shape[1:] == weight.shape[1:] and bool(
-            torch.allclose(weight[:count].float(), own[:count].float(), rtol=2**-7, atol=1e-7)
+        embedding = self.parts.embed.weight.detach().cpu()
+        count = min(len(embedding), len(weight))
+        return embedding.shape[1:] == weight.shape[1:] and bool(
+            torch.allclose(weight[:count].float(), embedding[:count].float(), rtol=2**-7, atol=1e-7)
         )
 
     def check_embedding(self, embedding: Tensor | None) -> None:
@@ -92,9 +92,9 @@ class Target:
         }
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(weight: Tensor, other: Tensor) -> bool:
     """Equal in bfloat16; float16 cannot hold the tiniest values."""
-    return one.shape == other.shape and float((one.to(DTYPE) - other).abs().max()) <= 1e-7
+    return weight.shape == other.shape and float((weight.to(DTYPE) - other).abs().max()) <= 1e-7
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,9 @@ class NetFormat(Format):
             self.warnings.append("the weights were rounded to bfloat16")
         trained = self.read(Checkpoint(source.config, tensors), target)
         net = self.network(trained.config)
-        wanted = net.state_dict()
+        parameters = net.state_dict()
         check_stored(tensors.items(), source.path)
-        net.load_state_dict({name: value.to(wanted[name].dtype) for name, value in trained.tensors.items()})
+        net.load_state_dict({name: value.to(parameters[name].dtype) for name, value in trained.tensors.items()})
         save_drafter(folder, self.method, trained.config, net, fingerprint, measured)
         return f"{self.method}:{{}}"
 
@@ -218,7 +218,7 @@ def _measured(source: Found, method: str, fingerprint: Fingerprint) -> dict[str,
 
 def renamed(
     tensors: Mapping[str, Tensor],
-    wanted: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     names: Mapping[str, str],
     ignored: Sequence[str] = (),
 ) -> dict[str, Tensor]:
@@ -226,15 +226,15 @@ def renamed(
     first such tensor as they call it.
 
     Args:
-        wanted: shapes by our names.
+        shapes: by our names.
         names: their name of each of ours.
     """
     for ours, theirs in names.items():
         if theirs not in tensors:
             raise ValueError(f"the checkpoint lacks the tensor {theirs}: it is incomplete")
-        if tuple(tensors[theirs].shape) != wanted[ours]:
+        if tuple(tensors[theirs].shape) != shapes[ours]:
             shape = list(tensors[theirs].shape)
-            raise ValueError(f"{theirs} is {shape} and must be {list(wanted[ours])} for this target and config.json")
+            raise ValueError(f"{theirs} is {shape} and must be {list(shapes[ours])} for this target and config.json")
     extra = sorted(set(tensors) - set(names.values()) - set(ignored))
     if extra:
         raise ValueError(f"the checkpoint holds a tensor {extra[0]} that our network has no place for")
@@ -247,7 +247,7 @@ def check_sizes(config: Mapping[str, Any], target: Target) -> None:
     size = whole(config, "hidden_size", default=target.parts.hidden_size)
     if size != target.parts.hidden_size:
         raise ValueError(f"the checkpoint is for a hidden size of {size}, the target's is {target.parts.hidden_size}")
-    own = target.parts.vocab_size
-    vocab = whole(config, "vocab_size", default=own)
-    if abs(vocab - own) > min(512, max(vocab, own) // 100):
-        raise ValueError(f"the checkpoint is for a vocabulary of {vocab}, the target's has {own}")
+    target_vocab = target.parts.vocab_size
+    vocab = whole(config, "vocab_size", default=target_vocab)
+    if abs(vocab - target_vocab) > min(512, max(vocab, target_vocab) // 100):
+        raise ValueError(f"the checkpoint is for a vocabulary of {vocab}, the target's has {target_vocab}")

@@ -37,8 +37,8 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(inner, Mapping):
             raise ValueError(f"{key} in config.json must be a JSON object")
-        known = {name: value for name, value in inner.items() if value is not None}
-        flat = {**known, **flat} if key == "transformer_layer_config" else {**flat, **known}
+        values = {name: value for name, value in inner.items() if value is not None}
+        flat = {**values, **flat} if key == "transformer_layer_config" else {**flat, **values}
     return flat
 
 
@@ -46,12 +46,14 @@ def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> di
     """Tensors by our names, with queries, keys and values apart; a quantised checkpoint is refused by a
     ``ValueError``."""
     if any(name.rsplit(".", 1)[-1] in QUANTISED for name in tensors) or config.get("quantization_config"):
-        told = config.get("quantization_config")
-        how = told.get("quant_method", "") if isinstance(told, Mapping) else ""
-        raise ValueError(f"the checkpoint is quantised ({how or 'packed weights'}): import the one that it was made of")
-    ours = {our_name(name): value for name, value in tensors.items()}
-    for name in [name for name in ours if name.endswith(".qkv_proj.weight")]:
-        place, whole = name.removesuffix("qkv_proj.weight"), ours.pop(name)
+        quantisation = config.get("quantization_config")
+        kind = quantisation.get("quant_method", "") if isinstance(quantisation, Mapping) else ""
+        raise ValueError(
+            f"the checkpoint is quantised ({kind or 'packed weights'}): import the one that it was made of"
+        )
+    renamed = {our_name(name): value for name, value in tensors.items()}
+    for name in [name for name in renamed if name.endswith(".qkv_proj.weight")]:
+        place, whole = name.removesuffix("qkv_proj.weight"), renamed.pop(name)
         dim = int(
             number(config, "head_dim", default=number(config, "hidden_size") / number(config, "num_attention_heads"))
         )
@@ -59,8 +61,8 @@ def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> di
         if len(whole) != query + 2 * key:
             raise ValueError(f"{name} has {len(whole)} rows and must have {query + 2 * key} for config.json")
         parts = zip("qkv", whole.split([query, key, key]), strict=True)
-        ours.update({f"{place}{letter}_proj.weight": part for letter, part in parts})
-    return ours
+        renamed.update({f"{place}{letter}_proj.weight": part for letter, part in parts})
+    return renamed
 
 
 def in_halves(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
@@ -82,8 +84,8 @@ def in_halves(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
     """Whether rotary embeddings turn neighbours (GPT-J) instead of halves; LFM2's drafters do without saying so."""
-    told = flag(config, "rope_interleave", "rope_interleaved")
-    return class_of(config).startswith("Lfm2") if told is None else told
+    switch = flag(config, "rope_interleave", "rope_interleaved")
+    return class_of(config).startswith("Lfm2") if switch is None else switch
 
 
 def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> dict[str, Any]:
@@ -141,11 +143,11 @@ def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
         raise ValueError("config.json has sliding layers and no sliding_window: the checkpoint is incomplete")
     # Transformers counts the window as the distance to the farthest token, everybody else the token itself, too.
     reach = window if str(config.get("model_type", "")).endswith("_assistant") else window - 1
-    told = flag(config, "is_causal", "causal", "causal_head")
+    is_causal = flag(config, "is_causal", "causal", "causal_head")
     if config.get("dflash_draft_attention") is not None:
-        told = config["dflash_draft_attention"] == "causal"
+        is_causal = config["dflash_draft_attention"] == "causal"
     free = flag(config, "sliding_window_non_causal") or str(config.get("model_type", "")).endswith("_assistant")
-    causal = [slides and not free if told is None else told for slides in sliding]
+    causal = [slides and not free if is_causal is None else is_causal for slides in sliding]
     return {
         "reach": _joined([max(1, reach) if slides else 0 for slides in sliding]),
         "causal": _joined([int(value) for value in causal]),
@@ -160,9 +162,9 @@ def _joined(values: Sequence[int]) -> str:
 def taps_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> list[int]:
     """Depths of the target that are fused: k is the output of its first k layers.  Raises ``ValueError`` for depths
     that the target does not have, and where ``fc`` reads another number of them."""
-    count, told = target.parts.num_layers, config.get("num_target_layers")
-    if told is not None and told != count:
-        raise ValueError(f"the checkpoint is for a target of {told} layers, and this one has {count}")
+    count, layers = target.parts.num_layers, config.get("num_target_layers")
+    if layers is not None and layers != count:
+        raise ValueError(f"the checkpoint is for a target of {layers} layers, and this one has {count}")
     width, size = tensors["fc.weight"].shape[-1], target.parts.hidden_size
     if width % size:
         raise ValueError(f"fc.weight reads {width} numbers, which is no multiple of the target's hidden size {size}")
@@ -192,11 +194,13 @@ def default_taps(count: int, fused: int) -> list[int]:
 
 def check_scales(config: Mapping[str, Any], target: Target) -> None:
     """Refuse, by a ``ValueError``, logits with another scale or cap than the target's own, which they go through."""
-    own = target.parts.config
+    base = target.parts.config
     cap = config.get("final_logit_softcapping")
-    if cap is not None and cap != getattr(own, "final_logit_softcapping", None):
+    if cap is not None and cap != getattr(base, "final_logit_softcapping", None):
         raise ValueError(f"the checkpoint caps its logits at {cap}, and the target does not")
     scale = number(config, "output_multiplier", default=1.0)
-    known = float(getattr(own, "logit_scale", None) or 1.0) / float(getattr(own, "logits_scaling", None) or 1.0)
-    if scale not in (1.0, known):
-        raise ValueError(f"the checkpoint scales its logits by {scale}, and the target by {known}")
+    target_scale = float(getattr(base, "logit_scale", None) or 1.0) / float(
+        getattr(base, "logits_scaling", None) or 1.0
+    )
+    if scale not in (1.0, target_scale):
+        raise ValueError(f"the checkpoint scales its logits by {scale}, and the target by {target_scale}")

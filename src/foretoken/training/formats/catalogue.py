@@ -99,15 +99,15 @@ def layouts_of(method: str) -> list[Layout]:
 def find_layout(method: str, name: str | None, engine: str | None) -> Layout:
     """The layout to write: the named one, the engine's, or the method's usual one.  Raises ``ValueError`` for unknown
     names, and for an engine that cannot load it; says what can."""
-    known = layouts_of(method)
+    layouts = layouts_of(method)
     if engine is not None and engine not in ENGINES:
         raise unknown(f"unknown engine {engine!r}", engine, ENGINES)
-    if name is not None and name not in (layout.name for layout in known):
+    if name is not None and name not in (layout.name for layout in layouts):
         raise ValueError(
-            f"{method} has no format {name!r}: {did_you_mean(name, [layout.name for layout in known])}"
-            f"choose one of {_list(known)}"
+            f"{method} has no format {name!r}: {did_you_mean(name, [layout.name for layout in layouts])}"
+            f"choose one of {_list(layouts)}"
         )
-    able = [layout for layout in known if engine is None or engine in layout.engines]
+    able = [layout for layout in layouts if engine is None or engine in layout.engines]
     if not able:
         raise ValueError(f"{engine} cannot load a drafter {method!r} in any format: leave --engine out")
     if name is None:

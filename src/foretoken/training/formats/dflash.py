@@ -66,13 +66,13 @@ class DflashPlain(NetFormat):
         ids = maps["d2t"] + torch.arange(len(maps["d2t"]))
         reduced = len(ids) < target.parts.vocab_size
         head = tensors.get("lm_head.weight")
-        own = head is not None and not target.is_head(head, ids)
-        if head is not None and not own:
+        own_head = head is not None and not target.is_head(head, ids)
+        if head is not None and not own_head:
             del tensors["lm_head.weight"]
-        shape |= {"draft_vocab": len(ids) if reduced else 0, "own_head": own}
-        wanted = self.shapes(shape)
-        names = {name: name for name in wanted if name not in maps}
-        return Trained(shape, {**renamed(tensors, wanted, names), **(maps if reduced else {})})
+        shape |= {"draft_vocab": len(ids) if reduced else 0, "own_head": own_head}
+        shapes = self.shapes(shape)
+        names = {name: name for name in shapes if name not in maps}
+        return Trained(shape, {**renamed(tensors, shapes, names), **(maps if reduced else {})})
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
         shape = self.net_config(**trained.config)
@@ -209,9 +209,9 @@ class DsparkPlain(DflashPlain):
             raise ValueError(f"the checkpoint lacks the tensor {W1}: it is incomplete")
         heads = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
         head = next((kind for name, kind in heads.items() if name in tensors), "vanilla")
-        told = config.get("markov_head_type") or head
-        if told != head:
-            raise ValueError(f"config.json says markov_head_type {told!r}, and the tensors are those of {head!r}")
+        stated = config.get("markov_head_type") or head
+        if stated != head:
+            raise ValueError(f"config.json says markov_head_type {stated!r}, and the tensors are those of {head!r}")
         rank = whole(config, "markov_rank", default=tensors[W1].shape[-1])
         reader, confidence = tensors.get("confidence_head.proj.weight"), ""
         if reader is not None:

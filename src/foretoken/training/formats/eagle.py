@@ -87,10 +87,10 @@ class EagleVllm(EaglePlain):
         if tensors.get(f"{LAYER}.o_proj.bias") is None:
             return super().read(checkpoint, target)
         bias = tensors.pop(f"{LAYER}.o_proj.bias")
-        for name, wanted in folded(bias, tensors).items():
+        for name, expected in folded(bias, tensors).items():
             have = tensors.pop(name, torch.zeros(0))
-            scale = float(wanted.abs().max()) + 1e-6
-            if have.shape != wanted.shape or not torch.allclose(have.float(), wanted.float(), atol=scale / 64):
+            scale = float(expected.abs().max()) + 1e-6
+            if have.shape != expected.shape or not torch.allclose(have.float(), expected.float(), atol=scale / 64):
                 raise ValueError(f"{name} is a bias of its own, and our layer has none")
         tensors["fc.bias"] = bias
         return super().read(Checkpoint({**checkpoint.config, "attention_bias": False}, tensors), target)

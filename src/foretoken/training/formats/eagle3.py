@@ -84,12 +84,12 @@ class Eagle3Plain(NetFormat):
             "layers": ",".join(map(str, fused_layers(checkpoint.config, tensors, target))),
             "share_head": head is not None and target.is_head(head, rows),
         }
-        rest = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
-        wanted = {**names(layer), "lm_head.weight": "lm_head.weight"}
-        ours = renamed(rest, self.shapes({**config, "share_head": False}), wanted)
+        weights = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+        theirs = {**names(layer), "lm_head.weight": "lm_head.weight"}
+        converted = renamed(weights, self.shapes({**config, "share_head": False}), theirs)
         if config["share_head"]:
-            del ours["lm_head.weight"]
-        return Trained(config, {**ours, **maps})
+            del converted["lm_head.weight"]
+        return Trained(config, {**converted, **maps})
 
 
 def names(layer: str) -> dict[str, str]:
@@ -150,9 +150,9 @@ def vocabulary(tensors: Mapping[str, Tensor], guessed: int, target: Target) -> d
         )
     if len(tokens.unique()) < len(tokens):
         raise ValueError("d2t names a token twice: it holds offsets, id = i + d2t[i]")
-    known = torch.zeros(vocab, dtype=torch.bool)
-    known[tokens] = True
-    return {"d2t": offsets, "t2d": known}
+    is_guessed = torch.zeros(vocab, dtype=torch.bool)
+    is_guessed[tokens] = True
+    return {"d2t": offsets, "t2d": is_guessed}
 
 
 class Eagle3Speculators(Eagle3Plain):
@@ -167,8 +167,8 @@ class Eagle3Speculators(Eagle3Plain):
         """By its own key.  Raises ``ValueError`` where it is a drafter of another kind."""
         kind = source.config.get(KEY)
         if kind not in (None, *READ):
-            known = ", ".join(READ)
-            raise ValueError(f"{source.path} is a speculators checkpoint of the type {kind!r}: {known} can be imported")
+            kinds = ", ".join(READ)
+            raise ValueError(f"{source.path} is a speculators checkpoint of the type {kind!r}: {kinds} can be imported")
         return kind == "eagle3"
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:

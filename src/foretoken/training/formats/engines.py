@@ -18,35 +18,35 @@ DRAFTED = "num_speculative_tokens"
 """Tokens of a draft: vLLM's word, and our key for them where a layout has none."""
 
 
-def ready_line(engine: str, method: str, out: Path, written: Path) -> str:
-    """What to pass to an engine for a drafter that will be at ``out``, and whose files are in ``written`` now."""
-    return {"vllm": _vllm, "sglang": _sglang, "huggingface": _huggingface}[engine](method, out, written)
+def ready_line(engine: str, method: str, out: Path, folder: Path) -> str:
+    """What to pass to an engine for a drafter that will be at ``out``, and whose files are in ``folder`` now."""
+    return {"vllm": _vllm, "sglang": _sglang, "huggingface": _huggingface}[engine](method, out, folder)
 
 
 def drafted(config: Mapping[str, Any], default: int) -> int:
     """Tokens of a draft as a checkpoint is to be served: by speculators' key, by ours, or ``default``.  Raises
     ``ValueError``: no whole number above 0."""
-    told = config.get("speculators_config")
-    methods = told.get("proposal_methods") if isinstance(told, Mapping) else None
+    speculators = config.get("speculators_config")
+    methods = speculators.get("proposal_methods") if isinstance(speculators, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None
-    ours = whole(config, DRAFTED, default=default)
-    return whole(first, "speculative_tokens", default=ours) if isinstance(first, Mapping) else ours
+    default_count = whole(config, DRAFTED, default=default)
+    return whole(first, "speculative_tokens", default=default_count) if isinstance(first, Mapping) else default_count
 
 
-def _vllm(method: str, out: Path, written: Path) -> str:
+def _vllm(method: str, out: Path, folder: Path) -> str:
     """A chain: vLLM verifies no trees.  A block is drafted whole."""
-    told = {} if method == "model" else json.loads((written / "config.json").read_text(encoding="utf-8"))
-    heads = told.get("num_heads") if method == "medusa" else None
-    if "block_size" in told:
-        inner = {**told, **told.get("dflash_config", {})}
+    config = {} if method == "model" else json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads = config.get("num_heads") if method == "medusa" else None
+    if "block_size" in config:
+        inner = {**config, **config.get("dflash_config", {})}
         heads = inner["block_size"] - (not inner.get("sample_from_anchor"))
     chosen: dict[str, Any] = {"method": VLLM_METHODS.get(method, method), "model": str(out), DRAFTED: heads or DEPTH}
     if method in ("pard", "peagle"):
-        chosen |= {DRAFTED: drafted(told, TRAINED), "parallel_drafting": True}
+        chosen |= {DRAFTED: drafted(config, TRAINED), "parallel_drafting": True}
     return f"--speculative-config '{json.dumps(chosen)}'"
 
 
-def _sglang(method: str, out: Path, written: Path) -> str:
+def _sglang(method: str, out: Path, folder: Path) -> str:
     """A tree for heads, a chain for a draft model, of which SGLang verifies the root too."""
     width, nodes = (1, DEPTH + 1) if method == "model" else (WIDTH, NODES)
     return (
@@ -55,7 +55,7 @@ def _sglang(method: str, out: Path, written: Path) -> str:
     )
 
 
-def _huggingface(method: str, out: Path, written: Path) -> str:
+def _huggingface(method: str, out: Path, folder: Path) -> str:
     if method == "early_exit":
         return f'model.generate(**inputs, generation_config=GenerationConfig.from_pretrained("{out}"))'
     return f'model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{out}"))'

@@ -45,10 +45,10 @@ def _check_free(out: Path, force: bool, inputs: Sequence[Path]) -> None:
         raise ValueError(f"{out} is read from: --out must be another folder")
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: --out names a folder")
-    there = sorted(out.iterdir()) if out.is_dir() else []
-    if there and not force:
+    entries = sorted(out.iterdir()) if out.is_dir() else []
+    if entries and not force:
         raise ValueError(f"{out} is not empty: give another --out, or --force to replace it")
-    if there and (any(path.is_dir() for path in there) or not {path.name for path in there} & set(MARKS)):
+    if entries and (any(path.is_dir() for path in entries) or not {path.name for path in entries} & set(MARKS)):
         raise ValueError(f"{out} holds something else than a drafter, which --force does not replace")
 
 
@@ -115,11 +115,11 @@ class Found:
         tensors: dict[str, Tensor] = {}
         for file in self._files:
             try:
-                held = load_file(file)
+                loaded = load_file(file)
             except (SafetensorError, OSError):
                 raise ValueError(f"{file} is damaged or half-written: copy it again") from None
-            check_finite(held.items(), file)
-            tensors.update(held)
+            check_finite(loaded.items(), file)
+            tensors.update(loaded)
         return tensors
 
     def check_whole(self) -> None:

@@ -86,8 +86,8 @@ def _theta(config: Mapping[str, Any]) -> float:
         if rope.get("rope_theta") is not None:
             thetas[name] = positive(rope, "rope_theta", default=0.0)
     if len(set(thetas.values())) > 1:
-        told = ", ".join(f"{theta:g} in {name}" for name, theta in thetas.items())
-        raise ValueError(f"the checkpoint has several values of rope_theta ({told}), and our layer has one")
+        values = ", ".join(f"{theta:g} in {name}" for name, theta in thetas.items())
+        raise ValueError(f"the checkpoint has several values of rope_theta ({values}), and our layer has one")
     return next(iter(thetas.values()), 10000.0)
 
 
@@ -95,8 +95,8 @@ def _ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """What a configuration says of rotary embeddings, by the keys that lead to it; perhaps a part per kind of layer."""
     ropes: dict[str, Mapping[str, Any]] = {}
     for key in ("rope_scaling", "rope_parameters"):
-        told = config.get(key) or {}
-        rope: Mapping[str, Any] = told if isinstance(told, Mapping) else {"rope_type": told}
+        entry = config.get(key) or {}
+        rope: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {"rope_type": entry}
         parts = {name: part for name, part in rope.items() if isinstance(part, Mapping)}
         shared = {name: value for name, value in rope.items() if name not in parts}
         ropes.update({f"{key}.{name}": {**shared, **part} for name, part in parts.items()} if parts else {key: rope})

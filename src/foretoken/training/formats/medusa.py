@@ -59,24 +59,24 @@ class MedusaVllm(NetFormat):
         check_sizes(checkpoint.config, target)
         tensors = {name.removeprefix("medusa_heads."): value for name, value in checkpoint.tensors.items()}
         vocab = target.parts.vocab_size
-        kept = number(checkpoint.config, "truncated_vocab_size", default=vocab)
-        if "token_map" in tensors or kept < number(checkpoint.config, "vocab_size", default=vocab):
+        guessed = number(checkpoint.config, "truncated_vocab_size", default=vocab)
+        if "token_map" in tensors or guessed < number(checkpoint.config, "vocab_size", default=vocab):
             raise ValueError("the heads guess from a truncated vocabulary (token_map), which ours do not")
         places = [(int(match[1]), int(match[2])) for name in tensors if (match := BLOCK.fullmatch(name))]
         heads, blocks = (1 + max(numbers) for numbers in zip(*places, strict=True))
-        one = tensors.pop(SHARED, None)
-        if one is None and checkpoint.config.get("original_lm_head"):
-            one = tensors.get("lm_heads.0.weight")
-        if one is not None:
-            tensors.update({f"lm_heads.{i}.weight": one for i in range(heads)})
+        shared = tensors.pop(SHARED, None)
+        if shared is None and checkpoint.config.get("original_lm_head"):
+            shared = tensors.get("lm_heads.0.weight")
+        if shared is not None:
+            tensors.update({f"lm_heads.{i}.weight": shared for i in range(heads)})
         scale = positive(checkpoint.config, "logit_scale", default=1.0)
         return joined(tensors, (heads, blocks), their_name, target, self, scale)
 
 
 def their_name(ours: str) -> str:
     """A tensor's name in this layout."""
-    kind, head, rest = ours.split(".", 2)
-    return f"blocks.{head}.layers.{rest}" if kind == "blocks" else f"lm_heads.{head}.{rest}"
+    kind, head, part = ours.split(".", 2)
+    return f"blocks.{head}.layers.{part}" if kind == "blocks" else f"lm_heads.{head}.{part}"
 
 
 def joined(
@@ -99,13 +99,13 @@ def joined(
     for theirs in names.values():
         if theirs.endswith(".bias"):
             tensors.setdefault(theirs, torch.zeros(size))
-    ours = renamed(tensors, layout.shapes(config), names)
+    converted = renamed(tensors, layout.shapes(config), names)
     if all(target.is_head(tensors[theirs]) for theirs in projections) and scale in (1.0, target.parts.scale):
         config["own_projection"] = False
-        ours = {name: value for name, value in ours.items() if not name.startswith("projections.")}
+        converted = {name: value for name, value in converted.items() if not name.startswith("projections.")}
     elif scale != 1.0:
-        ours |= {name: value * scale for name, value in ours.items() if name.startswith("projections.")}
-    return Trained(config, ours)
+        converted |= {name: value * scale for name, value in converted.items() if name.startswith("projections.")}
+    return Trained(config, converted)
 
 
 class MedusaOriginal(NetFormat):
@@ -146,8 +146,8 @@ class MedusaOriginal(NetFormat):
 
 def original_name(ours: str, blocks: int) -> str:
     """A tensor's name in this layout, for heads of so many blocks."""
-    kind, head, rest = ours.split(".", 2)
+    kind, head, tail = ours.split(".", 2)
     if kind == "projections":
-        return f"{head}.{blocks}.{rest}"
-    block, part = rest.split(".")
+        return f"{head}.{blocks}.{tail}"
+    block, part = tail.split(".")
     return f"{head}.{block}.linear.{part}"

@@ -106,7 +106,7 @@ class MtpSpeculators(Format):
 
 def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors by our names, which must be of one module; what repeats the target is left out."""
-    kept: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = TENSOR.fullmatch(name)
         if match is None:
@@ -115,8 +115,8 @@ def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             raise ValueError(f"the checkpoint holds a tensor {name} that our network has no place for")
         if match[1] != "0":
             raise ValueError("the checkpoint has several prediction modules, and one can be imported")
-        kept[NAMES.get(match[2], f"layer.{match[2]}")] = tensor
-    return kept
+        converted[NAMES.get(match[2], f"layer.{match[2]}")] = tensor
+    return converted
 
 
 def described(target: Target) -> dict[str, Any]:
@@ -161,8 +161,8 @@ class MtpNative(Format):
         module = module_for(config, target.parts.network)
         load_weights(source, module)
         write_tensors(folder / WEIGHTS, {**load_file(place / WEIGHTS), **named(stored(module))})
-        told = json.loads((place / "config.json").read_text(encoding="utf-8"))
-        write_json(folder / "config.json", {**told, DECLARED: 1})
+        base_config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        write_json(folder / "config.json", {**base_config, DECLARED: 1})
         for name in COPIED:
             if (place / name).exists():
                 shutil.copyfile(place / name, folder / name)

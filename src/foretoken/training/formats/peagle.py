@@ -36,8 +36,8 @@ class ParallelParts(Eagle3Plain):
         more = {**further_names(shape.num_layers), MASK_HIDDEN: MASK_HIDDEN}
         if shape.own_embedding:
             more[EMBEDDING] = EMBEDDING
-        rest = {theirs: trained.tensors[ours] for ours, theirs in more.items()}
-        return {**super().tensors(shape, trained, target), **rest}
+        further = {theirs: trained.tensors[ours] for ours, theirs in more.items()}
+        return {**super().tensors(shape, trained, target), **further}
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         """EAGLE-3's part, and the rest beside it.  Raises ``ValueError`` without a learned state or mask token, and for
@@ -48,33 +48,33 @@ class ParallelParts(Eagle3Plain):
             raise ValueError(f"the checkpoint lacks the tensor {MASK_HIDDEN}: without it this is an eagle3")
         embedding = tensors.pop(EMBEDDING, None)
         inner = checkpoint.config.get("transformer_layer_config")
-        told = {**inner, **checkpoint.config} if isinstance(inner, Mapping) else checkpoint.config
-        count = _layers(told, tensors)
+        merged = {**inner, **checkpoint.config} if isinstance(inner, Mapping) else checkpoint.config
+        count = _layers(merged, tensors)
         further = {name: tensors.pop(name) for name in list(tensors) if _number(name) > 0}
-        own = embedding if embedding is not None and not target.is_embedding(embedding) else None
-        given = {**checkpoint.config, "num_hidden_layers": 1}
+        own_embedding = embedding if embedding is not None and not target.is_embedding(embedding) else None
+        plain = {**checkpoint.config, "num_hidden_layers": 1}
         if isinstance(inner, Mapping):
-            given["transformer_layer_config"] = {**inner, "num_hidden_layers": 1}
-        base = super().read(Checkpoint(given, tensors), target)
+            plain["transformer_layer_config"] = {**inner, "num_hidden_layers": 1}
+        base = super().read(Checkpoint(plain, tensors), target)
         more = {
             "num_layers": count,
-            "places": self._places(told),
-            "mask_token": _mask(told),
-            "own_embedding": own is not None,
+            "places": self._places(merged),
+            "mask_token": _mask(merged),
+            "own_embedding": own_embedding is not None,
         }
         config = {**base.config, **more}
         shapes = self.shapes({**config, "share_head": False})
         further[MASK_HIDDEN] = hidden.reshape(1, 1, -1)
         names = {**further_names(count), MASK_HIDDEN: MASK_HIDDEN}
-        if own is not None:
-            further[EMBEDDING], names[EMBEDDING] = own, EMBEDDING
+        if own_embedding is not None:
+            further[EMBEDDING], names[EMBEDDING] = own_embedding, EMBEDDING
         return Trained(config, {**base.tensors, **renamed(further, shapes, names)})
 
     def _places(self, config: Mapping[str, Any]) -> int:
-        told = drafted(config, USUAL_PLACES)
-        if told > DEEPEST:
-            self.warnings.append(f"the checkpoint drafts {told} tokens, and this drafter {DEEPEST} at most")
-        return min(told, DEEPEST)
+        count = drafted(config, USUAL_PLACES)
+        if count > DEEPEST:
+            self.warnings.append(f"the checkpoint drafts {count} tokens, and this drafter {DEEPEST} at most")
+        return min(count, DEEPEST)
 
 
 class PeaglePlain(ParallelParts):
@@ -85,9 +85,9 @@ class PeaglePlain(ParallelParts):
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
         """``config.json``; readers look for the mask token under different keys."""
-        told = super().described(shape, target)
-        told |= {"architectures": ["PEagleDraftModel"], "num_hidden_layers": shape.num_layers, DRAFTED: shape.places}
-        return {**told, **dict.fromkeys(MASKS, shape.mask_token)}
+        config = super().described(shape, target)
+        config |= {"architectures": ["PEagleDraftModel"], "num_hidden_layers": shape.num_layers, DRAFTED: shape.places}
+        return {**config, **dict.fromkeys(MASKS, shape.mask_token)}
 
 
 class PeagleSpeculators(ParallelParts, Eagle3Speculators):
@@ -97,12 +97,12 @@ class PeagleSpeculators(ParallelParts, Eagle3Speculators):
         return source.config.get(KEY) == "peagle"
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
-        told = super().described(shape, target)
-        told["speculators_config"] |= {"algorithm": "peagle"}
-        told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = shape.places
-        told["transformer_layer_config"]["num_hidden_layers"] = shape.num_layers
-        told |= {KEY: "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": shape.mask_token}
-        return {**told, "embed_requires_grad": shape.own_embedding}
+        config = super().described(shape, target)
+        config["speculators_config"] |= {"algorithm": "peagle"}
+        config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = shape.places
+        config["transformer_layer_config"]["num_hidden_layers"] = shape.num_layers
+        config |= {KEY: "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": shape.mask_token}
+        return {**config, "embed_requires_grad": shape.own_embedding}
 
 
 def further_names(count: int) -> dict[str, str]:
@@ -122,9 +122,9 @@ def _number(name: str) -> int:
 
 def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
     count = 1 + max((_number(name) for name in tensors), default=0)
-    told = whole(config, "num_hidden_layers", default=count, least=1)
-    if told != count:
-        raise ValueError(f"the checkpoint has tensors of {count} layers, and config.json says {told}")
+    stated = whole(config, "num_hidden_layers", default=count, least=1)
+    if stated != count:
+        raise ValueError(f"the checkpoint has tensors of {count} layers, and config.json says {stated}")
     return count
 
 

@@ -70,8 +70,8 @@ def export_drafter(
         writer.write_folder(spec, Target.open(str(target)), folder)
         ready = None if engine is None else ready_line(engine, layout.method, place, folder)
         report = _report(layout, place, folder)
-    said = layout.engines.get(engine or "", "")
-    return {**report, "engine": engine, "ready": ready, "warnings": [said] * bool(said) + writer.warnings}
+    warning = layout.engines.get(engine or "", "")
+    return {**report, "engine": engine, "ready": ready, "warnings": [warning] * bool(warning) + writer.warnings}
 
 
 def import_drafter(
@@ -107,14 +107,14 @@ def import_drafter(
         spec = reader.read_folder(source_files, opened, folder)
         parts: dict[str, Any] = {"target_source": str(target), "tokenizer": opened.tokenizer}
         build_drafter(spec.format(folder), opened.model, **parts)  # it loads
-        told: Mapping[str, Any] = {}
+        checked: Mapping[str, Any] = {}
         if check is not None:
-            told = check(
+            checked = check(
                 Imported(source_files.path, folder, spec, opened.model, target=str(target), tokenizer=opened.tokenizer)
             )
         report = _report(layout, place, folder)
-    warnings = [*reader.warnings, *told.get("warnings", ())]
-    return {**report, **told, "drafter": spec.format(place), "warnings": warnings}
+    warnings = [*reader.warnings, *checked.get("warnings", ())]
+    return {**report, **checked, "drafter": spec.format(place), "warnings": warnings}
 
 
 def _recognise(source: Found, method: str) -> tuple[Layout, Format]:
@@ -129,8 +129,8 @@ def _recognise(source: Found, method: str) -> tuple[Layout, Format]:
     if (source.path / "config.json").exists():
         source.check_whole()
     kind = source.config.get("speculators_model_type") or class_of(source.config) or "no config.json"
-    wanted = ", ".join(methods()) if method == "auto" else method
-    raise ValueError(f"{source.path} ({kind}) is in no layout that can be imported as {wanted}: see docs/formats.md")
+    names = ", ".join(methods()) if method == "auto" else method
+    raise ValueError(f"{source.path} ({kind}) is in no layout that can be imported as {names}: see docs/formats.md")
 
 
 def _folder(source: str | Path) -> list[Path]:

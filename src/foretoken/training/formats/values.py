@@ -65,6 +65,6 @@ def listed(config: Mapping[str, Any], key: str) -> list[Any] | None:
 
 def class_of(config: Mapping[str, Any]) -> str:
     """The name of the network's class; empty where ``architectures`` does not tell."""
-    named = config.get("architectures")
-    first = named[0] if isinstance(named, Sequence) and named and not isinstance(named, str) else named
+    classes = config.get("architectures")
+    first = classes[0] if isinstance(classes, Sequence) and classes and not isinstance(classes, str) else classes
     return first if isinstance(first, str) else ""

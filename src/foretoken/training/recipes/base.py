@@ -174,15 +174,15 @@ class Recipe(ABC):
     def configure(self, settings: Mapping[str, str]) -> Any:
         """The network's shape from the target and from ``key=value`` settings.  Raises ``ValueError`` for an unknown
         key (lists the valid ones), a value of the wrong type, and a number out of range."""
-        known = {f.name: f for f in fields(self.config_class) if f.name not in self.fixed}
+        by_name = {f.name: f for f in fields(self.config_class) if f.name not in self.fixed}
         values: dict[str, Any] = self.from_target()
         for key, text in settings.items():
-            if key not in known:
-                raise unknown(f"unknown setting {key!r} of {self.method!r}", key, list(known), lead="valid ones:")
-            values[key] = _convert(key, text, type(known[key].default))
+            if key not in by_name:
+                raise unknown(f"unknown setting {key!r} of {self.method!r}", key, list(by_name), lead="valid ones:")
+            values[key] = _convert(key, text, type(by_name[key].default))
         config = self.config_class(**values)
         for key in settings:
-            _check_number(key, values[key], known[key].default)
+            _check_number(key, values[key], by_name[key].default)
         return config
 
     def from_target(self) -> dict[str, Any]:

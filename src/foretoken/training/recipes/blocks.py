@@ -95,8 +95,8 @@ class BlockRecipe(Recipe):
             net.norm.weight.data.copy_(weight.detach())
         if net.mask_embedding is not None:
             ids = torch.linspace(0, self.parts.vocab_size - 1, SAMPLED, device=self.parts.device).long()
-            known = self.parts.embed.weight.detach()[ids].float().cpu()
-            net.mask_embedding.data.copy_(known.mean(0) + 0.1 * known.std(0) * torch.randn(known.shape[1]))
+            rows = self.parts.embed.weight.detach()[ids].float().cpu()
+            net.mask_embedding.data.copy_(rows.mean(0) + 0.1 * rows.std(0) * torch.randn(rows.shape[1]))
         return net
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
@@ -137,8 +137,8 @@ class BlockRecipe(Recipe):
         positions = (anchors[..., None] + torch.arange(config.block, device=anchors.device)).flatten(1)
 
         def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            known = net.keys(context, places, layer)
-            return torch.cat([known[0].to(key.dtype), key], 2), torch.cat([known[1].to(value.dtype), value], 2)
+            text_rows = net.keys(context, places, layer)
+            return torch.cat([text_rows[0].to(key.dtype), key], 2), torch.cat([text_rows[1].to(value.dtype), value], 2)
 
         kinds = list(zip(config.reaches, config.causals, strict=True))
         masks = {kind: training_mask(anchors, n, config.block, *kind) for kind in set(kinds)}
@@ -155,11 +155,13 @@ def training_mask(anchors: Tensor, length: int, rows: int, reach: int, causal: b
     within = torch.arange(rows, device=anchors.device)
     query = anchors[..., None] + within  # [b, R, rows]
     text = (places < anchors[..., None, None]).expand(b, count, rows, length)
-    own = torch.eye(count, dtype=torch.bool, device=anchors.device)[:, None, :, None].expand(count, rows, count, rows)
+    same_block = torch.eye(count, dtype=torch.bool, device=anchors.device)[:, None, :, None].expand(
+        count, rows, count, rows
+    )
     if reach:
         text = text & (query[..., None] - places <= reach)
-        own = own & ((within[:, None] - within).abs() <= reach)[None, :, None]
+        same_block = same_block & ((within[:, None] - within).abs() <= reach)[None, :, None]
     if causal:
-        own = own & (within[:, None] >= within)[None, :, None]
-    seen = torch.cat([text.flatten(1, 2), own.flatten(2).flatten(0, 1).expand(b, -1, -1)], -1)
-    return additive(seen)[:, None]
+        same_block = same_block & (within[:, None] >= within)[None, :, None]
+    visible = torch.cat([text.flatten(1, 2), same_block.flatten(2).flatten(0, 1).expand(b, -1, -1)], -1)
+    return additive(visible)[:, None]

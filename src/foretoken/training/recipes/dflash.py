@@ -55,16 +55,16 @@ class Dflash2Recipe(BlockRecipe):
         The target's likeliest token is made a candidate where it is none.
         """
         logits = self.logits(states)
-        wanted, counted = labels.of(texts_of(columns), columns.flatten())
+        distributions, counted = labels.of(texts_of(columns), columns.flatten())
         ids = logits.detach().topk(min(self.config.top, logits.shape[-1]), -1).indices
-        best = wanted.argmax(-1, keepdim=True)
+        best = distributions.argmax(-1, keepdim=True)
         ids[:, -1:] = torch.where((ids == best).any(-1, keepdim=True), ids[:, -1:], best)
         query, _ = self.net.query(batch.tokens.gather(1, columns).flatten(), states.flatten(0, 1), None)
         targets = ids if self.frequent is None else self.frequent[ids]
         scores = self.net.corrected(logits.gather(-1, ids), ids, targets, query[:, None])[:, 0]
-        chances = wanted.gather(-1, ids)
+        chances = distributions.gather(-1, ids)
         chances = chances / chances.sum(-1, keepdim=True).clamp_min(1e-9)
-        return soft_cross_entropy(logits, wanted, counted) + soft_cross_entropy(scores, chances, counted), None
+        return soft_cross_entropy(logits, distributions, counted) + soft_cross_entropy(scores, chances, counted), None
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ class DsparkRecipe(BlockRecipe):
         query, memory = self.net.query(before, states, memory)
         rows = self.net.successors if self.frequent is None else self.net.successors[self.frequent]
         logits = self.parts.logits(states, self.frequent) + F.linear(query, rows.to(query.dtype))
-        wanted, counted = labels.of(texts_of(columns), columns.flatten())
+        targets, counted = labels.of(texts_of(columns), columns.flatten())
         log_guess = torch.log_softmax(logits.float(), -1)
         guess, entropy = log_guess.exp(), self.config.entropy
-        losses = -entropy * (wanted * log_guess).sum(-1) + (1 - entropy) * (wanted - guess).abs().sum(-1)
+        losses = -entropy * (targets * log_guess).sum(-1) + (1 - entropy) * (targets - guess).abs().sum(-1)
         odds = self.net.confidences(before, states)
         if odds is not None:
-            accepted = torch.minimum(wanted, guess).sum(-1).detach().clamp(0, 1)
+            accepted = torch.minimum(targets, guess).sum(-1).detach().clamp(0, 1)
             losses = losses + F.binary_cross_entropy_with_logits(odds.float(), accepted, reduction="none")
         return mean_of(losses, counted), memory

@@ -97,8 +97,8 @@ class EarlyExitRecipe(TargetRecipe):
         exits = self.exits(batch.step)
         last = self.config.num_layers
         names = [*(f"layer:{layer}" for layer in exits), "last"]
-        kept = self.kept_layers(len(batch.tokens), generator)
-        with dropped_layers(self.parts.network, kept):
+        keep = self.kept_layers(len(batch.tokens), generator)
+        with dropped_layers(self.parts.network, keep):
             states = self.parts.features(batch.tokens[:, :-1], names, grad=True)
         rows, columns = some_places(batch, PLACES * len(batch.tokens), 0, generator)
         logits = self.parts.logits(states["last"][rows, columns])
@@ -154,10 +154,10 @@ def exit_weights(layers: int, scale: float, exits: list[int]) -> dict[int, float
 
 
 @contextmanager
-def dropped_layers(network: nn.Module, kept: Tensor) -> Iterator[None]:
-    """Forwards inside the block hand a text's states on unchanged at the layers that ``kept`` [layers, b] denies it."""
+def dropped_layers(network: nn.Module, keep: Tensor) -> Iterator[None]:
+    """Forwards inside the block hand a text's states on unchanged at the layers that ``keep`` [layers, b] denies it."""
     handles = []
-    for layer, mask in zip(decoder_layers(network), kept, strict=True):
+    for layer, mask in zip(decoder_layers(network), keep, strict=True):
         if not bool(mask.all()):
             handles.append(layer.register_forward_hook(_passing(mask), with_kwargs=True))
     try:

@@ -56,15 +56,15 @@ class FeatureRecipe(Recipe):
         """
         b, count = rows.shape
         modules = self.modules[:steps]
-        kept: list[tuple[Tensor, Tensor]] = []
+        cached: list[tuple[Tensor, Tensor]] = []
 
         def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            kept.append((key, value))
-            return torch.cat([key for key, _ in kept], 2), torch.cat([value for _, value in kept], 2)
+            cached.append((key, value))
+            return torch.cat([key for key, _ in cached], 2), torch.cat([value for _, value in cached], 2)
 
         whole = features
         for step, module in enumerate(modules):
-            kept.clear()
+            cached.clear()
             embeddings = self.parts.embedding(batch.tokens[:, 1 + step :]).to(features.dtype)
             n = embeddings.shape[1]
             places = torch.arange(n, device=rows.device)
@@ -73,10 +73,10 @@ class FeatureRecipe(Recipe):
             output = at_rows(whole, rows)
             yield output
         before = additive(places <= rows[:, None, :, None])
-        own = additive(torch.eye(count, dtype=torch.bool, device=rows.device)).expand(b, 1, count, count)
+        diagonal = additive(torch.eye(count, dtype=torch.bool, device=rows.device)).expand(b, 1, count, count)
         for step in range(len(modules), steps):
             embeddings = self.parts.embedding(batch.tokens.gather(1, rows + 1 + step)).to(features.dtype)
-            mask = torch.cat([before, *[own] * (step - len(modules) + 1)], -1)
+            mask = torch.cat([before, *[diagonal] * (step - len(modules) + 1)], -1)
             output = modules[-1](embeddings, output, rows + step, mask, keep)
             yield output
 
@@ -129,21 +129,21 @@ def chain_accuracies(
         guess: the guesses [g, k] behind places [1, g], which stand for the tokens behind the places [g, k].
         conditional: count a guess only where all before it are right.
     """
-    hits, seen = torch.zeros(length), torch.zeros(length)
+    hits, tries = torch.zeros(length), torch.zeros(length)
     for batch in batches:
         if batch.length <= length:
             continue
         columns = torch.arange(0, batch.length - length, length, device=batch.tokens.device)[None]
         ahead = columns[0][:, None] + 1 + torch.arange(length, device=columns.device)
-        wanted = recipe.parts.logits(batch.taps["last"])[0].argmax(-1)[ahead]
-        counted = torch.ones(wanted.shape) if batch.learned is None else batch.learned[0][ahead + 1].float().cpu()
-        right, before = (guess(batch, columns, ahead) == wanted).float().cpu(), torch.ones(wanted.shape)
+        targets = recipe.parts.logits(batch.taps["last"])[0].argmax(-1)[ahead]
+        counted = torch.ones(targets.shape) if batch.learned is None else batch.learned[0][ahead + 1].float().cpu()
+        right, before = (guess(batch, columns, ahead) == targets).float().cpu(), torch.ones(targets.shape)
         if conditional:
             right = right.cumprod(-1)
             before[:, 1:] = right[:, :-1]
         hits += (right * counted).sum(0)
-        seen += (before * counted).sum(0)
-    return {"accuracies": (hits / seen.clamp_min(1)).tolist()}
+        tries += (before * counted).sum(0)
+    return {"accuracies": (hits / tries.clamp_min(1)).tolist()}
 
 
 def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int = PLACES) -> Tensor:

@@ -60,8 +60,8 @@ class HeadsRecipe(Recipe):
         """Weighted mean over heads of the cross-entropy."""
         count = self.config.heads
         rows, columns = some_places(batch, PLACES * len(batch.tokens), count + 1, generator, ahead=2)
-        wanted = [places_of(batch, rows, columns + 1 + i) for i in range(count)]
-        labels = Labels(batch, torch.stack(wanted).any(0), self.frequent)
+        places = [places_of(batch, rows, columns + 1 + i) for i in range(count)]
+        labels = Labels(batch, torch.stack(places).any(0), self.frequent)
         total = torch.zeros((), device=rows.device)
         for i, state in enumerate(self.states(batch, rows, columns, generator)):
             part = labels.loss(self.project(i, state), rows, columns + 1 + i, self.config.labels)
@@ -88,7 +88,7 @@ class HeadsRecipe(Recipe):
         Heads that read drafted tokens are given those of the text: the chance is conditional on the path above.
         """
         hits = torch.zeros(self.config.heads, RANKS)
-        seen = torch.zeros(self.config.heads, 1)
+        tries = torch.zeros(self.config.heads, 1)
         for batch in batches:
             n = batch.length - self.config.heads - 1
             if n < 1:
@@ -97,12 +97,12 @@ class HeadsRecipe(Recipe):
             rows = torch.arange(len(batch.tokens), device=batch.tokens.device).repeat_interleave(n)
             choices = self.parts.logits(batch.taps["last"]).argmax(-1)  # [b, n]: what the target says after each token
             for i, state in enumerate(self.states(batch, rows, columns)):
-                wanted = choices[rows, columns + 1 + i]
+                targets = choices[rows, columns + 1 + i]
                 logits = self.project(i, state)
                 ranked = logits.topk(min(RANKS, logits.shape[-1]), -1).indices
                 ranked = ranked if self.frequent is None else self.frequent[ranked]
                 counted = batch.counted(rows, columns + 1 + i)
                 counted = torch.ones(len(rows), device=rows.device) if counted is None else counted
-                hits[i, : ranked.shape[1]] += ((ranked == wanted[:, None]) * counted[:, None]).sum(0).cpu()
-                seen[i] += counted.sum().cpu()
-        return {"accuracies": (hits / seen.clamp_min(1)).tolist()}
+                hits[i, : ranked.shape[1]] += ((ranked == targets[:, None]) * counted[:, None]).sum(0).cpu()
+                tries[i] += counted.sum().cpu()
+        return {"accuracies": (hits / tries.clamp_min(1)).tolist()}

@@ -61,8 +61,8 @@ class HydraRecipe(HeadsRecipe):
         embeddings = self.parts.embedding(batch.tokens[rows[:, None], places]).float()  # [m, K, D]
         inputs = torch.cat([self._hidden(batch)[rows, columns], embeddings.flatten(1)], -1)
         if generator is not None and self.config.dropout:
-            kept = torch.rand(inputs.shape, generator=generator).to(inputs.device) >= self.config.dropout
-            inputs = inputs * kept / (1 - self.config.dropout)
+            keep = torch.rand(inputs.shape, generator=generator).to(inputs.device) >= self.config.dropout
+            inputs = inputs * keep / (1 - self.config.dropout)
         size = self.parts.hidden_size
         return [self.net(i, inputs[:, : (i + 2) * size]) for i in range(self.config.heads)]
 

@@ -82,28 +82,28 @@ class JacobiRecipe(TargetRecipe):
         """The consistency loss, and the weighted loss of the text."""
         text = batch.tokens[:, :-1]
         columns = some_rows(batch, 1, generator, self.config.blocks) + 1  # those before tokens to be guessed go first
-        steps, wanted = self.trajectory(text, columns)
+        steps, targets = self.trajectory(text, columns)
         reached = (steps == steps[-1]).all(-1).float().argmax(0)  # [b, g]: the first point that is the fixed one
         chance = torch.rand(reached.shape, generator=generator).to(reached.device)
         chosen = (chance * reached).long()
         start = steps.gather(0, chosen[None, ..., None].expand(1, *steps.shape[1:]))[0]  # [b, g, m]
-        states, said = joint_states(self.model, text, columns, start, grad=True)
+        states, text_states = joint_states(self.model, text, columns, start, grad=True)
         differs = ((start != steps[-1]).cumsum(-1) > 0).float()  # what sees the same tokens says the same
         counted = batch.counted(texts_of(columns), columns.flatten())
         if counted is not None:
             differs = differs * counted.view(*columns.shape, 1)
-        logits = self.parts.logits(said).float()
-        total = mean_of(-(wanted * torch.log_softmax(logits, -1)).sum(-1), differs)
+        logits = self.parts.logits(text_states).float()
+        total = mean_of(-(targets * torch.log_softmax(logits, -1)).sum(-1), differs)
         if not self.config.text:
             return total
         rows, places = some_places(batch, PLACES * len(text), 0, generator)
-        own = F.cross_entropy(
+        text_loss = F.cross_entropy(
             self.parts.logits(states[rows, places]).float(),
             batch.tokens[rows, places + 1],
             reduction="none",
             label_smoothing=self.config.smoothing,
         )
-        return total + self.config.text * mean_of(own, batch.counted(rows, places))
+        return total + self.config.text * mean_of(text_loss, batch.counted(rows, places))
 
     @torch.no_grad()
     def trajectory(self, text: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,8 +116,8 @@ class JacobiRecipe(TargetRecipe):
         point = text.gather(1, columns)[..., None].expand(-1, -1, m).contiguous()
         points = [point]
         while True:
-            states, said = joint_states(self.model, text, columns, point)
-            logits = self.parts.logits(said)
+            states, text_states = joint_states(self.model, text, columns, point)
+            logits = self.parts.logits(text_states)
             first = self.parts.logits(at_rows(states, columns)).argmax(-1)  # [b, g]
             following = torch.cat([first[..., None], logits[:, :, :-1].argmax(-1)], -1)
             if len(points) > m or torch.equal(following, point):

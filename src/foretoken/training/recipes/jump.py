@@ -73,12 +73,12 @@ class JumpRecipe(Recipe):
 
     def configure(self, settings: Mapping[str, str]) -> Any:
         """The layers and the predictor's shape; ``state`` follows ``stop`` and ``stop`` follows ``start``."""
-        given = dict(settings)
-        if "start" in given and given["start"].isdecimal():
-            given.setdefault("stop", str(int(given["start"]) + 1))
-        if "stop" in given:
-            given.setdefault("state", given["stop"])
-        config: JumpSettings = super().configure(given)
+        options = dict(settings)
+        if "start" in options and options["start"].isdecimal():
+            options.setdefault("stop", str(int(options["start"]) + 1))
+        if "stop" in options:
+            options.setdefault("state", options["stop"])
+        config: JumpSettings = super().configure(options)
         config.check(self.parts.num_layers, int(self.parts.embed.weight.shape[1]))
         return config
 
@@ -97,13 +97,13 @@ class JumpRecipe(Recipe):
         labels = Labels(batch, places_of(batch, texts_of(places), places.flatten()), self.frequent)
         total = torch.zeros((), device=columns.device)
         for step, (predicted, states) in enumerate(self.rollout(batch, columns)):
-            here = columns + step
+            ahead = columns + step
             logits = self.draft_logits(states.flatten(0, 1))
-            part = labels.distance(logits, texts_of(here), here.flatten())
-            true = at_rows(batch.taps[f"layer:{config.start}"].float(), here)
+            part = labels.distance(logits, texts_of(ahead), ahead.flatten())
+            true = at_rows(batch.taps[f"layer:{config.start}"].float(), ahead)
             size = true.square().mean(-1).clamp_min(1e-12)
             apart = ((predicted - true).square().mean(-1) / size).flatten()
-            distance = mean_of(apart, batch.counted(texts_of(here), here.flatten()))
+            distance = mean_of(apart, batch.counted(texts_of(ahead), ahead.flatten()))
             total = total + config.decay**step * (part + config.state_weight * distance)
         return total / sum(config.decay**step for step in range(config.steps))
 

@@ -53,8 +53,8 @@ class KangarooRecipe(Recipe):
         some = torch.randn(2, self.config.hidden_size, dtype=self.parts.head.weight.dtype, device=self.parts.device)
         with torch.no_grad():
             weight = self.parts.normed(torch.ones_like(some))[0].float().cpu()
-            wanted, plain = self.parts.normed(some).float().cpu(), net.norm(some.float().cpu())
-            if torch.allclose(wanted, plain * weight, rtol=0.05, atol=0.05):
+            normed, plain = self.parts.normed(some).float().cpu(), net.norm(some.float().cpu())
+            if torch.allclose(normed, plain * weight, rtol=0.05, atol=0.05):
                 net.norm.weight.copy_(weight)
         return net
 

@@ -19,20 +19,20 @@ class Labels:
     guessed.
 
     Args:
-        wanted: bool [b, n], the places that will be asked for; with ``ids`` only.
+        places: bool [b, n], those that will be asked for; with ``ids`` only.
         ids: int64 [V_d], the tokens that can be guessed; ``None``: all.
     """
 
     @torch.no_grad()
-    def __init__(self, batch: Batch, wanted: Tensor | None = None, ids: Tensor | None = None) -> None:
+    def __init__(self, batch: Batch, places: Tensor | None = None, ids: Tensor | None = None) -> None:
         self.batch, self.ids = batch, ids
-        if ids is None or wanted is None:
+        if ids is None or places is None:
             return
         if batch.learned is not None:
-            wanted = wanted & batch.learned[:, 1:]
-        self.distributions = torch.zeros(*wanted.shape, len(ids), device=wanted.device)
-        self.counted = torch.zeros(wanted.shape, device=wanted.device)
-        for texts, columns in zip(*(part.split(CHUNK) for part in wanted.nonzero(as_tuple=True)), strict=True):
+            places = places & batch.learned[:, 1:]
+        self.distributions = torch.zeros(*places.shape, len(ids), device=places.device)
+        self.counted = torch.zeros(places.shape, device=places.device)
+        for texts, columns in zip(*(part.split(CHUNK) for part in places.nonzero(as_tuple=True)), strict=True):
             logits = batch.parts.logits(batch.taps["last"][texts, columns])
             some = logits[:, ids]
             # The largest logit, not its place: on a CPU argmax of bfloat16 costs more than the projection.

@@ -69,9 +69,9 @@ class PassTokensRecipe(Recipe):
         check_rows(self.model.model, torch.empty(self.config.k, self.config.hidden_size))
         net: Any = super().build()
         ids = torch.linspace(0, self.parts.vocab_size - 1, SAMPLED, device=self.parts.device).long()
-        known = self.parts.embedding(ids).float().cpu()
-        spread = torch.randn(net.rows.shape) * known.std(0) * self.config.noise
-        net.learned.data[0] = known.mean(0) + spread
+        rows = self.parts.embedding(ids).float().cpu()
+        spread = torch.randn(net.rows.shape) * rows.std(0) * self.config.noise
+        net.learned.data[0] = rows.mean(0) + spread
         return net
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:

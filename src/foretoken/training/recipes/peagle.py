@@ -101,14 +101,14 @@ class PeagleRecipe(Eagle3Recipe):
         masks = net.mask_feature.expand(len(features), len(anchors) - n, -1)
         ids = mask_ids(batch.tokens[:, 1 : n + 1], len(anchors) - n, self.config.mask_token)
         positions = (anchors + depths).to(device).expand(len(ids), -1)
-        seen = additive(rows_mask(anchors, depths).to(device))[None, None]
+        visible = additive(rows_mask(anchors, depths).to(device))[None, None]
         whole = torch.cat([features, masks.to(features.dtype)], 1)
-        return net(self.embedded(ids).to(features.dtype), whole, positions, seen)
+        return net(self.embedded(ids).to(features.dtype), whole, positions, visible)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """[b, m, D] of ids, by the network's own embedding where it has one."""
-        own = self.net.embed_tokens
-        return self.parts.embedding(ids) if own is None else F.embedding(ids, own.weight)
+        embedding = self.net.embed_tokens
+        return self.parts.embedding(ids) if embedding is None else F.embedding(ids, embedding.weight)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         return PeagleDrafter.of(self.net, self.parts, self.target)

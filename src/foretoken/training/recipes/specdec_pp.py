@@ -79,17 +79,19 @@ class SpecdecPpRecipe(Recipe):
         ]
         mixed = tokens.clone()
         mixed[rows, before + 1] = torch.cat(guessed)
-        own = self.parts.features(mixed, ("last",))["last"]
-        theirs = self.judge_parts.features(mixed, ("last",))["last"]
-        return own[rows, before + 1].float(), self.chances(own, theirs, mixed, rows, before)
+        draft_states = self.parts.features(mixed, ("last",))["last"]
+        target_states = self.judge_parts.features(mixed, ("last",))["last"]
+        return draft_states[rows, before + 1].float(), self.chances(draft_states, target_states, mixed, rows, before)
 
-    def chances(self, own: Tensor, theirs: Tensor, tokens: Tensor, rows: Tensor, before: Tensor) -> Tensor:
+    def chances(
+        self, draft_states: Tensor, target_states: Tensor, tokens: Tensor, rows: Tensor, before: Tensor
+    ) -> Tensor:
         """``min(1, p/q)`` [m] of the tokens behind the places (rows, before), float32."""
         chances = []
         for r, c in zip(rows.split(CHUNK), before.split(CHUNK), strict=True):
             token = tokens[r, c + 1][:, None]
-            p = torch.log_softmax(self._logits(self.judge_parts, theirs[r, c]), -1).gather(1, token)
-            q = torch.log_softmax(self._logits(self.parts, own[r, c]), -1).gather(1, token)
+            p = torch.log_softmax(self._logits(self.judge_parts, target_states[r, c]), -1).gather(1, token)
+            q = torch.log_softmax(self._logits(self.parts, draft_states[r, c]), -1).gather(1, token)
             chances.append((p - q)[:, 0].clamp(max=0).exp())
         return torch.cat(chances)
 

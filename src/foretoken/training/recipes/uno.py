@@ -90,9 +90,9 @@ class UnoRecipe(Recipe):
         total = torch.zeros((), device=columns.device)
         for i, weight in enumerate(weights):
             log_guess = torch.log_softmax(self.parts.logits(states[:, :, i].flatten(0, 1)).float(), -1)
-            wanted = batch.teacher(texts, columns + 1 + i)
-            distance = 0.5 * (wanted - log_guess.exp()).abs().sum(-1)
-            losses = -config.entropy * (wanted * log_guess).sum(-1) + (1 - config.entropy) * distance
+            targets = batch.teacher(texts, columns + 1 + i)
+            distance = 0.5 * (targets - log_guess.exp()).abs().sum(-1)
+            losses = -config.entropy * (targets * log_guess).sum(-1) + (1 - config.entropy) * distance
             total = total + weight / sum(weights) * mean_of(losses, batch.counted(texts, columns + 1 + i))
         return total
 
@@ -104,9 +104,9 @@ class UnoRecipe(Recipe):
         """[b, g, k, D] of the noise ``ids`` [b, g, k] below the places ``columns`` [b, g]."""
 
         @contextmanager
-        def within(given: Tensor) -> Iterator[Tensor]:
+        def within(hidden: Tensor) -> Iterator[Tensor]:
             with updated(self.model.model, self.net):
-                yield given
+                yield hidden
 
         return chain_states(self.model, batch.tokens[:, :-1], columns, ids, within)
 
