@@ -187,7 +187,7 @@ def test_values_of_earlier_calls_are_drafted(tools: Running, monkeypatch: pytest
     ask(tools, **body, max_tokens=1)
     prediction = {"type": "content", "content": "else"}
     ask(tools, tool_choice=chosen, prediction=prediction, **body)
-    written = [HERMES.written("look", {"x": x}) for x in (2, 1)]
+    written = [HERMES.call_text("look", {"x": x}) for x in (2, 1)]
     assert seen == ["\n".join(written), None, "else"]
     details = answer["usage"]["completion_tokens_details"]
     assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (0, 0)
@@ -318,7 +318,7 @@ def test_schemas_that_are_too_large_together_are_told_so(tools: Running) -> None
 )
 def test_the_template_says_how_calls_are_written(template: str, form: Any) -> None:
     assert format_of(template) is form
-    text = form.opens + form.between.join(form.written("look", {"x": n}) for n in range(3)) + form.closes
+    text = form.opens + form.between.join(form.call_text("look", {"x": n}) for n in range(3)) + form.closes
     parts = CallReader({"look"}).push(text, final=True)
     assert [json.loads(part.arguments)["x"] for part in parts] == [0, 1, 2]  # type: ignore[union-attr]
 
@@ -334,7 +334,7 @@ def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
     assert set(special) == {"<tool_call>", "</tool_call>"}
     offered = Tool.model_validate(AREA)
     grammar = forced(HERMES, [offered], 2, special)
-    text = "\n".join(HERMES.written("triangle.area", {"base": n, "height": 4}) for n in range(2))
+    text = "\n".join(HERMES.call_text("triangle.area", {"base": n, "height": 4}) for n in range(2))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert set(special.values()) <= set(ids)
     constraint = compile_constraint("grammar", grammar, tokenizer, width)
@@ -364,7 +364,7 @@ def test_a_function_without_parameters_takes_no_arguments(parameters: Any, extra
     offered = Tool.model_validate({"type": "function", "function": {"name": "now", "parameters": parameters}})
     grammar = forced(HERMES, [offered], 1, special_of(tokenizer))
     for arguments, fits in (({}, True), ({"a": 1}, extra)):
-        ids = tokenizer(HERMES.written("now", arguments), add_special_tokens=False)["input_ids"]
+        ids = tokenizer(HERMES.call_text("now", arguments), add_special_tokens=False)["input_ids"]
         rule = compile_constraint("grammar", grammar, tokenizer, len(tokenizer))
         assert (rule.fits([], ids) == len(ids)) is fits, arguments
 

@@ -41,7 +41,7 @@ class CallFormat:
     closes: str = ""
     key: str = "arguments"
 
-    def written(self, name: str, arguments: dict[str, Any]) -> str:
+    def call_text(self, name: str, arguments: dict[str, Any]) -> str:
         """One call as the model would write it."""
         inner = json.dumps({"name": name, self.key: arguments}, ensure_ascii=False)
         return f"{self.begin}{inner}{self.end}"

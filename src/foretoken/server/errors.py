@@ -281,5 +281,5 @@ def install(app: FastAPI, failed: Failed) -> None:
         return answered(_refused(request, error), request.url.path, failed)
 
     @app.exception_handler(ApiError)
-    async def known(request: Request, error: ApiError) -> JSONResponse:
+    async def api_failure(request: Request, error: ApiError) -> JSONResponse:
         return answered(error, request.url.path, failed)

@@ -128,12 +128,12 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
 def _tokens_json(ids: Sequence[int], longest: int, texts: Sequence[str] | None) -> bytes:
     """The answer, piece by piece: the encoder would keep all other threads waiting until it has written a long list."""
 
-    def written(values: Sequence[Any]) -> str:
+    def array(values: Sequence[Any]) -> str:
         pieces = (values[at : at + PIECE] for at in range(0, len(values), PIECE))
         return "[" + ",".join(json.dumps(piece, ensure_ascii=False)[1:-1] for piece in pieces) + "]"
 
-    head = f'{{"count":{len(ids)},"max_model_len":{longest},"tokens":{written(ids)}'
-    return (head + ("" if texts is None else f',"token_strs":{written(texts)}') + "}").encode()
+    head = f'{{"count":{len(ids)},"max_model_len":{longest},"tokens":{array(ids)}'
+    return (head + ("" if texts is None else f',"token_strs":{array(texts)}') + "}").encode()
 
 
 @router.post("/detokenize")

@@ -150,7 +150,7 @@ class ChatTurn(Answer):
             return self.body.prediction.text
         names = {tool.function.name for tool in self.tool_choice.forced}
         past = [
-            self.format.written(call.function.name, arguments_of(call.function.arguments))
+            self.format.call_text(call.function.name, arguments_of(call.function.arguments))
             for message in reversed(self.body.messages if names else [])
             for call in message.tool_calls or ()
             if call.function.name in names
