@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from foretoken.core import Context, Rng
 from foretoken.core.sampling import Sampler, SamplingParams
@@ -278,6 +280,18 @@ def test_what_is_written_drafts_with_states(tmp_path: Path) -> None:
     assert drafter.reader is not None and drafter.taps == ("last", "layer:1")
     stored = drafter.reader.projection.weight.float()
     assert torch.equal(stored, student.target_proj.weight.detach().bfloat16().float())
+
+
+def test_a_new_mask_row_is_drawn_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers explains how it draws new rows, and how that is turned off, which nobody can here."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    log = logging.getLogger("transformers")
+    monkeypatch.setattr(log, "handlers", [handler])
+    transformers_logging.warning_once.cache_clear()
+    teach_mask(deepcopy(llama()).float(), DistillConfig(places=2), 32)
+    assert lines == []
 
 
 def test_a_new_mask_row_is_a_function_of_the_seed() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.core.io.files import replacing, save_model
+from foretoken.core.io.quiet import ERRORS_ONLY
 from foretoken.loading import BUILTIN
 from foretoken.methods.drafters.learning.divergences import divergence
 from foretoken.methods.drafters.pard import MASK
@@ -228,7 +229,8 @@ def teach_mask(student: Any, config: DistillConfig, vocabulary: int) -> int:
     mask = config.mask_token if config.mask_token >= 0 else getattr(student.config, MASK, None)
     if mask is None:
         if text.vocab_size <= vocabulary:
-            with torch.random.fork_rng(devices=[]):  # the new rows are drawn around the mean
+            # The new rows are drawn around the mean, of which Transformers tells at length.
+            with ERRORS_ONLY.changed(), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(config.seed)
                 student.resize_token_embeddings(-(-(vocabulary + 1) // WIDTH) * WIDTH, mean_resizing=True)
         mask = text.vocab_size - 1

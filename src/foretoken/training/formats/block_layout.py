@@ -112,11 +112,11 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
     }
 
 
-def _mask_token(config: Mapping[str, Any], own: bool, target: Target) -> int:
+def _mask_token(config: Mapping[str, Any], own_embedding: bool, target: Target) -> int:
     token = next(
         (config[k] for k in ("mask_token_id", "pard_token", "ptd_token_id") if config.get(k) is not None), None
     )
-    if token is None and own:
+    if token is None and own_embedding:
         return 0
     if token is None:
         raise ValueError(

@@ -160,7 +160,7 @@ class MtpNative(Format):
             raise ValueError(f"{place} has no {WEIGHTS}: a target in one file is needed")
         module = module_for(config, target.parts.network)
         load_weights(source, module)
-        write_tensors(folder / WEIGHTS, {**load_file(place / WEIGHTS), **named(stored(module))})
+        write_tensors(folder / WEIGHTS, {**load_file(place / WEIGHTS), **by_their_names(stored(module))})
         base_config = json.loads((place / "config.json").read_text(encoding="utf-8"))
         write_json(folder / "config.json", {**base_config, DECLARED: 1})
         for name in COPIED:
@@ -171,6 +171,6 @@ class MtpNative(Format):
         raise ValueError(f"{source.path} is a target: use its head with --target {source.path} --drafter mtp")
 
 
-def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def by_their_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The module's tensors by the checkpoint's names."""
     return {SHARED.get(name, f"mtp.layers.0.{name.removeprefix('layer.')}"): tensor for name, tensor in tensors.items()}
