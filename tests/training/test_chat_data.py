@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import foretoken as ft
 from foretoken.cli.main import main
-from foretoken.cli.train_drafter import seen
+from foretoken.cli.train_drafter import corpus_line
 from foretoken.core.conversation import from_sharegpt
 from foretoken.core.io.files import write_json
 from foretoken.llm import load
@@ -272,7 +272,7 @@ def raise_interrupt() -> None:
 def test_a_single_document_is_learned_and_what_is_missing_is_said(tmp_path: Path) -> None:
     corpus = build_corpus([write_rows(tmp_path / "one.jsonl", chats(1))], chat_tokenizer(), tmp_path / "corpus")
     assert corpus["train"]["documents"] == 1
-    assert seen(corpus).endswith("nothing is held out, because the data is one document: acceptance is not measured")
+    assert corpus_line(corpus).endswith("nothing is held out, because the data is one document: acceptance is not measured")
 
 
 def command(target: Path, data: Path, out: Path, *more: str, method: str = "medusa") -> list[str]:
