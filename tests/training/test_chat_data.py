@@ -272,7 +272,9 @@ def raise_interrupt() -> None:
 def test_a_single_document_is_learned_and_what_is_missing_is_said(tmp_path: Path) -> None:
     corpus = build_corpus([write_rows(tmp_path / "one.jsonl", chats(1))], chat_tokenizer(), tmp_path / "corpus")
     assert corpus["train"]["documents"] == 1
-    assert corpus_line(corpus).endswith("nothing is held out, because the data is one document: acceptance is not measured")
+    assert corpus_line(corpus).endswith(
+        "nothing is held out, because the data is one document: acceptance is not measured"
+    )
 
 
 def command(target: Path, data: Path, out: Path, *more: str, method: str = "medusa") -> list[str]:
