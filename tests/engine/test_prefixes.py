@@ -174,6 +174,41 @@ def test_a_text_that_is_still_written_or_read_is_copied_as_far_as_it_is() -> Non
     )
 
 
+@pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "chunks"])
+@pytest.mark.parametrize("name", list(NETS))
+def test_choices_of_one_prompt_read_it_once(name: str, chunk: int | None) -> None:
+    """The first reads it and the others copy it; one that goes another way reads what is left, one that shares less
+    than half waits for nobody.  The texts are those of requests that share nothing."""
+    target, draft = models()
+    runner = engine(target, NETS[name](target, draft), prefix_bytes=ROOM, prefill_chunk=chunk)
+    cold = engine(target, NETS[name](target, draft), prefill_chunk=chunk)
+    prompts = [LONG, LONG, [*LONG[:40], 5, 2, 3], LONG, [*LONG[:20], *reversed(LONG[:30])]]
+    requests = [Request(prompt, T1, 12, seed=i) for i, prompt in enumerate(prompts)]
+    runs = sorted(serve(runner, requests), key=lambda run: run.id)
+    assert [run.output for run in runs] == [serve_one(cold, request).output for request in requests]
+    assert [computed(run)[0] for run in runs] == [60, 1, 3, 1, 50]
+    assert runner.target.kv_bytes == 0
+
+
+@pytest.mark.parametrize("fate", ["cancelled", "failed"])
+def test_who_waits_for_a_request_that_leaves_reads_the_prompt(fate: str) -> None:
+    runner = keeping(prefill_chunk=16)
+    first, second, third = (runner.add(Request(LONG, max_new_tokens=4)) for _ in range(3))
+    runner.step()
+    reading = next(run for run in runner.running if run.id == first)
+    assert reading.num_read == 16 and [run.num_read for run in runner.running if run.id != first] == [0, 0]
+    if fate == "cancelled":
+        runner.cancel(first)
+    else:
+        runner.requests.end(reading, "error", RuntimeError("planted"))
+    runs = {run.id: run for run in runner.running}
+    while runner.busy:
+        runner.step()
+    expected = serve_one(keeping(), Request(LONG, max_new_tokens=4)).output
+    assert [runs[i].output for i in (second, third)] == [expected, expected]
+    assert sorted(computed(runs[i])[0] for i in (second, third)) == [1, 60]
+
+
 def test_a_short_beginning_is_read_again() -> None:
     runner = keeping()
     serve_one(runner, Request(LONG, max_new_tokens=4))

@@ -27,6 +27,7 @@ class PrefixCache:
     def __init__(self, target: LanguageModel, taps: Sequence[str], capacity: int) -> None:
         self.target, self.taps = target, taps
         self.prefixes = Prefixes(capacity)
+        self._can_copy = True  # until the target gives no copy: recurrent states have no beginning
 
     @property
     def keeps(self) -> bool:
@@ -37,7 +38,7 @@ class PrefixCache:
         """Fill a request's empty text with what an earlier or a running one has of the same beginning."""
         if not self.keeps or run.request.prompt_logprobs is not None:
             return
-        tokens = run.context.tokens[: run.context.prompt_length - 1]
+        tokens = _prompt_of(run)
         prefix, length = self.prefixes.find(_salt(run), tokens)
         running = ((other, other.text.tokens, True) for other in _alike(run, others))
         other, longer = longest_common(running, np.asarray(tokens, dtype=np.int64), length)
@@ -50,6 +51,21 @@ class PrefixCache:
         run.stats.num_prompt_tokens_computed -= length
         run.states = HiddenText()
         run.add_states({name: prefix.hidden[name][:length] for name in self.taps})
+
+    def read_before(self, run: Running, others: Sequence[Running]) -> tuple[Running, int] | None:
+        """The first request that is reading the longest common beginning, and its length, where half of this prompt or
+        more is still to be read of it; else, and where the target gives no copies, ``None``.
+
+        Choices of one prompt arrive together: the first of them reads it, and the others copy it.
+        """
+        if not (self.keeps and self._can_copy) or run.request.prompt_logprobs is not None:
+            return None
+        prompt = np.asarray(_prompt_of(run), dtype=np.int64)
+        reading = ((other, _prompt_of(other), True) for other in _alike(run, others) if not other.started)
+        other, length = longest_common(reading, prompt)
+        if other is None or 2 * (length - other.num_read) < len(prompt):
+            return None
+        return other, length
 
     def find_draft(
         self, run: Running, others: Sequence[Running], key: Hashable, draft_text: DraftText, tokens: Sequence[int]
@@ -86,8 +102,11 @@ class PrefixCache:
         if length < SHORTEST:
             return None
         hidden = self._hidden(run.states, length)
-        snapshot = None if hidden is None else self.target.snapshot(run.text, length)
-        if snapshot is None or hidden is None:
+        if hidden is None:
+            return None
+        snapshot = self.target.snapshot(run.text, length)
+        self._can_copy = snapshot is not None
+        if snapshot is None:
             return None
         tokens = np.asarray(run.text.tokens[:length], dtype=np.int64)
         return Kept(_salt(run), tokens, snapshot, hidden)
@@ -115,6 +134,11 @@ def _drafts_of(run: Running) -> dict[Hashable, KeptDraft]:
 def _alike(run: Running, others: Sequence[Running]) -> Iterator[Running]:
     """Requests with a text of the same owner that was read in the same way."""
     return (other for other in others if other is not run and other.sequence is not None and _salt(other) == _salt(run))
+
+
+def _prompt_of(run: Running) -> Sequence[int]:
+    """The tokens of a prompt that are read; the last one is the first root."""
+    return run.context.tokens[: run.context.prompt_length - 1]
 
 
 def _salt(run: Running) -> str:

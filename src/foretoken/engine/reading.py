@@ -91,7 +91,7 @@ class Reader:
             run.weights_version = self.target.weights_version
             self.requests.drop_stale()
             cache = self.requests.prefix_cache
-            cache.take_over(run, self.requests.running)
+            self._take_over(run)
             find_draft = partial(cache.find_draft, run, self.requests.running)
             run.context.texts = DraftTexts(self.pace, find_draft if cache.keeps else None)
 
@@ -99,7 +99,7 @@ class Reader:
         """Let the target read prompts, all of them or a piece; those that are whole take part in rounds."""
         while unread := [run for run in self.requests.running if not run.started]:
             start_s = now(self._device)
-            chosen = shares(unread, self.most())
+            chosen = shares(self._ready(unread), self.most())
             sizes = {run.id: size for run, size in chosen}
             turns = [Turn(run) for run, _ in chosen]
             successful = self.requests.together(partial(self._read_some, sizes), turns)
@@ -114,6 +114,23 @@ class Reader:
                 turn.run.stats.total_s += spent
             if self.chunk is not None:
                 return
+
+    def _ready(self, unread: Sequence[Running]) -> list[Running]:
+        """The requests whose prompts are read now: they wait for nobody, or have copied what they waited for."""
+        ids = {run.id for run in unread}
+        for run in unread:
+            if run.reads_after is not None:
+                other, length = run.reads_after
+                if other.id not in ids or other.num_read >= length:
+                    self.requests.each(lambda turns: self._take_over(turns[0].run), [Turn(run)])
+        return [run for run in unread if run.reads_after is None and run.finish_reason is None]
+
+    def _take_over(self, run: Running) -> None:
+        """Copy what others have of the prompt, or wait for an earlier request that is reading it."""
+        running, cache = self.requests.running, self.requests.prefix_cache
+        run.reads_after = cache.read_before(run, running[: running.index(run)])
+        if run.reads_after is None:
+            cache.take_over(run, running)
 
     def _read_some(self, sizes: Mapping[int, int], turns: Sequence[Turn]) -> None:
         read(self.target, [(turn.run, sizes[turn.run.id]) for turn in turns], self.requests.taps)

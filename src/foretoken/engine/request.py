@@ -100,6 +100,8 @@ class Running:
         sequence: its text in the target; ``None`` while it waits.
         arrived_s: when it arrived, by the monotonic clock.
         started: whether its prompt is read and it takes part in rounds.
+        reads_after: a request that is reading half of this prompt or more, and how many tokens they share: this one
+            waits and copies them.
         states: hidden states of the text so far, where the prefix cache or the drafter wants them.
         prompt_logprobs: of the prompt's tokens, if they were asked for; the first has none.
         rounds: traces, if they were asked for.
@@ -121,6 +123,7 @@ class Running:
     sequence: SequenceState | None = None
     arrived_s: float = field(default_factory=monotonic)
     started: bool = False
+    reads_after: tuple[Running, int] | None = field(default=None, repr=False, compare=False)
     states: HiddenText = field(default_factory=HiddenText)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -150,8 +153,12 @@ class Running:
     @property
     def unread(self) -> int:
         """Tokens of the prompt that the target has still to read (the last one is the first root)."""
-        have = 0 if self.sequence is None else len(self.sequence.tokens)
-        return self.context.prompt_length - 1 - have
+        return self.context.prompt_length - 1 - self.num_read
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that the target has read."""
+        return 0 if self.sequence is None else len(self.sequence.tokens)
 
     def note_unread(self) -> None:
         """The request leaves: what of its prompt was not read is not counted."""
