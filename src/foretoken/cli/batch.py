@@ -1,4 +1,4 @@
-"""``foretoken batch``: answer a file of prompts; killed, it goes on where it was."""
+"""``foretoken batch``: answer a file of prompts; an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FIELDS = ("id", "prompt", "messages", "conversations")
 OPTIONS = tuple(name for name, field in REQUEST_FIELDS.items() if field.in_lines)
-"""Options of a generation that a line may have."""
+"""Generation options that an input line may set."""
 
 
 @with_common(model="own", own_sampling=True, max_new_tokens=256)
@@ -80,7 +80,7 @@ def batch_command(
 
 
 class Counts:
-    """What a run has done."""
+    """Counts and speed of a run."""
 
     def __init__(self) -> None:
         self.answered = self.failed = self.tokens = 0
@@ -97,7 +97,7 @@ class Counts:
         return self.tokens / max(time.monotonic() - self._began_s, 1e-9)
 
     def public(self) -> dict[str, Any]:
-        """For JSON."""
+        """Fields of the JSON output."""
         return {
             "answered": self.answered,
             "failed": self.failed,
@@ -128,8 +128,7 @@ def _run(common: Common, jobs: Sequence[BatchLine], total: int, file: Any, max_r
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One line of the input, whose prompt is a text, token ids or messages; ``id`` is the line's number if it has
-    none."""
+    """One input line.  ``id`` defaults to the line number; the prompt is text, token ids or messages."""
 
     id: str
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -137,13 +136,13 @@ class BatchLine:
 
 
 def read_jobs(file: Path, options: Mapping[str, Any]) -> list[BatchLine]:
-    """All lines of the input, checked before any work.  Raises ``ValueError``, naming the line, for one that is not
-    such an object, and for an id that comes twice.
+    """Read and check all input lines.  Raises ``ValueError``, with the line number, for a malformed line or a repeated
+    id.
 
     Args:
-        file: JSON lines: ``prompt``, ``messages`` or ShareGPT's ``conversations`` (up to the last message that is to
-            be answered), perhaps ``id``, perhaps options of its own.
-        options: of lines that have none of their own.  A ``seed`` becomes seed + line number, from 0.
+        file: JSON lines with ``prompt``, ``messages`` or ShareGPT's ``conversations`` (up to the last message to
+            answer), and optionally ``id`` and generation options.
+        options: defaults for lines that do not set them.  A ``seed`` becomes seed + line number, from 0.
     """
     jobs: list[BatchLine] = []
     ids: set[str] = set()
@@ -177,7 +176,7 @@ def _job(row: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
 
 
 def _check_sampling(options: Mapping[str, Any]) -> None:
-    """Refuse, by a ``ValueError``, what a line cannot be sampled with."""
+    """Raise ``ValueError`` for invalid sampling options."""
     sampling = {name: value for name, value in options.items() if REQUEST_FIELDS[name].sampling}
     if sampling:
         from foretoken.core.sampling import SamplingParams
@@ -186,7 +185,7 @@ def _check_sampling(options: Mapping[str, Any]) -> None:
 
 
 def _prompt_of(row: Mapping[str, Any]) -> Any:
-    """What a line asks."""
+    """The prompt of an input line."""
     kinds = [name for name in ("prompt", "messages", "conversations") if name in row]
     if len(kinds) != 1:
         raise ValueError("give prompt or messages (or conversations), one of them")
@@ -207,8 +206,8 @@ def _prompt_of(row: Mapping[str, Any]) -> Any:
 def finished_ids(file: Path) -> set[str]:
     """Ids of the answers in an output file.
 
-    What follows the last newline was left by a kill: the beginning of an answer is cut off, a whole answer gets its
-    newline.  Raises ``ValueError`` for a file that holds anything else, which is not touched.
+    A killed run leaves an unfinished last line: a partial answer is cut off, a complete one gets its newline.  Raises
+    ``ValueError`` for a file that holds anything else, and leaves that file unchanged.
     """
     if not file.exists():
         return set()
@@ -229,13 +228,13 @@ def finished_ids(file: Path) -> set[str]:
 
 _BEGIN = b'{"id": "'
 _NEXT = (b'", "text": "', b'", "error": "')
-"""How the lines of :func:`append` begin, before and behind the id."""
+"""Bytes before and after the id in a line that :func:`append` wrote."""
 _STRING = re.compile(rb'(?:[^"\\]|\\.)*')
-"""What a JSON string holds between its quotes."""
+"""Contents of a JSON string, without the quotes."""
 
 
 def _answered(line: bytes, file: Path, number: int) -> str:
-    """The id that a line of the output answers.  Raises ``ValueError`` where it is not an answer."""
+    """The id of an output line.  Raises ``ValueError`` if the line is not an answer."""
     try:
         answer = json.loads(line)
     except ValueError:
@@ -247,7 +246,7 @@ def _answered(line: bytes, file: Path, number: int) -> str:
 
 
 def _is_torn(tail: bytes) -> bool:
-    """Whether these bytes without a newline are the beginning of an answer, and not all of it."""
+    """Whether these bytes, which have no newline, are the beginning of an answer but not a complete one."""
     if not tail.startswith(_BEGIN):
         return tail != b"" and _BEGIN.startswith(tail)
     try:
@@ -260,14 +259,14 @@ def _is_torn(tail: bytes) -> bool:
 
 @contextmanager
 def output_file(file: Path) -> Iterator[IO[bytes]]:
-    """The output, open for appending by this process alone.  Raises ``ValueError`` while another run writes to it."""
+    """Open the output for appending, locked.  Raises ``ValueError`` if another run has it open."""
     with file.open("ab") as out:
         lock(out.fileno(), file)
         yield out
 
 
 def append(out: IO[bytes], answer: Mapping[str, Any]) -> None:
-    """Write one line, and see to it that it is on the disk."""
+    """Write one line and sync it to disk."""
     out.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
     out.flush()
     os.fsync(out.fileno())
@@ -276,8 +275,8 @@ def append(out: IO[bytes], answer: Mapping[str, Any]) -> None:
 def run_jobs(
     llm: Llm, jobs: Sequence[BatchLine], write: Callable[[Mapping[str, Any]], None], max_running: int = 16
 ) -> None:
-    """Answer all jobs, ``max_running`` at once; ``write`` is told of every answer when it is finished.  A job that
-    fails has ``error`` in place of a text."""
+    """Answer all jobs, ``max_running`` at once, and pass each finished answer to ``write``.  The answer of a failed job
+    has ``error`` instead of ``text``."""
     waiting, running = deque(jobs), dict[int, BatchLine]()
     try:
         while waiting or running:

@@ -1,4 +1,4 @@
-"""``foretoken bench``: what speculation brings on your prompts and machine; ``bench report`` makes a page of it."""
+"""``foretoken bench``: speed-ups on your prompts and machine; ``bench report`` makes a page of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ app = typer.Typer(
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured, on what, and where it is kept."""
+    """Workload and output files of a benchmark."""
 
     prompts: list[Path] | None = setting(None, PROMPTS)
     format: str = setting("auto", FORMAT)
@@ -144,7 +144,7 @@ def _run(common: Common, options: BenchOptions, settings: BenchSettings) -> Benc
             raise
 
 
-# -- for people ------------------------------------------------------------------------------------------------------
+# -- terminal output -------------------------------------------------------------------------------------------------
 
 
 def _print(console: Console, result: BenchResult, out: Path | None) -> None:
@@ -172,7 +172,7 @@ def _print(console: Console, result: BenchResult, out: Path | None) -> None:
 
 
 def _print_setting(console: Console, cells: Sequence[Mapping[str, Any]], prefill: Mapping[str, str]) -> None:
-    """Speed-ups by category (rows) and arm (columns), and what explains them below."""
+    """Print speed-ups by category (rows) and arm (columns), then details of each arm."""
     arms = list(dict.fromkeys(c["arm"] for c in cells))
     title = f"speed-up, T={cells[0]['temperature']:g}, batch {cells[0]['batch']}"
     grid = table(title, ["category"])
@@ -231,7 +231,7 @@ _DETAILS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def _cards(paths: Sequence[Path]) -> dict[str, Path]:
-    """Files of cards by their suffix, of which there is one each."""
+    """Card files by suffix, at most one of each."""
     files: dict[str, Path] = {}
     for file in paths:
         kind = file.suffix.lower()

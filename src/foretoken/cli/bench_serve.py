@@ -1,4 +1,4 @@
-"""``foretoken bench serve URL``: load on an OpenAI-compatible server, and what its clients see."""
+"""``foretoken bench serve URL``: load an OpenAI-compatible server and measure it from the client side."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def serve_command(
         sys.stdout.write("".join(line + "\n" for line in result.lines))
         sys.stdout.flush()
     if result.stopped_by is not None:
-        signal.raise_signal(result.stopped_by)  # put off until everything was told: what it does now is the end
+        signal.raise_signal(result.stopped_by)  # deferred until now; the default action ends the process
     if not any(cell["completed"] for cell in result.cells):
         raise ValueError("no request was answered: " + "; ".join(result.summary["notes"]))
 
 
 def _levels(concurrency: Sequence[str] | None, rate: Sequence[str] | None, burst: int) -> list[Level]:
-    """Levels of concurrency, then of rates, which alone have bursts."""
+    """Concurrency levels, then rate levels; only rates have bursts."""
     if burst > 1 and not rate:
         raise ValueError("--burst says how many requests of a --rate arrive together: give --rate too")
     if not concurrency and not rate:
@@ -110,7 +110,7 @@ def _levels(concurrency: Sequence[str] | None, rate: Sequence[str] | None, burst
 
 
 def numbers(name: str, texts: Sequence[str] | None, kind: Callable[[str], Number]) -> list[Number]:
-    """Numbers that were joined by commas or given one by one.  Raises ``ValueError`` for something else."""
+    """Numbers from comma-joined or repeated options.  Raises ``ValueError`` for anything else."""
     parts = [part.strip() for text in texts or () for part in text.split(",")]
     try:
         return [kind(part) for part in parts]
@@ -132,7 +132,7 @@ def _object(text: str) -> dict[str, Any]:
 def chosen_prompts(
     files: Sequence[Path] | None, format: str, category: Sequence[str] | None, most: int | None
 ) -> dict[str, list[BenchPrompt]]:
-    """The prompts of files, or the built-in ones, by category."""
+    """Prompts by category, from files or the built-in set."""
     from foretoken.lab.prompts import load_prompts, select
 
     loaded = [prompt for source in (files or [None]) for prompt in load_prompts(source, format)]  # type: ignore[list-item]
@@ -148,7 +148,7 @@ def _measured(
     out: Path | None,
     settings: LoadSettings,
 ) -> LoadResult:
-    """Run it, and write its file."""
+    """Run the load test and write its file."""
     try:
         from foretoken.lab.bench.load.run import parse_addresses, run_load
     except ModuleNotFoundError as error:
@@ -167,7 +167,7 @@ def _measured(
 
 
 def show(console: Console, result: LoadResult, out: Path | None) -> None:
-    """A table of all levels, whether texts are equal, and what one must know."""
+    """Print a table of all levels, the equality of texts, and notes."""
     print_table(console, _table(result))
     for cell in result.cells:
         if cell["errors"]:

@@ -38,7 +38,7 @@ def chat_command(system: System = None, *, common: Common) -> None:
         say = "has no chat template and was not trained to talk: it goes on with the text, and may write nonsense"
         print(f"(note: {common.target} {say})", file=sys.stderr)
     if interactive:
-        with contextlib.suppress(ImportError):  # arrow keys and earlier lines; not on every system
+        with contextlib.suppress(ImportError):  # line editing and history; not on every system
             import readline  # noqa: F401
         screen(stderr=True).print(HELP, style="dim")
     while (line := _read(interactive)) is not None:
@@ -48,7 +48,7 @@ def chat_command(system: System = None, *, common: Common) -> None:
 
 
 def _read(interactive: bool) -> str | None:
-    """The next line without its end; ``None`` at the end of the input."""
+    """The next line, stripped; ``None`` at the end of the input."""
     while True:
         try:
             if interactive:
@@ -66,8 +66,7 @@ def _read(interactive: bool) -> str | None:
 
 @dataclass
 class Session:
-    """One conversation: ``messages`` of user and assistant in turn, behind a ``system`` message that is never
-    forgotten."""
+    """One conversation: ``messages`` of user and assistant in turn, after a permanent ``system`` message."""
 
     llm: Llm
     options: dict[str, Any]
@@ -77,7 +76,7 @@ class Session:
     shows_stats: bool = True
 
     def handle(self, line: str) -> None:
-        """Answer a line, or obey a command."""
+        """Answer a line or run a command."""
         if line == "/help":
             print(f"({HELP})")
         elif line == "/reset":
@@ -95,7 +94,7 @@ class Session:
             self._answer(line)
 
     def _show_history(self) -> None:
-        """What the model reads of the conversation."""
+        """Print the messages that the model reads."""
         for message in self._all():
             print(f"{message['role']}: {message['content'].strip()}")
         if not self.messages:
@@ -106,17 +105,17 @@ class Session:
         try:
             prompt, room = self._fitting_prompt()
             answer = self._say(prompt, {**self.options, "max_new_tokens": room})
-        except ValueError as error:  # nothing was said: the next line may be a better one
+        except ValueError as error:  # nothing was generated: the user can try another line
             self.messages.pop()
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             return
         self.messages.append({"role": "assistant", "content": answer})
 
     def _say(self, prompt: list[int], options: dict[str, Any]) -> str:
-        """Stream one answer; Ctrl-C ends it and keeps what was said.
+        """Stream one answer; Ctrl-C ends it and keeps the text so far.
 
-        A chat model's answer is kept as it is, so that the next turn begins with the same tokens and reads only what
-        is new.
+        A chat model's answer is kept unchanged, so that the next turn begins with the same tokens and only new ones are
+        prefilled.
         """
         answer = ""
         last: Piece | None = None
@@ -156,10 +155,11 @@ class Session:
         return is_chat_model(self.llm)
 
     def _fitting_prompt(self) -> tuple[list[int], int]:
-        """Token ids and the room for an answer; the oldest turns go when the context is full.
+        """Token ids of the prompt, and the room for an answer.
 
-        Turns make room for an answer of at most half the context: a larger ``--max-new-tokens`` would leave none.
-        Raises ``ValueError`` where the last message alone fills the context, or the template refuses it.
+        A full context loses its oldest turns, for an answer of at most half the context: a larger ``--max-new-tokens``
+        would leave no turns.  Raises ``ValueError`` if the last message alone fills the context or the template refuses
+        it.
         """
         context, limit = self.llm.target.context_length, int(self.options["max_new_tokens"])
         prompt = self._prompt()

@@ -61,7 +61,7 @@ def build_command(
 
 
 def _model_and_data(words: Sequence[str]) -> tuple[str | None, list[Path]]:
-    """What ``[MODEL] DATA...`` was given: the first of several words is MODEL where it names one and is no text."""
+    """Split ``[MODEL] DATA...``.  The first of several words is MODEL if it names a model and no existing text."""
     first = words[0]
     has_model = len(words) > 1 and names_model(first) and (is_model(first) or not Path(first).expanduser().exists())
     return (first if has_model else None), [Path(word) for word in words[has_model:]]

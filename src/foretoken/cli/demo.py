@@ -1,4 +1,4 @@
-"""``foretoken demo``: one answer of a small chat model, plain and speculative, and what was compared."""
+"""``foretoken demo``: one answer of a small chat model, plain and speculative, with the measured speed-up."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ PROMPT = """How many hearts does an octopus have, and what do they do? Answer in
 The octopus has three hearts. Two of them pump blood to the gills, and the third pumps it to the rest of the body. \
 When an octopus swims, the third heart stops beating. That is why octopuses prefer to crawl."""
 KIND = "an answer in the words of a text, which copied guesses suit"
-"""What kind of text the prompt asks for: the ratio is one of such texts."""
+"""Kind of text that the prompt asks for; the speed-up holds for such texts."""
 OTHER = "Why is the sky blue?"
-"""A question whose answer has nothing to copy: the ratio of the first alone would promise too much."""
+"""A question whose answer copies nothing from the prompt; the first speed-up alone would promise too much."""
 
 
 @dataclass(frozen=True)
 class Show:
-    """What is shown: ``kind`` of text, for whoever reads the ratio, and ``other``, a prompt that is measured as well
-    and not shown (empty for none)."""
+    """Model and prompts of a demo.
+
+    ``kind`` names the kind of text behind the speed-up.  ``other`` is a prompt that is measured but not shown (empty
+    for none).
+    """
 
     target: str
     title: str
@@ -78,7 +81,8 @@ def demo_command(
 
 
 def _chosen(fetch: bool) -> Show:
-    """The real model; the built-in one, with the reason on stderr, where that is not here and cannot be had."""
+    """The real model, or the built-in one, with the reason on stderr, if the real one is not cached and cannot be
+    fetched."""
     from foretoken.core.io.checkpoints import located
     from foretoken.core.io.named_models import MODELS
 
@@ -104,7 +108,7 @@ def _drafter(llm: Llm) -> str:
 
 
 def _print_answers(console: Console, show: Show, llm: Llm, prompt: str | list[int], options: dict[str, Any]) -> None:
-    """Both answers, as they are written."""
+    """Print both answers while they are generated."""
     import torch
 
     threads = torch.get_num_threads()
@@ -120,7 +124,7 @@ def _print_answers(console: Console, show: Show, llm: Llm, prompt: str | list[in
 
 
 def _print_result(console: Console, show: Show, result: Comparison, others: Sequence[Comparison]) -> None:
-    """The figures, and what they are figures of."""
+    """Print the speeds and how they were measured."""
     print_speeds(console, result)
     for other in others:
         same = "the same words" if other.identical else "other words, please report it"

@@ -1,4 +1,4 @@
-"""``foretoken doctor``: versions, threads, dtypes, and what scoring and drafting cost on this machine."""
+"""``foretoken doctor``: versions, threads, dtypes, and the cost of scoring and drafting on this machine."""
 
 from __future__ import annotations
 

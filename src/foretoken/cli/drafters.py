@@ -1,4 +1,4 @@
-"""``foretoken drafters``: which drafters work for a target on this machine, which do not and why."""
+"""``foretoken drafters``: drafters that work for a target on this machine, and reasons for the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foretoken.lab.bench.fitting import Fit
 
 LONGEST, INDENT = 36, 5
-"""Of a spec beside its reason, and of a reason below its spec."""
+"""Longest spec that is printed beside its reason; indent of a reason printed below its spec."""
 
 
 @with_common(omit=("drafter", "profile", *COMMAND_LINE), model="own")
@@ -56,7 +56,10 @@ def drafters_command(
 
 
 def _common_and_folders(common: Common, words: Sequence[str]) -> tuple[Common, list[Path]]:
-    """The options with their MODEL, and the folders behind it: with ``--target``, all words that are not the same."""
+    """The options with their MODEL, and the folders after it.
+
+    With ``--target``, all words are folders except a first word that repeats the target.
+    """
     if "target" not in common.explicit:
         return common.of(next(iter(words), None)), [Path(word) for word in words[1:]]
     repeated = words[:1] == [common.target]
@@ -64,7 +67,7 @@ def _common_and_folders(common: Common, words: Sequence[str]) -> tuple[Common, l
 
 
 def _listing(common: Common, folders: Sequence[Path]) -> tuple[list[Fit], str | None]:
-    """The drafters in order, and what ``auto`` means."""
+    """The drafters in order, and the default drafter."""
     from foretoken.lab.bench.fitting import fits, ordered, places
     from foretoken.loading import default_drafter
 
@@ -78,7 +81,7 @@ def _listing(common: Common, folders: Sequence[Path]) -> tuple[list[Fit], str | 
 
 
 def _print(fits: Sequence[Fit], default: str | None) -> None:
-    """What works, then what does not: the reason takes what the terminal has room for."""
+    """Print the drafters that work, then the others."""
     console = screen()
     for title, works in (("works", True), ("does not work", False)):
         some = [fit for fit in fits if fit.works is works]
@@ -88,7 +91,7 @@ def _print(fits: Sequence[Fit], default: str | None) -> None:
 
 
 def _print_group(console: Console, title: str, fits: Sequence[Fit]) -> None:
-    """A table; a spec that is too long for its column is whole on a line of its own, to be copied."""
+    """Print a table of drafters.  A spec too long for its column gets a line of its own, so that it can be copied."""
     from rich.padding import Padding
 
     style = "bold cyan" if fits[0].works else "bold"

@@ -1,4 +1,4 @@
-"""How commands that measure end at SIGTERM: as at Ctrl-C, with what they have so far."""
+"""Signal handling of commands that measure: SIGTERM ends them like Ctrl-C, with the results so far."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import typer
 
 INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
-"""Exit codes of a command that Ctrl-C or SIGTERM has ended."""
+"""Exit codes after Ctrl-C and SIGTERM."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does, with one line and an exit code of its own (:data:`TERMINATED`); only the
-    main thread hears it."""
+    """Make SIGTERM end a command as Ctrl-C does, with one line and exit code :data:`TERMINATED`.  Has no effect outside
+    the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Coloured tokens: which were accepted drafts, which came from the target itself."""
+"""Tokens coloured by origin: accepted draft tokens, or tokens of the target."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "", "root": ""}
 MARKS = {"accepted": ("[", "]"), "recovered": ("<", ">"), "bonus": ("{", "}"), "plain": ("", "")}
 TREES = 3
-"""Rounds whose trees are printed."""
+"""Number of rounds whose trees are printed."""
 MEANINGS = {
     "accepted": "accepted draft token",
     "recovered": "recovered (a draft was rejected here)",
@@ -34,13 +34,13 @@ MEANINGS = {
 
 
 def explained(output: Output, tokenizer: Any, colour: bool) -> Text:
-    """The output with its tokens coloured by origin, or marked when there is no colour."""
+    """The output with its tokens coloured by origin, or marked where there is no colour."""
     texts = token_texts(tokenizer, output.token_ids, output.text)
     return coloured(list(zip(output.origins, texts, strict=True)), colour)
 
 
 def coloured(words: Sequence[tuple[str, str]], colour: bool) -> Text:
-    """Pieces of text, each behind its origin, coloured or marked."""
+    """Pairs of origin and text, coloured or marked."""
     from rich.text import Text
 
     result = Text()
@@ -56,7 +56,7 @@ def coloured(words: Sequence[tuple[str, str]], colour: bool) -> Text:
 
 
 def legend(colour: bool) -> Text:
-    """What the colours or marks mean, on one line per origin."""
+    """The meaning of colours or marks, one line per origin."""
     from rich.text import Text
 
     result = Text()
@@ -68,7 +68,7 @@ def legend(colour: bool) -> Text:
 
 
 def print_explained(console: Console, output: Output, tokenizer: Any) -> None:
-    """Legend, then the text, then the token trees of the first rounds if the output has any."""
+    """Print the legend, the text, and the token trees of the first rounds if the output has any."""
     colour = has_colour(console)
     console.print(legend(colour), end="")
     print_text(console, explained(output, tokenizer, colour))
@@ -79,11 +79,11 @@ def print_explained(console: Console, output: Output, tokenizer: Any) -> None:
 def stream_explained(
     console: Console, llm: Llm, prompt: str | Sequence[int], options: Mapping[str, Any], echo: str = ""
 ) -> Output:
-    """Generate on a console that shows colours, by an ``llm`` with a tokenizer: print the legend and the coloured text
-    while it is written, then the trees; give the output.
+    """Generate on a console with colours: print the legend, stream the coloured text, print the trees.  Returns the
+    output.
 
-    ``echo`` is printed before the output on a terminal.  Raises what :meth:`Llm.stream` does, before anything is
-    printed.
+    ``llm`` needs a tokenizer.  ``echo`` is printed before the output on a terminal.  Raises as :meth:`Llm.stream` does,
+    before printing.
     """
 
     def begin() -> None:
@@ -103,11 +103,10 @@ def stream_coloured(
     options: Mapping[str, Any],
     begin: Callable[[], None] = lambda: None,
 ) -> Output:
-    """Generate by an ``llm`` with a tokenizer, and print the text while it is written, coloured where the console shows
-    colours; give the output.
+    """Generate and stream the text, coloured if the console shows colours.  Returns the output.
 
-    ``begin`` is called before the text, once the request has been accepted.  Raises what :meth:`Llm.stream` does,
-    before anything is printed.
+    ``llm`` needs a tokenizer.  ``begin`` is called before the first text, once the request has been accepted.  Raises
+    as :meth:`Llm.stream` does, before printing.
     """
     pieces = llm.stream(prompt, **options)
     first = next(pieces)
@@ -118,20 +117,20 @@ def stream_coloured(
         for piece in pieces:
             printed.append(piece)
             print_text(console, colours.push(piece), end="")
-    finally:  # an interrupted line is ended too
+    finally:  # ends an interrupted line too
         console.print()
     return _joined(printed)
 
 
 class _Colours:
-    """Colours the pieces of a stream; a half-written character belongs to the token that completes it."""
+    """Colours the pieces of a stream.  A partial character belongs to the token that completes it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._decoder = Detokenizer(tokenizer)
         self._waiting: list[tuple[str, Origin]] = []
 
     def push(self, piece: Piece) -> Text:
-        """The new text of a piece; the rest waits, as it may be the beginning of a stop string."""
+        """The new text of a piece.  The rest is held back, as it may begin a stop string."""
         from rich.text import Text
 
         for token, origin in zip(piece.token_ids, piece.origins, strict=True):
@@ -149,7 +148,7 @@ class _Colours:
 
 
 def _joined(pieces: Sequence[Piece]) -> Output:
-    """The output that a finished stream amounts to."""
+    """The output of a finished stream."""
     from foretoken.llm import Output
 
     last = pieces[-1]
@@ -176,8 +175,7 @@ def _print_trees(console: Console, output: Output, tokenizer: Any, colour: bool)
 
 
 def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: str, first: int = 0) -> None:
-    """The token trees of a few rounds, beginning with number ``first`` (from 0); ``more`` says how to see the
-    others."""
+    """Print the token trees of a few rounds from round ``first`` (from 0); ``more`` names a way to see the others."""
     from rich.text import Text
 
     for number, round_ in enumerate(rounds[first : first + TREES], first + 1):
@@ -194,12 +192,12 @@ def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: 
 
 @dataclass(frozen=True)
 class TreeLine:
-    """One node on a line of its own.
+    """One node, printed on one line.
 
     Attributes:
-        branch: the drawn branches before it.
+        branch: the branch characters before the node.
         kind: ``root``, ``accepted``, ``rejected``, ``untried``, ``probe``, or the origin of the target's own token.
-        why: the reason, where one is worth reading.
+        why: the reason for a rejection, else empty.
     """
 
     branch: str
@@ -209,9 +207,9 @@ class TreeLine:
 
 
 def lines_of(round_: Round) -> list[TreeLine]:
-    """The tree of a round, the root first, every child below its parent; what was accepted comes first.
+    """The tree of a round: the root first, every child below its parent, accepted children before others.
 
-    Probes are left out, and so is what was never tried below a node that was not accepted.
+    Omits probes, and untried nodes whose parents were untried or rejected.
     """
     last = max((n.index for n in round_.nodes if n.status == "accepted"), default=0)
     children: dict[int, list[TraceNode]] = {n.index: [] for n in round_.nodes}

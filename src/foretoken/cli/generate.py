@@ -115,8 +115,11 @@ def generate_command(
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be answered: the ``text`` of the user, and the ``prompt`` that the model reads: that text, or the
-    token ids of a chat template around it, unless that was left out on purpose (``raw``)."""
+    """A prompt to answer.
+
+    ``text`` is the user's text.  ``prompt`` is the model's input: that text, or token ids of the rendered chat
+    template.  ``raw``: the template was left out on request.
+    """
 
     llm: Llm
     text: str
@@ -124,17 +127,17 @@ class Task:
     raw: bool = False
 
     def is_cut(self, finish_reason: str | None) -> bool:
-        """Whether an answer was cut short; a completion has no end of its own."""
+        """Whether an answer was truncated; a completion has no natural end."""
         return finish_reason == "length" and not isinstance(self.prompt, str)
 
     @property
     def echo(self) -> str:
-        """What is shown in front of the output: a completion goes on in the same line, an answer begins a new one."""
+        """Text printed before the output: a completion continues its line, an answer begins a new one."""
         return self.text if isinstance(self.prompt, str) else self.text.rstrip("\n") + "\n"
 
 
 def tell_prediction(llm: Llm, prediction: str | None) -> None:
-    """Say on stderr where a prediction is of no use to the drafter, or the drafter of none without one."""
+    """Warn on stderr if the drafter ignores the prediction, or if the prediction drafter has none."""
     from foretoken.methods.drafters.prediction import PredictionDrafter
 
     waiting, uses = ([] if llm.drafter is None else [llm.drafter]), False
@@ -153,7 +156,7 @@ def tell_prediction(llm: Llm, prediction: str | None) -> None:
 
 
 def _report(output: Output) -> dict[str, Any]:
-    """An output for JSON."""
+    """An output as JSON fields."""
     return {
         "text": output.text,
         "token_ids": output.token_ids,
@@ -164,7 +167,7 @@ def _report(output: Output) -> dict[str, Any]:
 
 
 def _explained(output: Output, tokenizer: Any) -> dict[str, Any]:
-    """What ``--explain`` adds to JSON: where each token came from, and the rounds as the server tells them."""
+    """JSON fields of ``--explain``: origins of tokens, and rounds in the server's format."""
     from foretoken.lab.report.show.texts import token_text
 
     rounds = [
@@ -179,7 +182,7 @@ def _explained(output: Output, tokenizer: Any) -> dict[str, Any]:
 
 
 def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling of a model that has defaults of its own, for JSON; nothing of another one."""
+    """JSON fields for the sampling options of a model with its own defaults; empty for other models."""
     defaults = llm.defaults.sampling
     if not defaults:
         return {}
@@ -188,8 +191,7 @@ def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | None) -> tuple[Common, str]:
-    """The options with their MODEL, checked, and the prompt.  Raises ``ValueError`` where they contradict each
-    other."""
+    """The checked options with their MODEL, and the prompt.  Raises ``ValueError`` for contradictory options."""
     model, prompt = model_and_prompt(words or (), "target" in common.explicit)
     common = common.of(model)
     common.check()
@@ -197,8 +199,8 @@ def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | 
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the argument, a file, stdin, or the built-in one.  Raises ``ValueError`` for two prompts, and for
-    an empty one."""
+    """The prompt from the argument, a file, stdin or the built-in one.  Raises ``ValueError`` for two prompts or an
+    empty one."""
     if prompt is not None and file is not None:
         raise ValueError("give a prompt or --prompt-file, not both")
     if file is not None:
@@ -213,7 +215,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 text file; a byte order mark in front is no part of the text.  Raises ``ValueError`` for other bytes."""
+    """Text of a UTF-8 file, without a byte order mark.  Raises ``ValueError`` for other encodings."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -221,17 +223,17 @@ def read_text(file: Path) -> str:
 
 
 def _stdin() -> str:
-    """All of stdin.  Raises ``ValueError`` where it is not UTF-8."""
+    """All of stdin.  Raises ``ValueError`` if it is not UTF-8."""
     try:
         text = sys.stdin.read()
-        text.encode()  # where the locale lets wrong bytes through, they are halves of surrogate pairs
+        text.encode()  # some locales decode invalid bytes to lone surrogates, which fail here
     except UnicodeError:
         raise ValueError("standard input is not UTF-8 text") from None
     return text
 
 
 def _piped() -> str:
-    """Text that is piped in; empty when nobody writes (an open but silent pipe must not hang the program)."""
+    """Text piped into stdin, else empty.  Waits only briefly: an open but silent pipe must not hang the program."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return ""
     try:
@@ -245,21 +247,21 @@ def _piped() -> str:
 
 
 def _print_prompt(task: Task) -> None:
-    """On a terminal, show what is being completed; into a pipe goes the completion alone."""
+    """Echo the prompt on a terminal; a pipe gets the completion alone."""
     if sys.stdout.isatty():
         print_text(screen(), task.echo, "dim", end="")
 
 
 def _stream(task: Task, options: dict[str, Any]) -> None:
     pieces = task.llm.stream(task.prompt, **options)
-    last = next(pieces)  # a bad prompt is an error before anything is printed
+    last = next(pieces)  # a bad prompt raises before anything is printed
     _print_prompt(task)
     sys.stdout.write(last.text)
     try:
         for last in pieces:
             sys.stdout.write(last.text)
             sys.stdout.flush()
-    finally:  # an interrupted line is ended too
+    finally:  # ends an interrupted line too
         sys.stdout.write("\n")
         sys.stdout.flush()
     tell_empty(task.llm, last.note, task.raw)
@@ -283,8 +285,7 @@ def stats_line(stats: SpecStats) -> str:
 
 
 def compared(llm: Llm, prompt: str | list[int], options: dict[str, Any], repeat: int) -> Comparison:
-    """Plain and speculative decoding of a prompt in turns, for an ``llm`` with a drafter; a line on the terminal says
-    how far it is."""
+    """Plain and speculative runs of a prompt in turns, with a status line.  ``llm`` needs a drafter."""
     from foretoken.lab.bench.compare import compare
 
     if llm.drafter is None:
@@ -313,7 +314,7 @@ def _print_comparison(task: Task, result: Comparison, explain: bool) -> None:
 
 
 def print_speeds(console: Console, result: Comparison) -> None:
-    """Speeds, their ratio, whether the outputs are the same, and what was drafted and accepted."""
+    """Print the speeds, their ratio, the equality of outputs, and acceptance."""
     console.print(f"plain        {_speed(result.plain)}")
     console.print(f"speculative  {_speed(result.speculative)}")
     stats = result.speculative.output.stats
@@ -343,7 +344,7 @@ def _identity(result: Comparison) -> str:
 
 
 def time_split(stats: SpecStats) -> str:
-    """Where the seconds of the rounds went."""
+    """Shares of the rounds' time by stage."""
     busy = stats.draft_s + stats.target_s + stats.verify_s + stats.overhead_s
     parts = ("draft", "target", "verify", "overhead")
     shares = ", ".join(f"{part} {getattr(stats, part + '_s') / busy:.0%}" for part in parts) if busy else ""

@@ -76,15 +76,15 @@ app.command("import", cls=WordsCommand)(export.import_command)
 app.command("serve")(serve.serve_command)
 
 USER_ERRORS = (ValueError, OSError, ArithmeticError, MemoryError)
-"""What a user can cause; anything else is a bug of ours and keeps its traceback."""
+"""Errors that a user can cause.  Others are bugs and keep their traceback."""
 BAD_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code.
 
-    A user's mistake is one line on stderr and exit code 2 (``FORETOKEN_DEBUG=1`` shows the traceback); Ctrl-C is one
-    line and exit code 130.
+    A user error is one line on stderr and exit code 2 (``FORETOKEN_DEBUG=1`` shows the traceback).  Ctrl-C is one line
+    and exit code 130.
     """
     _keep_standard_streams()
     for line in unknown_variables(os.environ):
@@ -103,11 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _keep_standard_streams() -> None:
-    """What was closed at the start (``>&-``, some services) leads nowhere; Python has ``None`` there."""
+    """Open the null device for standard streams closed at start (``>&-``, some services), which Python sets to
+    ``None``."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)
-            if descriptor > number:  # else it has the number that was free
+            if descriptor > number:  # otherwise it already has the free number
                 os.dup2(descriptor, number)
                 os.close(descriptor)
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
@@ -115,30 +116,30 @@ def _keep_standard_streams() -> None:
 
 @cache
 def _command() -> Callable[..., Any]:
-    """What Typer makes of the functions, which it would make anew at every call."""
+    """The Typer command, built once."""
     return typer.main.get_command(app)
 
 
 def _warn(message: Warning | str, *place: object, **more: object) -> None:
-    """A warning as one line on stderr."""
+    """Print a warning as one line on stderr."""
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _report(error: Exception) -> int:
-    """Print a user's mistake as one line; raise what is not one again."""
+    """Print a user error as one line and return its exit code; re-raise other errors."""
     kind = type(error).__name__
-    if kind == "Abort":  # older versions of Click turn Ctrl-C into this
+    if kind == "Abort":  # older versions of Click raise this for Ctrl-C
         return INTERRUPTED
     if kind == "NoArgsIsHelpError":
         print(str(error), end="", file=sys.stderr)
         return BAD_INPUT
-    describe = getattr(error, "format_message", None)  # bad options, found by Typer
+    describe = getattr(error, "format_message", None)  # set on errors of Typer, such as bad options
     if describe is None and not isinstance(error, USER_ERRORS) and kind != "OutOfMemoryError":
         raise error
     if os.environ.get("FORETOKEN_DEBUG", "") not in ("", "0"):
         raise error
     text = str(describe() if describe else getattr(error, "short", error))
-    if isinstance(error, OSError) and error.strerror:  # without the number in front
+    if isinstance(error, OSError) and error.strerror:  # drop the error number
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     message = " ".join(text.split()) or kind
     print(f"error: {message}", file=sys.stderr)

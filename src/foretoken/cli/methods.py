@@ -1,4 +1,4 @@
-"""``foretoken methods``: the catalogue, one line a method; ``foretoken methods NAME`` says all of one."""
+"""``foretoken methods``: the catalogue, one line per method; ``foretoken methods NAME`` shows one in full."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def methods_command(
 
 
 def _not_found(name: str, every: list[dict[str, Any]]) -> ValueError:
-    """Of a name that no method has, or none of the role that was asked for."""
+    """Error for an unknown method name, or for a name without that role."""
     if roles := [row["role"] for row in every if row["name"] == name]:
         return ValueError(f"{name} is a {' and a '.join(roles)}: leave out --role, or give --role {roles[0]}")
     near = did_you_mean(name, list(dict.fromkeys(row["name"] for row in every)))
@@ -44,7 +44,7 @@ def _not_found(name: str, every: list[dict[str, Any]]) -> ValueError:
 
 
 def _print_lists(methods: list[dict[str, Any]]) -> None:
-    """One list per role: a method is a name and the beginning of its summary."""
+    """Print one list per role: names and the beginnings of summaries."""
     console = screen()
     width = max(len(row["name"]) for row in methods)
     for role in ROLES:

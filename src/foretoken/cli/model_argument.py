@@ -1,4 +1,4 @@
-"""MODEL, the first positional argument of every command that runs a model; ``--target`` says the same."""
+"""MODEL, the first positional argument of every command that runs a model, and its equivalent ``--target``."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ HELP = "builtin, a name that `foretoken models` lists, a model folder, a GGUF fi
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=HELP, show_default=BUILTIN)]
 Target = Annotated[str | None, typer.Option(help="The same as MODEL.", show_default=BUILTIN)]
 GroupModel = Annotated[str | None, typer.Option("--model", hidden=True)]
-"""What :class:`ModelGroup` makes of a group's MODEL."""
+"""Hidden option that receives MODEL in :class:`ModelGroup`."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PATH = re.compile(r"(/|\./|\.\./|~/)\S*/?\S+")
 CONFIGS = ("config.json", "adapter_config.json")
 
 
 def one_model(model: str | None, target: str | None) -> str:
-    """The model of a command that was given MODEL, ``--target``, both or neither (``builtin``).  Raises ``ValueError``
-    for two different ones, and for an empty name: often a shell variable that is not set."""
+    """The model from MODEL, ``--target``, both or neither (``builtin``).  Raises ``ValueError`` for two different
+    models and for an empty name, often an unset shell variable."""
     if "" in (model, target):
         raise ValueError("MODEL is empty: name a model, or leave it out for the built-in one")
     if model is not None and target is not None and model != target:
@@ -34,7 +34,7 @@ def one_model(model: str | None, target: str | None) -> str:
 
 
 def existing_model(model: str | None, target: str | None) -> str:
-    """:func:`one_model`, where there is such a model: a wrong path is told before seconds are spent on imports."""
+    """:func:`one_model`, checked to exist, so that a wrong path fails before seconds of imports."""
     from foretoken.core.io.checkpoints import check_source
 
     chosen = one_model(model, target)
@@ -43,13 +43,13 @@ def existing_model(model: str | None, target: str | None) -> str:
 
 
 def names_model(text: str) -> bool:
-    """Whether a lone argument is a MODEL rather than a text: ``builtin``, the name of a model, a model folder, a GGUF
-    file, a path or ``org/name``, without spaces."""
+    """Whether a single argument is a MODEL rather than text: ``builtin``, a model name, a model folder, a GGUF file, a
+    path or ``org/name``, without spaces."""
     return is_model(text) or _HUB_ID.fullmatch(text) is not None or _PATH.fullmatch(text) is not None
 
 
 def is_model(text: str) -> bool:
-    """Whether a text names a model that is on this machine, or one that can be had by its name."""
+    """Whether the text names a local model or one that can be fetched by name."""
     from foretoken.core.io.named_models import MODELS
 
     if text == BUILTIN or text.startswith(f"{BUILTIN}:") or text in MODELS:
@@ -57,7 +57,7 @@ def is_model(text: str) -> bool:
     try:
         place = Path(text).expanduser()
         return any((place / file).is_file() for file in CONFIGS) or (place.suffix == ".gguf" and place.is_file())
-    except (OSError, ValueError, RuntimeError):  # longer than a path can be, or with a zero byte
+    except (OSError, ValueError, RuntimeError):  # too long for a path, or contains a null byte
         return False
 
 
@@ -69,8 +69,8 @@ def _is_file(text: str) -> bool:
 
 
 def model_and_prompt(words: Sequence[str], has_target: bool) -> tuple[str | None, str | None]:
-    """What ``[MODEL] [PROMPT]`` was given; with ``--target``, one word is the PROMPT.  Raises ``ValueError`` for more
-    than two words, and for the name of a file that is no model: its text was meant, not its name."""
+    """Split ``[MODEL] [PROMPT]``; with ``--target``, a single word is the PROMPT.  Raises ``ValueError`` for more than
+    two words, and for a file that is not a model, as the user meant its text."""
     if len(words) > 2:
         raise ValueError(f"{len(words)} arguments where MODEL and PROMPT are two: put the prompt between quotes")
     if len(words) == 2:
@@ -83,8 +83,8 @@ def model_and_prompt(words: Sequence[str], has_target: bool) -> tuple[str | None
 
 
 def model_before(words: Sequence[str], places: str) -> tuple[str | None, Sequence[str]]:
-    """What ``[MODEL] PLACES`` was given: MODEL is there when there is one word more than places.  Raises ``ValueError``
-    for other numbers of words."""
+    """Split ``[MODEL] PLACES``: MODEL is present if there is one word more than places.  Raises ``ValueError`` for
+    other numbers of words."""
     count = len(places.split())
     if len(words) == count + 1:
         return words[0], words[1:]
@@ -94,10 +94,10 @@ def model_before(words: Sequence[str], places: str) -> tuple[str | None, Sequenc
 
 
 class WordsCommand(TyperCommand):
-    """A command that sorts its positionals itself: its help names them as they are written."""
+    """A command that splits its positional arguments itself.  Its usage line shows them as written."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What follows the command's name in its usage."""
+        """The parts of the usage line after the command name."""
         words = [str(part.metavar) for part in self.params if part.param_type_name == "argument"]
         return [self.options_metavar or "", *words]
 
@@ -106,7 +106,7 @@ class ModelGroup(TyperGroup):
     """A command with subcommands whose first positional may be MODEL instead of a subcommand's name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Turn MODEL into the hidden option ``--model``; what names a subcommand, or nearly, stays."""
+        """Turn MODEL into the hidden option ``--model``, unless it is a subcommand's name or close to one."""
         *_, rest, _order = (None, *self.make_parser(ctx).parse_args(list(args)))
         word = next(iter(rest or ()), None)
         if (

@@ -1,4 +1,4 @@
-"""``foretoken models``: the models that can be had by name, and ``--fetch``, which is what downloads one."""
+"""``foretoken models``: models that are available by name; ``--fetch`` downloads one."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def models_command(
 
 
 def fetched(name: str, file: Path | None = None) -> Path:
-    """The file of a named model, fetched if it is not here; what happens is told on stderr.  Raises ``ValueError`` for
-    an unknown name, and as :func:`foretoken.core.io.fetching.fetch` does."""
+    """Path of a named model, fetched if it is not cached, with progress on stderr.
+
+    Raises ``ValueError`` for an unknown name, and as :func:`foretoken.core.io.fetching.fetch` does.
+    """
     from foretoken.core.io.fetching import fetch
 
     model = named_models.model_by_name(name)
@@ -66,9 +68,9 @@ def fetched(name: str, file: Path | None = None) -> Path:
 
 
 def catalogue() -> list[dict[str, Any]]:
-    """A row per model, as the CLI's JSON prints it: ``bytes`` on disk, ``download_bytes``, ``cached``, ``path``."""
+    """JSON rows of the models, with ``bytes`` on disk, ``download_bytes``, ``cached`` and ``path``."""
     built_in = [
-        # Of what comes with the package
+        # Models in the package
         _row(name, TITLES[name], "Apache-2.0", sum(file.stat().st_size for file in folder.iterdir()), 0, folder, True)
         for name, folder in built_in_models().items()
     ]
@@ -94,7 +96,7 @@ def _row(
 
 
 def _print(models: list[dict[str, Any]]) -> None:
-    """A line per model, and below it where it is or how to get it."""
+    """Print one line per model, followed by its path or the command that fetches it."""
     console = screen()
     width, titles = (max(len(row[key]) for row in models) for key in ("name", "title"))
     for row in models:
@@ -112,9 +114,9 @@ def _print(models: list[dict[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def bytes_bar() -> Iterator[Progress]:
-    """A bar on a terminal's stderr with bytes, speed and seconds left; call it with (done, in all or 0, what is done).
+    """Progress bar with bytes, speed and remaining time on stderr; call it with (done, total or 0, description).
 
-    Elsewhere only what has no size is told, in a line: that something is waited for.
+    Without a terminal, only steps of unknown size are printed, one line each.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

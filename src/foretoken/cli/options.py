@@ -1,4 +1,4 @@
-"""Options that several commands share, and what is made of them."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ DRAFTER_HELP = (
     "`foretoken methods` lists all."
 )
 OWN_SAMPLING = tuple(name for name in COMMAND_LINE if FIELDS[name].sampling)
-"""Options for which a model may have values of its own."""
+"""Options whose defaults a model may set."""
 
 
 @dataclass(frozen=True)
 class Common:
-    """The options of every command that runs a model.
+    """Options of every command that runs a model.
 
-    ``drafter``, ``verifier`` and ``controller`` are spec strings ``name[:path][,key=value...]``; ``sampling`` has what
-    every request is asked (keyword arguments of :meth:`foretoken.llm.Llm.generate`); ``explicit`` has the names of the
-    options that were really given.
+    ``drafter``, ``verifier`` and ``controller`` are spec strings ``name[:path][,key=value...]``.  ``sampling`` has the
+    options of every request (keyword arguments of :meth:`foretoken.llm.Llm.generate`).  ``explicit`` has the names of
+    the options on the command line.
     """
 
     target: str = setting("builtin", f"The same as MODEL: {HELP}")
@@ -66,7 +66,7 @@ class Common:
 
     @property
     def max_new_tokens(self) -> int:
-        """Most tokens to generate."""
+        """Maximum number of tokens to generate."""
         return int(self.sampling["max_new_tokens"])
 
     @property
@@ -76,27 +76,27 @@ class Common:
 
     @property
     def seed(self) -> int | None:
-        """Of the output when sampling."""
+        """Seed of sampling."""
         return self.sampling["seed"]
 
     @property
     def filters(self) -> dict[str, Any]:
-        """What cuts tokens off."""
+        """Options that filter tokens, such as top-k and top-p."""
         return {name: self.sampling[name] for name in FILTERS}
 
     def of(self, model: str | None, is_run: bool = True) -> Common:
-        """These options for a MODEL that was given as an argument, or was not, and that must be there where it is about
-        to be run (``is_run``).  Raises ``ValueError`` where ``--target`` names another one."""
+        """These options with the MODEL argument, if any.  Raises ``ValueError`` if ``--target`` names another model,
+        or, with ``is_run``, if the model does not exist."""
         choose = existing_model if is_run else one_model
         return dataclasses.replace(self, target=choose(model, self.target if "target" in self.explicit else None))
 
     @property
     def request_options(self) -> dict[str, Any]:
-        """:attr:`sampling` without what the model may decide because nobody gave it."""
+        """:attr:`sampling` without implicit values of options that the model may set."""
         return {key: value for key, value in self.sampling.items() if key not in OWN_SAMPLING or key in self.explicit}
 
     def check(self) -> None:
-        """Refuse wrong names and values, by a ``ValueError``, before seconds are spent on loading."""
+        """Raise ``ValueError`` for wrong names and values before a slow load."""
         if self.drafter not in ("auto", "none"):
             check_drafter(self.drafter)
         if self.max_new_tokens < 1:
@@ -113,18 +113,18 @@ class Common:
             SamplingParams(**unusual)
 
     def check_rules(self) -> None:
-        """Find an unknown verifier or controller, by a ``ValueError``."""
+        """Raise ``ValueError`` for an unknown verifier or controller."""
         if self.verifier != "auto":
             find("verifier", parse_spec(self.verifier).name)
         if self.controller != "auto":
             find("controller", parse_spec(self.controller).name)
 
     def load(self, tensor_parallel: int = 1, own_sampling: bool = False) -> Llm:
-        """Load the target and everything around it.
+        """Load the target with its drafter, verifier and controller.
 
-        ``own_sampling``: to answer, with the model's own sampling options as ``llm.defaults``, and with one thread
-        where that is faster on a busy machine.  Raises ``ValueError`` for parts that do not fit each other, and as
-        :meth:`check` does.
+        ``own_sampling`` is for commands that generate: ``llm.defaults`` has the model's own sampling options, and a
+        busy machine gets one thread if that is faster.  Raises ``ValueError`` for parts that do not fit each other, and
+        as :meth:`check` does.
         """
         self.check()
         with doing(f"loading {self.target} ..."):
@@ -145,7 +145,7 @@ class Common:
         for name in ("verifier", "controller"):
             if llm.drafter is None and name in self.explicit:
                 print(f"--{name} is ignored: without a drafter there are no drafts", file=sys.stderr)
-        if own_sampling:  # a command that answers; others measure
+        if own_sampling:  # for commands that generate, not those that measure
             from foretoken.loading.measured.busy import settle_threads
 
             if (message := settle_threads(llm.target)) is not None:
@@ -153,7 +153,7 @@ class Common:
         return llm
 
     def load_target(self, is_told: bool = True) -> LanguageModel:
-        """Load the target alone; an inflated one is told of first, if ``is_told``."""
+        """Load the target alone.  With ``is_told``, an inflated target is reported on stderr."""
         from foretoken.loading import load_model
 
         target = load_model(self.target, **self._loading)
@@ -163,12 +163,12 @@ class Common:
 
     @property
     def _loading(self) -> dict[str, Any]:
-        """How the target is loaded."""
+        """Keyword arguments that load the target."""
         options = {name: getattr(self, name) for name in ("device", "inflate", "quantize", "backend")}
         return {**options, "dtype": None if self.dtype == "auto" else self.dtype}
 
     def subject(self, is_told: bool = True) -> Subject:
-        """Load the target (as :meth:`load_target`), and name what drafters for it are made with."""
+        """Load the target (as :meth:`load_target`) with the settings for building its drafters."""
         from foretoken.lab.workload import Subject
         from foretoken.loading import load_tokenizer
 
@@ -183,7 +183,7 @@ class Common:
         )
 
     def _tell_inflated(self, target: LanguageModel) -> None:
-        """Whatever is printed below is about an inflated target: say so first."""
+        """Print a line about an inflated target, as all later output refers to it."""
         if self.inflate is not None:
             from foretoken.lab.workload import target_name
 
@@ -193,14 +193,15 @@ class Common:
 def with_common(
     omit: tuple[str, ...] = (), *, model: str = "argument", own_sampling: bool = False, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the common options: its parameter ``common`` becomes one option per field of :class:`Common`, and
-    others become options as :func:`foretoken.cli.settings.with_settings` says.
+    """Give a command the common options: one per field of :class:`Common`, passed as its parameter ``common``.
+
+    Other parameters become options as in :func:`foretoken.cli.settings.with_settings`.
 
     Args:
         omit: fields that the command does not take or declares itself.
-        model: how MODEL comes: as the only ``"argument"``; as the hidden option that a ``"group"`` makes of it
-            (:class:`foretoken.cli.model_argument.ModelGroup`); or as the command's ``"own"`` business.
-        own_sampling: the model's own sampling options are the defaults, and the help says so.
+        model: source of MODEL: the only ``"argument"``; the hidden option of a ``"group"``
+            (:class:`foretoken.cli.model_argument.ModelGroup`); or handled by the command (``"own"``).
+        own_sampling: sampling options default to the model's own, and the help says so.
     """
     shared = [
         parameter(p.name, _decided_by_model(p) if own_sampling and p.name in OWN_SAMPLING else p.annotation,
@@ -233,7 +234,7 @@ def with_common(
 
 
 def common_parameters() -> list[inspect.Parameter]:
-    """The options of :class:`Common` as parameters of a command, those of requests before the last one."""
+    """The options of :class:`Common` as command parameters, with request options before the last one."""
     *fields, lossy = parameters_of(Common, FromOptions())
     sampling = [parameter(name, _option(FIELDS[name]), FIELDS[name].default) for name in COMMAND_LINE]
     return [*fields, *sampling, lossy]
@@ -245,7 +246,7 @@ def _option(field: Field) -> Any:
 
 
 def check_drafter(spec: str) -> None:
-    """Refuse a drafter's unknown name, or a path that is not there, by a ``ValueError`` before anything is imported."""
+    """Raise ``ValueError`` for a drafter's unknown name or missing path, before heavy imports."""
     parsed = parse_spec(spec)
     find("drafter", parsed.name)
     path = parsed.path
@@ -254,13 +255,13 @@ def check_drafter(spec: str) -> None:
 
 
 def given_options(ctx: typer.Context) -> frozenset[str]:
-    """Names of the parameters that stand on the command line."""
+    """Names of the parameters on the command line."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
 def _decided_by_model(parameter: inspect.Parameter) -> Any:
-    """An option whose help says that the model's own value is the default."""
+    """The option, with help that names the model's own value as the default."""
     option = copy.copy(parameter.annotation.__metadata__[0])
     option.show_default = f"the model's, else {parameter.default:g}"
     return Annotated[parameter.annotation.__origin__, option]

@@ -1,4 +1,4 @@
-"""Where output goes: people read the terminal, programs read one JSON line."""
+"""Terminal output for people, one JSON line for programs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 LEAST = 12
-"""A column of words is no narrower."""
+"""Minimum width of a text column."""
 WIDEST = 10_000
 
 
 def screen(stderr: bool = False, live: bool = False) -> Console:
-    """A rich console that prints text as it is: no markup, no highlighting, and lines that the terminal breaks.
+    """A rich console that prints text unchanged: no markup, no highlighting, line breaks by the terminal.
 
-    What is drawn over and over, which is ``live``, may not be wider than the terminal.
+    ``live`` output, which is redrawn, must not be wider than the terminal.
     """
     from rich.console import Console
 
@@ -32,7 +32,7 @@ def screen(stderr: bool = False, live: bool = False) -> Console:
 
 
 def print_text(console: Console, text: str | Text, style: str = "", end: str = "\n") -> None:
-    """Print what a model reads or writes, tabs included: rich alone would print spaces in their place."""
+    """Print model text, tabs included: rich alone would turn them into spaces."""
     from rich.segment import Segments
     from rich.text import Text
 
@@ -42,14 +42,14 @@ def print_text(console: Console, text: str | Text, style: str = "", end: str = "
 
 @contextlib.contextmanager
 def doing(text: str) -> Iterator[None]:
-    """A line on a terminal's stderr for as long as something takes: nobody should wonder whether it hangs."""
+    """Show a status line on a terminal's stderr during a slow step."""
     console = screen(stderr=True, live=True)
     with console.status(text) if console.is_terminal else contextlib.nullcontext():
         yield
 
 
 def table(title: str | None = None, words: Sequence[str] = (), numbers: Sequence[str] = ()) -> Table:
-    """A table with a line below its head; columns of words break their lines, those of numbers end at the right."""
+    """A table with a rule below its header; text columns wrap, number columns are right-aligned."""
     from rich import box
     from rich.table import Table
 
@@ -62,10 +62,10 @@ def table(title: str | None = None, words: Sequence[str] = (), numbers: Sequence
 
 
 def print_table(console: Console, grid: Table) -> None:
-    """Print a table whose first column and numbers are whole, however narrow the terminal is.
+    """Print a table whose first column and numbers are never cut, even in a narrow terminal.
 
-    Other columns of words, and the heads of numbers that may break, take what room is left; where there is none, lines
-    run over.  Rich alone would cut numbers off and leave columns out.
+    Other text columns, and number headers that may break, share the remaining width; if there is none, lines overflow.
+    Rich alone would truncate numbers and drop columns.
     """
     from rich.cells import cell_len
 
@@ -76,7 +76,7 @@ def print_table(console: Console, grid: Table) -> None:
         if i == 0 or column.no_wrap:
             column.no_wrap, column.min_width = True, whole
         else:
-            word = max(map(cell_len, str(column.header).split()), default=0)  # a head breaks between its words first
+            word = max(map(cell_len, str(column.header).split()), default=0)  # a header breaks between its words first
             column.min_width = max(cells, min(word, LEAST)) if column.justify == "right" else min(whole, LEAST)
             needed -= whole - column.min_width
     if needed > console.width:
@@ -85,8 +85,10 @@ def print_table(console: Console, grid: Table) -> None:
 
 
 def check_out(out: Path, option: str = "--out", new_folders: bool = False) -> None:
-    """Refuse, by a ``ValueError``, a file that cannot be written, before minutes are spent on what goes into it;
-    nothing is left behind.  With ``new_folders`` the folders that are not there yet will be made for it."""
+    """Raise ``ValueError`` for a file that cannot be written, before minutes of work.  Leaves nothing behind.
+
+    With ``new_folders``, missing parent folders are allowed, as they will be created.
+    """
     from tempfile import TemporaryFile
 
     if out.is_dir():
@@ -95,29 +97,29 @@ def check_out(out: Path, option: str = "--out", new_folders: bool = False) -> No
     while new_folders and not folder.exists():
         folder = folder.parent
     try:
-        with TemporaryFile(dir=folder):  # permissions alone do not tell
+        with TemporaryFile(dir=folder):  # permissions alone are not conclusive
             pass
     except OSError as error:
         raise ValueError(f"{option} {out} cannot be written: {error.strerror}; choose another folder") from None
 
 
 def check_inputs(paths: Iterable[Path]) -> None:
-    """Refuse, by a ``ValueError``, a path that leads nowhere, before a model is loaded for it."""
+    """Raise ``ValueError`` for a missing path, before a model is loaded."""
     for path in paths:
         if not path.exists():
             raise ValueError(f"no such file or folder: {path}")
 
 
 def has_colour(console: Console) -> bool:
-    """Whether colours will be seen (a terminal or FORCE_COLOR, and no NO_COLOR)."""
+    """Whether colours are visible (a terminal or FORCE_COLOR, and no NO_COLOR)."""
     return console.color_system is not None and not console.no_color
 
 
 @contextlib.contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal's stderr that says what is being done; call it with the next text.
+    """A status line on a terminal's stderr; call it with the next text.
 
-    Drawn only when it changes: an animated one would take time from what is being measured.
+    Drawn only on changes: animation would take time from measurements.
     """
     from rich.live import Live
     from rich.text import Text
@@ -129,10 +131,9 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def progress_bar(stays: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on a terminal's stderr; call it with (steps done, steps in all or 0, what begins).
+    """A progress bar on a terminal's stderr; call it with (steps done, total or 0, next step).
 
-    Drawn only when it changes, as :func:`status_line`.  Where it ``stays``, its last state is left behind, even in a
-    file.
+    Drawn only on changes, as :func:`status_line`.  With ``stays``, its last state remains, even in a file.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -151,12 +152,12 @@ def progress_bar(stays: bool = False) -> Iterator[Callable[[int, int, str], None
 
 @contextlib.contextmanager
 def json_only(active: bool) -> Iterator[None]:
-    """While ``active``, everything that is printed goes to stderr: stdout is for the JSON line alone."""
+    """While ``active``, redirect prints to stderr, so that stdout has only the JSON line."""
     with contextlib.redirect_stdout(sys.stderr) if active else contextlib.nullcontext():
         yield
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on one line of stdout; what JSON cannot hold (NaN, infinity) becomes null."""
+    """Print one JSON object on one line of stdout; NaN and infinity become null."""
     sys.stdout.write(json.dumps(finite(value), ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()

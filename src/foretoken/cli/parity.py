@@ -1,4 +1,4 @@
-"""``foretoken parity``: does speculation change what this target says?"""
+"""``foretoken parity``: compare speculative with plain decoding on a target."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 _DIFFERENCE = 1
 """Exit code."""
 OPTIONS = ("dtype", "device", "inflate", "quantize")
-"""How a target is loaded, as far as a certificate repeats it."""
+"""Load options that a certificate repeats."""
 
 
 @dataclass(frozen=True)
 class ParityOptions:
-    """What is checked."""
+    """Drafters, prompts and checks of a parity run."""
 
     drafter: list[str] | None = setting(
         None,
@@ -89,7 +89,7 @@ def parity_command(*, options: Annotated[ParityOptions, FromOptions()], as_json:
 
 
 def _refuse_beside_verify(common: Common, options: ParityOptions) -> None:
-    """Refuse options that a certificate decides, by a ``ValueError``."""
+    """Raise ``ValueError`` for options that the certificate sets."""
     decided = ("certificate", "prompts", "mode", "samples", "false_alarm", "repetition_penalty")
     names = [name for name in decided if (getattr(options, name) or None) != getattr(ParityOptions, name)]
     shared = {parameter.name for parameter in common_parameters()} - {"target", "drafter"}
@@ -126,7 +126,7 @@ def run_on(
     prompts: Sequence[Prompt | BenchPrompt],
     settings: Settings,
 ) -> tuple[Report, bool]:
-    """The report on a target that is loaded, and whether Ctrl-C cut it short."""
+    """Run parity on a loaded target; returns the report and whether Ctrl-C interrupted it."""
     from foretoken.lab.parity.report import Report
     from foretoken.lab.parity.run import run_parity
     from foretoken.loading import load_tokenizer
@@ -154,7 +154,7 @@ def print_report(report: Report, settings: Settings) -> None:
         grid.add_column(name, justify="right", no_wrap=True)
     for check in report.checks:
         grid.add_row(*_cells(check, settings.samples), style="red" if check.differences else "")
-    # In less room Rich leaves the drafters' names out; a narrow terminal may break the lines instead.
+    # In a narrower table Rich drops the drafters' names; a narrow terminal breaks the lines instead.
     widest = 110
     grid.width = min(widest, console.measure(grid, options=console.options.update(width=widest)).maximum)
     console.print(grid, crop=False, soft_wrap=False)
@@ -170,7 +170,7 @@ def print_report(report: Report, settings: Settings) -> None:
 
 
 def _print_power(console: Console, report: Report, settings: Settings) -> None:
-    """What the tests of the distribution would have found."""
+    """Print the power of the distribution tests."""
     sees = [check.sees for check in report.checks if check.sees is not None]
     if not sees:
         return
@@ -195,8 +195,8 @@ def _cells(check: Check, samples: int) -> list[str]:
 
 
 def before_certifying(file: Path, common: Common) -> dict[str, str]:
-    """Checksums of the target's files.  Raises ``ValueError`` for what would keep the certificate from being written:
-    no folder for the file, a profile, or files that are not on this machine."""
+    """Checksums of the target's files.  Raises ``ValueError`` if the certificate cannot be written: no folder for the
+    file, a profile, or files that are not local."""
     if file.is_dir() or not file.absolute().parent.is_dir():
         raise ValueError(
             f"--certificate cannot be written to {file}: give the name of a file in a folder that is there"
@@ -211,7 +211,7 @@ def before_certifying(file: Path, common: Common) -> dict[str, str]:
 def write_certificate(
     file: Path, report: Report, settings: Settings, target: LanguageModel, common: Common, checksums: dict[str, str]
 ) -> None:
-    """Write the certificate of a run that came to its end; of another one nothing is written, and that is said."""
+    """Write the certificate of a complete run.  For an interrupted one, print that nothing was written."""
     console = screen(stderr=True)
     if not report.complete:
         console.print(f"{file} was not written: the run was broken off")
@@ -227,13 +227,14 @@ def write_certificate(
 def verify_certificate(
     file: Path, common: Common, model: str | None, drafters: list[str] | None, as_json: bool
 ) -> None:
-    """Run a certificate's checks again and say what is equal; exit code 1 where a promise does not hold.  Raises
-    ``ValueError`` without a whole certificate, and for one about another model or drafter.
+    """Repeat a certificate's checks and compare the results; exit code 1 if a promise does not hold.
+
+    Raises ``ValueError`` for an incomplete certificate, or one for another model or drafter.
 
     Args:
-        common: its target is used where another one than the default was named.
-        model: the target here; by default where the certificate found it.
-        drafters: where they are here, in the certificate's order; by default as the certificate says.
+        common: its target is used if it is not the default.
+        model: the target here; defaults to the certificate's source.
+        drafters: specs here, in the certificate's order; defaults to the certificate's.
     """
     from foretoken.lab.parity.certificate import check_weights, read_certificate
     from foretoken.lab.parity.verification import compare

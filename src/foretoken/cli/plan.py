@@ -1,4 +1,4 @@
-"""``foretoken plan``: what speculation would give, worked out before anything is run."""
+"""``foretoken plan``: estimate the gain of speculation without running a model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LEGEND = (
     "from α, up to c: where drafting k tokens pays"
 )
 LONGEST = 512
-"""Longest draft that is worked out."""
+"""Longest draft in the plan."""
 LEAVES = 4096
-"""Widest tree."""
+"""Maximum number of leaves of a tree."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What is assumed, and what is asked; costs in target steps."""
+    """Assumptions and queries of a plan; costs are in target steps."""
 
     alpha: float | None = setting(None, "Acceptance rate of a draft token, in [0, 1].")
     survival: str | None = setting(None, "Instead: shares of rounds accepted at least 1, 2, ... far, e.g. 0.8,0.6,0.5.")
@@ -102,7 +102,7 @@ def plan_command(*, options: Annotated[PlanOptions, FromOptions()], as_json: Jso
 
 
 def _assumptions(options: PlanOptions, lengths: list[int], batch: int) -> tuple[Assumptions, str | None, str]:
-    """What is assumed, which drafter of a profile that is, and why it is not the one that the profile names, if so."""
+    """The assumptions, the profile's drafter behind them, and a note if the profile chooses another."""
     if options.alpha is not None and options.survival is not None:
         raise ValueError("give --alpha or --survival, not both")
     if options.alpha is not None and not 0 <= options.alpha <= 1:
@@ -128,7 +128,7 @@ def _assumptions(options: PlanOptions, lengths: list[int], batch: int) -> tuple[
         "v": None if options.v is None else parse_curve(options.v),
         "c_hat": checked_cost(options.operations, "--operations"),
         "guesses": options.guesses,
-        # A rate is that of every round: drafts are as long as asked
+        # A rate applies to every round: drafts have the requested length
         "nodes_per_depth": None if acceptance is None else 1.0,
     }
     assumptions = replace(assumptions, **{key: value for key, value in changes.items() if value is not None})
@@ -136,8 +136,8 @@ def _assumptions(options: PlanOptions, lengths: list[int], batch: int) -> tuple[
 
 
 def _drafter_of(profile: dict[str, Any], costs: RoundCosts, lengths: list[int], batch: int) -> tuple[str, str]:
-    """The drafter that a profile names, as for ``generate`` and ``serve``; where there are no costs of it, the one that
-    promises most, and why."""
+    """The profile's drafter, as in ``generate`` and ``serve``.  If it has no costs, the drafter with the highest
+    predicted speed-up, and the reason."""
     drafter = profile.get("drafter", "auto")
     if drafter in costs.drafters:
         return drafter, ""
@@ -157,7 +157,7 @@ def _drafter_of(profile: dict[str, Any], costs: RoundCosts, lengths: list[int], 
 def _ahead_rows(
     options: PlanOptions, assumptions: Assumptions, lengths: list[int], batches: list[int], siblings: list[float] | None
 ) -> list[AheadRow]:
-    """What drafting during verification gives; empty where nobody asks."""
+    """Estimates for drafting during verification; empty unless requested."""
     if options.ahead is None:
         if options.contention != 1.0:
             raise ValueError("--contention goes with --ahead")
@@ -238,11 +238,11 @@ def _or_never(value: float | None, k: int) -> str:
     return "never" if value is None else f"{value:.2f}"
 
 
-# -- what options say --------------------------------------------------------------------------------------------------
+# -- parsing option values ---------------------------------------------------------------------------------------------
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A profile that holds measured costs."""
+    """A profile with measured costs."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -259,7 +259,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _costs_of(profile: dict[str, Any], file: Path) -> RoundCosts:
-    """The costs in a profile, of one drafter at least."""
+    """The costs in a profile, for at least one drafter."""
     try:
         costs = RoundCosts.from_dict(profile["costs"])
         for spec in costs.drafters:
@@ -305,14 +305,14 @@ def _roofline(text: str) -> CallCost:
 
 
 def checked_cost(value: float | None, name: str) -> float | None:
-    """A finite number >= 0, or none given."""
+    """The cost, a finite number >= 0 or ``None``."""
     if value is not None and not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number >= 0, not {value:g}")
     return value
 
 
 def parse_chances(text: str, name: str) -> list[float]:
-    """``0.8,0.6,0.5``."""
+    """Parse probabilities such as ``0.8,0.6,0.5``."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -323,13 +323,13 @@ def parse_chances(text: str, name: str) -> list[float]:
 
 
 def parse_batches(text: str) -> list[int]:
-    """``1,4,16``, each once."""
+    """Parse distinct batch sizes such as ``1,4,16``."""
     rule = "--batch must be whole numbers > 0 joined by commas, for example 1,4,16"
     return list(dict.fromkeys(_counts(text, ",", rule)))
 
 
 def parse_lengths(text: str) -> list[int]:
-    """``4`` or ``1-16``."""
+    """Parse draft lengths such as ``4`` or ``1-16``."""
     low, dash, high = text.partition("-")
     parts = [low, high] if dash else [low, low]
     if not all(part.strip().isdecimal() for part in parts) or int(parts[0]) > int(parts[1]):
@@ -340,7 +340,7 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_widths(text: str) -> list[int]:
-    """``3x2x1``."""
+    """Parse tree widths such as ``3x2x1``."""
     widths = _counts(text, "x", "--tree must be positive child counts per level, for example 3x2x1")
     if math.prod(widths) > LEAVES:
         raise ValueError(f"--tree {text!r} has too many nodes: at most {LEAVES} leaves")

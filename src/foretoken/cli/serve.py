@@ -1,4 +1,4 @@
-"""``foretoken serve``: an OpenAI-compatible server with a page, metrics and speculation in every answer."""
+"""``foretoken serve``: an OpenAI-compatible server with a web page, metrics and speculation statistics."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def serve_command(
     settings = settings_from(flags, config)
     check_source(settings.model)
     _check_extra()
-    with logs.installed(), answer_signals():  # to look for Ray imports it, which takes seconds
+    with logs.installed(), answer_signals():  # checking for Ray imports it, which takes seconds
         code = _run(settings, replicas, ray_address)
     if code:
         raise typer.Exit(code)
 
 
 def _run(settings: ServerSettings, replicas: int, ray_address: str) -> int:
-    """Serve until a signal comes; returns the exit code."""
+    """Serve until a signal arrives; returns the exit code."""
     from foretoken.server import logs
     from foretoken.server.lifecycle import listener, run
 
@@ -73,7 +73,7 @@ def _run(settings: ServerSettings, replicas: int, ray_address: str) -> int:
 
 
 def _keys(keys_given: list[str] | None, file: Path | None) -> tuple[str, ...] | None:
-    """Keys of options and file; ``None`` where neither was given.  Empty keys are refused."""
+    """API keys from options and file; ``None`` if neither was set.  Raises ``ValueError`` for empty keys."""
     keys = [" ".join(key.split()) for key in keys_given or ()]
     if file is not None:
         try:
@@ -86,7 +86,7 @@ def _keys(keys_given: list[str] | None, file: Path | None) -> tuple[str, ...] | 
 
 
 def _check_extra() -> None:
-    """Refuse to start without what serving needs, by a ``ValueError``."""
+    """Raise ``ValueError`` if a package that serving needs is missing."""
     import importlib.util
 
     missing = [
@@ -99,14 +99,14 @@ def _check_extra() -> None:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """The options: those of the command itself, and every setting in between, with no default of its own."""
+    """Parameters of the command: its own, with one per server setting between them, which has no default here."""
     of_command = {option.name: option for option in inspect.signature(serve_command, eval_str=True).parameters.values()}
     kinds = get_type_hints(ServerSettings)
     parameters = [of_command["model"], of_command["target"], of_command["config"]]
     for entry, about in settings_of(ServerSettings).items():
         kind: Any = list[str] if isinstance(entry.default, tuple) else kinds[entry.name]
         name, variable = ("api_key", "FORETOKEN_API_KEY") if entry.name == "api_keys" else (entry.name, None)
-        # Where a switch is off by default, there is nothing to switch off.
+        # A switch that is off by default needs no --no- form.
         names = [f"--{name.replace('_', '-')}"] if entry.default is False else []
         annotation = option_of(kind | None, about, names, envvar=variable)
         parameters.append(parameter(name, annotation, None))

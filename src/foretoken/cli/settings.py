@@ -1,4 +1,4 @@
-"""Options of a command that are the fields of the dataclasses that it takes: each is written down once."""
+"""Command options made from dataclass fields, so that each is declared once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from foretoken.core.settings import About, settings_of
 
 @dataclass(frozen=True)
 class FromOptions:
-    """How a dataclass comes from the command line, in the ``Annotated`` of a parameter.
+    """Marks an ``Annotated`` parameter whose dataclass is filled from options.
 
     Attributes:
-        prefix: of the options' names.
+        prefix: prefix of the option names.
         omit: fields without an option.
-        fixed: values of fields without an option that are not the class's defaults.
+        fixed: values of fields without an option that differ from the class's defaults.
     """
 
     prefix: str = ""
@@ -30,7 +30,7 @@ class FromOptions:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def fields(self, config: type) -> dict[str, tuple[dataclasses.Field[Any], About]]:
-        """The fields that have an option, by the parameter's name."""
+        """The fields that have an option, by parameter name."""
         left_out = {*self.omit, *self.fixed}
         return {
             self.prefix + entry.name: (entry, about)
@@ -40,10 +40,10 @@ class FromOptions:
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option for each field of the dataclasses that it takes.
+    """Give a command one option per field of its dataclass parameters.
 
-    A parameter of the kind ``Annotated[Config, FromOptions(...)]`` stands for the fields of ``Config`` that
-    :func:`foretoken.core.settings.setting` has made; the command is given the object.
+    A parameter ``Annotated[Config, FromOptions(...)]`` stands for the fields of ``Config`` made by
+    :func:`foretoken.core.settings.setting`; the command receives the object.
     """
     hints = typing.get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
@@ -67,7 +67,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def signed(run: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
-    """The function with the parameters that Typer makes options of."""
+    """The function with a signature that Typer turns into options."""
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
@@ -78,18 +78,18 @@ def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def option_of(kind: Any, about: About, names: Iterable[str] = (), **more: Any) -> Any:
-    """The annotation of a parameter that is an option of this kind."""
+    """The annotation of an option of this kind."""
     return Annotated[kind, typer.Option(*names, help=about.help or None, min=about.low, max=about.high, **more)]
 
 
 def _filled(annotation: Any) -> tuple[Any, FromOptions | None]:
-    """The dataclass that a parameter is filled with, and how; ``None`` for one that is an option itself."""
+    """The dataclass of a parameter and its source; ``None`` for a plain option."""
     marks = [mark for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, FromOptions)]
     return (annotation.__origin__, marks[0]) if marks else (None, None)
 
 
 def parameters_of(config: type, source: FromOptions) -> list[inspect.Parameter]:
-    """A parameter for each field that has an option."""
+    """One parameter per field that has an option."""
     kinds, parameters = typing.get_type_hints(config), []
     for option, (entry, about) in source.fields(config).items():
         names = [f"--{option.replace('_', '-')}"] if about.is_flag else []

@@ -1,4 +1,4 @@
-"""``foretoken show``: a picture of a real run, in one file; or of a trace that is there already."""
+"""``foretoken show``: a picture of a run, or of an existing trace, in one file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Words = Annotated[
     ),
 ]
 OWN = frozenset({"words", "out", "request", "number", "as_json"})
-"""What a trace can be asked with."""
+"""Options that a trace accepts."""
 MOST_ROWS = 40
 
 
@@ -100,7 +100,7 @@ def show_command(
 
 
 def _prompt_in_words(llm: Llm, text: str, prompt: str | list[int], row: BenchPrompt | None) -> str:
-    """What stands in front of the answer: what was typed, or a row of a prompt file as its text."""
+    """Text before the answer: the typed prompt, or the text of a row of a prompt file."""
     if row is None:
         return Task(llm, text, prompt).echo
     if not row.messages:
@@ -109,7 +109,7 @@ def _prompt_in_words(llm: Llm, text: str, prompt: str | list[int], row: BenchPro
 
 
 def _row_of(file: Path | None) -> BenchPrompt | None:
-    """The one row of a file of prompts, which may be a conversation; ``None`` for another file, or none.  Raises
+    """The only row of a JSONL prompt file, possibly a conversation; ``None`` for other files or no file.  Raises
     ``ValueError`` for several rows."""
     if file is None or ".jsonl" not in file.suffixes:
         return None
@@ -122,7 +122,7 @@ def _row_of(file: Path | None) -> BenchPrompt | None:
 
 
 def _drawn(run: Shown, out: Path, number: int | None, totals: Sequence[Total] = ()) -> str:
-    """What goes into a file, by its suffix; ``number``: the round of a picture, from 1, by default the most telling."""
+    """File contents by suffix.  ``number``: the round of an .svg, from 1; defaults to the most informative one."""
     from foretoken import __version__
     from foretoken.lab.report.show import page, picture
     from foretoken.lab.report.show.trace_file import to_lines
@@ -138,7 +138,7 @@ def _drawn(run: Shown, out: Path, number: int | None, totals: Sequence[Total] = 
 
 
 def _tell_plain_rounds(llm: Llm, output: Output) -> None:
-    """Say on stderr that most rounds are plain ones, where the controller has chosen so."""
+    """Report on stderr if the controller chose plain decoding for most rounds."""
     controller, stats = llm.engine.controller, output.stats
     if controller is not None and controller.weighs_costs and 2 * stats.num_drafted_rounds < stats.num_drafts:
         print(
@@ -149,7 +149,7 @@ def _tell_plain_rounds(llm: Llm, output: Output) -> None:
 
 
 def facts(llm: Llm, output: Output, target: Any, temperature: float) -> list[tuple[str, str]]:
-    """What made the run, for its heading."""
+    """Heading of the page: target, drafter, verifier, sampling and result."""
     stats = output.stats
     rules = sorted({trace.verifier for trace in output.rounds})
     sampling = "greedy" if not temperature else f"T = {temperature:g}"
@@ -166,9 +166,11 @@ def facts(llm: Llm, output: Output, target: Any, temperature: float) -> list[tup
 
 
 def trace_file(words: Sequence[str] | None, names: Collection[str]) -> Path | None:
-    """The trace that is the only argument, or ``None`` where a prompt is meant.  ``names`` are those of what stands
-    on the command line.  Raises ``ValueError`` for options of a run beside a trace, and for a file that is not
-    there."""
+    """Path of the trace if it is the only argument, else ``None``.
+
+    ``names`` are the options on the command line.  Raises ``ValueError`` for a missing file, and for options that need
+    a run.
+    """
     if words is None or len(words) != 1 or not words[0].endswith(".jsonl") or len(words[0].split()) != 1:
         return None
     file = Path(words[0]).expanduser()
@@ -186,8 +188,11 @@ def _check_round(out: Path, number: int | None) -> None:
 
 
 def show_trace(file: Path, out: Path | None, request: str | None, number: int | None, as_json: bool) -> None:
-    """Show a trace in the terminal, or in the file ``out``: of one request (``None``: the first) one round, from 1
-    (``None``: the first ones, or of a picture the most telling)."""
+    """Show a trace in the terminal or write it to ``out``.
+
+    ``request``: ``None`` for the first.  ``number``: round from 1; ``None`` for the first rounds, or for the most
+    informative one in a picture.
+    """
     from foretoken.lab.report.show.trace_file import read_trace
 
     if out is not None:
@@ -200,7 +205,7 @@ def show_trace(file: Path, out: Path | None, request: str | None, number: int | 
     if number is not None and not 1 <= number <= len(run.rounds):
         raise ValueError(f"there is no round {number}: the request has {len(run.rounds)}")
     if out is not None:
-        # The totals, where they say more than the rounds below them
+        # Only totals that add to the rounds below them
         totals = trace.totals if trace.other_totals or len(trace.requests) > 1 else []
         write_whole(out, _drawn(run, out, number, totals))
     if as_json:
@@ -215,7 +220,7 @@ def show_trace(file: Path, out: Path | None, request: str | None, number: int | 
 
 
 def write_whole(out: Path, text: str) -> None:
-    """A file, whole or not at all.  Raises ``ValueError`` where it cannot be written."""
+    """Write a file atomically.  Raises ``ValueError`` if it cannot be written."""
     from foretoken.core.io.files import write_text
 
     try:

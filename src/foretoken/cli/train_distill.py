@@ -1,4 +1,4 @@
-"""``foretoken train distill`` and ``train boost``: draft models that learn the distribution of their target."""
+"""``foretoken train distill`` and ``train boost``: draft models trained on their target's distribution."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Draft = Annotated[str, typer.Option(help="Draft model to start from: a folder, or builtin.")]
 BOOST_OMITS = ("mix", "refresh", "places", "mask_token", "taps")
-"""Settings of text that a student writes, and of masks."""
+"""Settings of student-written text and of masks."""
 Corpus = Annotated[Path | None, typer.Option(help="Where encoded and written text is kept; share it by runs.")]
 
 
@@ -116,7 +116,7 @@ def open_shop(
     device: str | None,
     bar: TrainingBar,
 ) -> tuple[Workshop, Any]:
-    """The target with its text, and the network of a draft model that fits it."""
+    """Load the target with its text, and the network of a draft model that fits it."""
     from foretoken.training.corpus import check_text
     from foretoken.training.workshop import Workshop, load_student
 
@@ -131,7 +131,7 @@ def open_shop(
 
 
 def measure_of(shop: Workshop) -> Alignment | None:
-    """What measures students of this target on held-out text; ``None`` when nothing was held out."""
+    """Evaluation of students on held-out text; ``None`` if nothing is held out."""
     from foretoken.lab.bench.alignment import PROMPT_TOKENS, PROMPTS, Alignment
 
     prompts = shop.held_prompts(PROMPTS, min(PROMPT_TOKENS, shop.target.context_length // 2))
@@ -147,7 +147,7 @@ def _describe(measured: Mapping[str, Any] | None) -> str:
 def _write_card(
     out: Path, report: Any, data: Sequence[Path], target: str, config: DistillConfig, count: int | None = None
 ) -> None:
-    """The card with a command that makes this model: options that differ from the defaults, last parts of paths."""
+    """Write the card, with a command that reproduces the model: non-default options, and last parts of paths."""
     from foretoken.training.cards import command, write_alignment_card
 
     method, folder, note = ("distill", out, "") if count is None else ("boost", out.parent, _boost_note(report))

@@ -1,4 +1,4 @@
-"""``foretoken train METHOD`` for every method that has a recipe: one command, one loop, one progress bar."""
+"""``foretoken train METHOD`` for every method with a recipe: one command, one loop, one progress bar."""
 
 from __future__ import annotations
 
@@ -39,14 +39,12 @@ if TYPE_CHECKING:
     from foretoken.training.trainer import Trainer
 
 HELD_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 6, 48, 40
-"""Held-out texts that a drafter is run on while it trains."""
+"""Held-out texts for evaluating a drafter during training."""
 PLACES = 256
-"""Places of a block whose logits are computed at once."""
+"""Positions of a block whose logits are computed at once."""
 
 
 def make_command(method: str) -> Callable[..., None]:
-    """The command of one method."""
-
     def command(
         *,
         model: Model = None,
@@ -76,7 +74,7 @@ def make_command(method: str) -> Callable[..., None]:
 
         with json_only(as_json), stop_on_signals() as stop, run_folder(out):
             read, answer_options = data, {}
-            if answers == "data":  # questions alone are no text yet
+            if answers == "data":  # "target" accepts questions, which are not yet training text
                 check_text(data)
             keep_freed_memory()
             kind = find_recipe(method)
@@ -111,7 +109,7 @@ def make_command(method: str) -> Callable[..., None]:
 def _loaded(
     kind: type[Recipe], target: str, device: str | None, settings: Mapping[str, str], config: TrainConfig
 ) -> tuple[Recipe, LanguageModel, Any, torch.dtype]:
-    """The recipe on its target, the target as it is trained with, its tokenizer, and the dtype that it is stored in."""
+    """The recipe, the target in its training dtype, its tokenizer, and the target's stored dtype."""
     from foretoken.models.forward.parts import TargetParts
     from foretoken.training.joint import load_trainable
 
@@ -125,13 +123,13 @@ def _loaded(
 
 
 def _as_options(answers: str, config: AnswerConfig) -> dict[str, Any]:
-    """What the command was given for answers, as its options are called."""
+    """The answer settings by option name."""
     values = {f"answer_{name}": value for name, value in asdict(config).items() if name != "seed"}
     return {"answers": answers, **values}
 
 
 def _trial(trainer: Trainer, model: LanguageModel) -> Callable[[Drafter, LanguageModel], Mapping[str, Any]] | None:
-    """Runs the drafter of the moment on held-out text; ``None`` where nothing is held out."""
+    """Evaluation of the current drafter on held-out text; ``None`` if nothing is held out."""
     prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, model.context_length // 2))
     return (lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None
 
@@ -147,7 +145,7 @@ def _answers(
     bar: TrainingBar,
     stop: Stop,
 ) -> Path:
-    """The file of conversations that the target answered, written or gone on with; ``target`` is the only ``kind``."""
+    """Write or resume the file of conversations that the target answers; ``target`` is the only valid ``kind``."""
     from foretoken.llm import load
     from foretoken.training.answers import AnswerFile, read_questions
 
@@ -167,12 +165,12 @@ def _answers(
 
 
 def needs(recipe: Recipe, config: TrainConfig) -> str:
-    """One line: how many parameters are trained, and what memory that takes at least."""
+    """One line: number of trained parameters and their minimum memory."""
     from foretoken.models.linear.packing import num_parameters, weight_bytes
 
     shapes = trained_shapes(recipe)
     count, frozen = sum(map(math.prod, shapes)), num_parameters(recipe.parts.network)
-    # Weights, gradients and optimizer states, all float32: Muon keeps one number per weight, AdamW two.
+    # Weights, gradients and optimizer states are float32: Muon keeps one number per weight, AdamW two.
     numbers = sum(math.prod(shape) * (3 if len(shape) == 2 and config.optimizer == "muon" else 4) for shape in shapes)
     states = 4 * numbers / 2**20
     target = weight_bytes(recipe.parts.network) / 2**20
@@ -188,7 +186,7 @@ def needs(recipe: Recipe, config: TrainConfig) -> str:
 
 
 def trained_shapes(recipe: Recipe) -> list[Sequence[int]]:
-    """Shapes of what is trained; of a low-rank update those of the factors that it will have."""
+    """Shapes of the trained parameters; a low-rank update counts as its factors."""
     from foretoken.models.network.low_rank import factor_shapes
 
     shapes: list[Sequence[int]] = [p.shape for p in recipe.net.parameters() if p.requires_grad]
@@ -200,7 +198,7 @@ def trained_shapes(recipe: Recipe) -> list[Sequence[int]]:
 
 
 def corpus_line(corpus: Mapping[str, Any]) -> str:
-    """One line: what is learned from, and what is held out."""
+    """One line: size of the training data and of the held-out part."""
     train, held_part = corpus["train"], corpus["held"]
     learned = f", {train['learned']:,} of them learned" if "learned" in train else ""
     text = f"{train['documents']:,} documents, {train['tokens']:,} tokens{learned}"
@@ -210,12 +208,12 @@ def corpus_line(corpus: Mapping[str, Any]) -> str:
 
 
 def brief(acceptance: Mapping[str, Any]) -> str:
-    """A few words for every line of progress."""
+    """Short summary for each progress line."""
     return f"acceptance {acceptance['acceptance_rate']:.0%}, {acceptance['mean_acceptance_length']:.2f} tokens a round"
 
 
 def _tell(report: Mapping[str, Any], out: Path, recipe: Recipe) -> None:
-    """Say on stderr what was trained."""
+    """Print the trained drafter and its use on stderr."""
     from foretoken.training.joint import FOLDER
 
     length = describe(report["acceptance"]) if report["acceptance"] else "nothing held out"
@@ -234,7 +232,7 @@ def _tell(report: Mapping[str, Any], out: Path, recipe: Recipe) -> None:
 def held_out(
     model: LanguageModel, drafter: Drafter, prompts: Sequence[list[int]], controller: str | Controller = "constant"
 ) -> dict[str, Any]:
-    """Acceptance of a drafter on held-out prompts, through the real engine: greedy, and ``"sampled"`` at T=1."""
+    """Acceptance of a drafter on held-out prompts through the engine: greedy, and ``"sampled"`` at T=1."""
     sampled = _held_out(model, drafter, prompts, controller, 1.0)
     return {**_held_out(model, drafter, prompts, controller, 0.0), "sampled": sampled}
 

@@ -1,4 +1,4 @@
-"""What the commands below ``foretoken train`` share: options, and the target with its tokenizer."""
+"""Options and target loading shared by the ``foretoken train`` commands."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ WeightBits = Annotated[int, typer.Option(help="Store the drafter's weights in 16
 Device = Annotated[str | None, typer.Option(help="auto (the default), cpu, cuda, cuda:1 or mps.")]
 Report = Annotated[bool, typer.Option("--json", help="Print the report as the last line.")]
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
-"""glibc's names in ``mallopt``."""
+"""``mallopt`` parameter numbers of glibc."""
 
 
 def key_values(items: list[str] | None) -> dict[str, str]:
-    """What was given as ``--set key=value``.  Raises ``ValueError`` for something else."""
+    """Options of ``--set key=value``.  Raises ``ValueError`` for anything else."""
     settings = {}
     for item in items or ():
         key, equals, value = item.partition("=")
@@ -50,7 +50,7 @@ def key_values(items: list[str] | None) -> dict[str, str]:
 
 
 def load_target(target: str, device: str | None = None, dtype: str | None = None) -> tuple[LanguageModel, Any]:
-    """The target and its tokenizer.  Raises ``ValueError`` for a bad checkpoint or device, or no tokenizer."""
+    """The target and its tokenizer.  Raises ``ValueError`` for a bad checkpoint or device, or a missing tokenizer."""
     from foretoken.loading import load_model, load_tokenizer
 
     model, tokenizer = load_model(target, device=device, dtype=dtype, pack=False), load_tokenizer(target)
@@ -60,11 +60,10 @@ def load_target(target: str, device: str | None = None, dtype: str | None = None
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's allocator to keep what is freed; false where there is no such allocator.
+    """Make glibc's allocator keep freed memory; returns whether it does.
 
-    By default every block above 32 MB comes from the kernel and goes back to it: the logits of a training step
-    on CPU are larger than that, and touching their fresh pages takes half of the time (docs/log.md).
-    For commands only: it changes the whole process.
+    By default every block above 32 MB is mapped anew.  The logits of a training step on CPU are larger, and touching
+    their fresh pages takes half of the time (docs/log.md).  For commands only, as it affects the whole process.
     """
     if not sys.platform.startswith("linux"):
         return False

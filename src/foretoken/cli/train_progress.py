@@ -1,4 +1,4 @@
-"""What a training says while it runs: bars on a terminal, a line now and then in a file; and how it is ended early."""
+"""Progress of a training run, as bars on a terminal or occasional lines elsewhere, and its early end."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from foretoken.training.loop import Progress
 
 LINE_S = 10.0
-"""Seconds between two lines of progress where stderr is no terminal."""
+"""Interval of progress lines where stderr is not a terminal."""
 
 
 class ProgressLines:
-    """Stands for rich's progress bars where nobody sees a bar move: a line at once, then one every few seconds."""
+    """Replaces rich's progress bars without a terminal: prints a line at once, then one every few seconds."""
 
     def __init__(self, console: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.clock = console, clock
-        self._first: list[tuple[float, int]] = []  # when each task was first told of, and how far it was
+        self._first: list[tuple[float, int]] = []  # per task: time and count of its first update
         self._last: list[float] = []
 
     def add_task(self, description: str, total: int | None = None, visible: bool = True) -> int:
-        """A new task; said at once unless it is not ``visible``."""
+        """Add a task and announce it if ``visible``."""
         self._first.append((self.clock(), 0))
         self._last.append(-LINE_S)
         if visible:
@@ -43,9 +43,9 @@ class ProgressLines:
         return len(self._first) - 1
 
     def update(self, task: int, *, completed: int, total: int, description: str, visible: bool = True) -> None:
-        """Print how far a task is, if its last line is some seconds old or it is finished.
+        """Print a task's progress if it is finished or its last line is old enough.
 
-        A total of 0 means that nobody knows it.
+        A total of 0 means unknown.
         """
         now_s = self.clock()
         if self._last[task] < 0:
@@ -71,9 +71,9 @@ def duration(seconds: float) -> str:
 
 
 class TrainingBar:
-    """The progress of one run: reading, the target's writing, steps.
+    """Progress of one run: reading, the target's writing, steps.
 
-    ``describe`` puts what was just measured in one line, ``short`` in a few words that are shown beside every step.
+    ``describe`` formats a measurement as one line; ``short`` formats it briefly for every step's line.
     """
 
     def __init__(
@@ -88,24 +88,24 @@ class TrainingBar:
         self._measured = ""
 
     def say(self, text: str) -> None:
-        """A line above the bars."""
+        """Print a line above the bars."""
         self.bar.console.print(text, soft_wrap=True)
 
     def on_read(self, documents: int) -> None:
-        """Documents that were encoded."""
+        """Show the number of encoded documents."""
         self._update("reading", f"{documents:,} documents read", documents, 0)
 
     def on_written(self, done: int, count: int) -> None:
-        """Blocks of text that the target has written."""
+        """Show the blocks of text that the target has written."""
         self._update("writing", "the target writes text", done, count)
 
     def on_answers(self, progress: AnswerProgress) -> None:
-        """Conversations that the target has answered."""
+        """Show the conversations that the target has answered."""
         text = f"the target answers  {progress.tokens_per_s:,.0f} tokens/s"
         self._update("answers", text, progress.done, progress.count)
 
     def on_step(self, step: Progress, prefix: str = "") -> None:
-        """An optimizer step, or what was measured before the first; ``prefix`` tells one of several runs."""
+        """Show an optimizer step, or the measurement before the first; ``prefix`` names one of several runs."""
         if step.measured and self.short is not None:
             self._measured = f"  {self.short(step.measured)}"
         if step.step:
@@ -125,7 +125,7 @@ class TrainingBar:
 def training_bar(
     steps: int, describe: Callable[[Mapping[str, Any]], str], short: Callable[[Mapping[str, Any]], str] | None = None
 ) -> Iterator[TrainingBar]:
-    """The progress of a :class:`foretoken.training.loop.Loop` on stderr."""
+    """Progress of a :class:`foretoken.training.loop.Loop` on stderr."""
     console = screen(stderr=True, live=True)
     if not console.is_terminal:
         yield TrainingBar(ProgressLines(console), steps, describe, short)
@@ -139,10 +139,10 @@ def training_bar(
 
 
 class Stop:
-    """Whether a run was asked to end by SIGTERM or Ctrl-C.
+    """Stop requests from SIGTERM and Ctrl-C.
 
-    What is done in steps asks :meth:`asked` between two of them, inside :meth:`in_steps`, and from then on signals
-    wait; elsewhere one ends the process at once, as a second one does.
+    Inside :meth:`in_steps`, a loop calls :meth:`requested` between steps; after its first call signals wait for the
+    next one.  Otherwise a signal ends the process at once, as a second signal always does.
     """
 
     def __init__(self) -> None:
@@ -151,12 +151,12 @@ class Stop:
         self._say: Callable[[str], None] = lambda line: None
 
     def requested(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal has arrived."""
         self._waits = self._in_steps
         return self.number != 0
 
     def saving(self, intervals: Intervals) -> dict[str, Any]:
-        """When a loop saves, measures and ends, as arguments of what runs one."""
+        """Keyword arguments of a loop: when to save, evaluate and stop."""
         from foretoken.training.loop import Saving
 
         saving = Saving(intervals.save_minutes, self.requested)
@@ -164,12 +164,12 @@ class Stop:
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports the signal."""
+        """Exit code that a shell reports for the signal."""
         return 128 + self.number
 
     @contextmanager
     def in_steps(self, say: Callable[[str], None], out: Path) -> Iterator[None]:
-        """Inside the block signals wait for the end of a step; a run that they ended says so, and the process exits."""
+        """Make signals wait for the end of a step.  A run that they end prints its checkpoint's folder and exits."""
         from foretoken.training.loop import Stopped
 
         self._in_steps, self._say = True, say
@@ -195,7 +195,7 @@ class Stop:
 def training_run(
     out: Path, steps: int, describe: Callable[[Mapping[str, Any]], str], as_json: bool = False
 ) -> Iterator[tuple[TrainingBar, Stop]]:
-    """All that stands around a training in the folder ``out``: its progress, and what ends it early."""
+    """Context of a training run in the folder ``out``: its progress bar and its stop requests."""
     with (
         json_only(as_json), stop_on_signals() as stop, run_folder(out),
         training_bar(steps, describe) as bar, stop.in_steps(bar.say, out),
@@ -205,7 +205,7 @@ def training_run(
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """SIGTERM and Ctrl-C are told to a :class:`Stop`; only the main thread can hear them."""
+    """Record SIGTERM and Ctrl-C in a :class:`Stop`; has no effect outside the main thread."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -67,7 +67,7 @@ def specdec_pp_command(
 
 
 def load_pair(target: str, draft: str, device: str | None = None) -> tuple[LanguageModel, LanguageModel, Any]:
-    """The target, its draft model in float32, and the tokenizer that they must share."""
+    """The target, its draft model in float32, and their shared tokenizer."""
     from foretoken.training.workshop import load_draft_model
 
     judge, tokenizer = load_target(target, device)
@@ -75,7 +75,7 @@ def load_pair(target: str, draft: str, device: str | None = None) -> tuple[Langu
 
 
 def _trial(trainer: Trainer, recipe: SpecdecPpRecipe) -> Callable[[Drafter, LanguageModel], Mapping[str, Any]] | None:
-    """Runs the head of the moment with both models on held-out text, and the same draft model without it."""
+    """Evaluation of the current head with both models on held-out text, and of the draft model without it."""
     from foretoken.methods.controllers.constant import ConstantController
     from foretoken.methods.controllers.specdec_pp import SpecdecPpController
 
@@ -92,8 +92,7 @@ def _trial(trainer: Trainer, recipe: SpecdecPpRecipe) -> Callable[[Drafter, Lang
 
 
 def describe(acceptance: Mapping[str, Any]) -> str:
-    """One line: tokens a round and the share of the draft tokens that are accepted, at T=1, with the head and
-    without."""
+    """One line: tokens per round and acceptance rate at T=1, with and without the head."""
     if not acceptance:
         return "nothing held out"
     sides = {"with the head": acceptance["sampled"], "without": acceptance["without"]["sampled"]}

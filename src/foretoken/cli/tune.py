@@ -31,7 +31,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 OWN = ("drafter", "verifier", "controller", "profile", "max_new_tokens", "top_k", "top_p", "min_p", "allow_lossy")
-"""Common options that mean something else here, or nothing."""
+"""Common options that the subcommands redefine or omit."""
 PROMPTS = "Text file (one prompt a line) or JSONL with prompt, text or turns; built-in ones if none."
 MAX_PROMPTS = "Most prompts to use, spread over the file."
 
@@ -70,7 +70,7 @@ def layer_skip_command(
 
 
 def workload_of(common: Common, prompts: Path | None, new_tokens: int, most: int) -> Workload:
-    """What trials decode: prompts of a file, or our own."""
+    """Workload of the trials: prompts from a file or the built-in ones."""
     from foretoken.core.sampling import SamplingParams
     from foretoken.lab.prompts import read_prompts
     from foretoken.lab.workload import Workload, fitting_prompts
@@ -126,7 +126,7 @@ def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
 
 @dataclass(frozen=True)
 class TreeOptions:
-    """Which trees are tried, and on what."""
+    """Candidate trees and their workload."""
 
     drafter: str = setting("medusa", "What fills the tree: heads (medusa[:FOLDER], hydra[:FOLDER]) or model[:PATH].")
     shape: str = setting("", "How it is built: medusa (greedily) or sequoia (for draft models, their default).")
@@ -175,13 +175,13 @@ def _tuned_tree(common: Common, options: TreeOptions) -> TunedTree:
 def _checked_filler(
     spec: str, drafter: Drafter | None, shape: str, temperature: float
 ) -> tuple[HeadsDrafter | ModelDrafter, str]:
-    """What fills a tree, and the shape to build for it.  Raises ``ValueError`` for a drafter that fills no fixed tree,
-    and for a shape or temperature that it cannot be measured for."""
+    """The drafter that fills a tree, and the shape to build.  Raises ``ValueError`` for a drafter without fixed trees,
+    and for a shape or temperature that cannot be measured."""
     from foretoken.methods.drafters.heads import HeadsDrafter
     from foretoken.methods.drafters.model import ModelDrafter
     from foretoken.registry import rows
 
-    # Drafters that run the target's own layers look at a request's states, which a tuner does not have.
+    # Drafters that run the target's own layers need a request's states, which a tuner does not have.
     classes = {row.name: row.load() for row in rows("drafter")}
     able = [
         name

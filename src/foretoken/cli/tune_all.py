@@ -1,4 +1,4 @@
-"""``foretoken tune MODEL --minutes 3``: the drafter that pays, on these prompts and this machine, in a given time."""
+"""``foretoken tune MODEL --minutes 3``: the best drafter for these prompts and this machine, within a time limit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from foretoken.lab.tune.tuned import Outcome, TunedRow, TuneJob
 
 SMALLEST = 24
-"""Fewest tokens of an answer: drafts need room."""
+"""Minimum answer length: drafts need room."""
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What is tried on what, and for how long."""
+    """Candidates, workload and time limit of a search."""
 
     out: Path | None = setting(None, "File for the profile, which --profile FILE reads [MODEL.profile.json, here].")
     drafters: str = setting("", "Drafters to try and no others, as model,k=8,ngram; the likely ones first if none.")
@@ -72,7 +72,7 @@ def tune_command(
 
 
 def _refuse_options(ctx: typer.Context) -> None:
-    """Options in front of a subcommand would be lost."""
+    """Raise ``ValueError`` for options before a subcommand, which would be lost."""
     names = [name for name in ctx.params if name in given_options(ctx)]
     if names:
         option = "--" + names[0].replace("_", "-").replace("as-json", "json")
@@ -109,7 +109,7 @@ def _job(common: Common, options: TuneOptions, began_s: float) -> TuneJob:
 
 
 def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
-    """Specs of what the user's folders hold, what lies in the model's own, and what a profile names."""
+    """Specs from ``--draft`` folders, the model's own folder, and the drafter of a profile."""
     from foretoken.lab.bench.fitting import offered, places
     from foretoken.loading import read_profile
 
@@ -129,7 +129,7 @@ def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
 
 
 def _tuned(job: TuneJob, out: Path) -> Outcome:
-    """Search, and keep the profile."""
+    """Run the search and write the profile."""
     from foretoken.core.io.files import write_json
     from foretoken.lab.tune.search import tune
 
@@ -137,14 +137,14 @@ def _tuned(job: TuneJob, out: Path) -> Outcome:
         text = f"{row.speedup:5.2f}x  {row.tokens_per_round:4.2f} tokens a round  {row.way.drafter}"
         screen(stderr=True).print(text, style="dim")
 
-    with progress_bar() as tell:  # of the time, in per cent
+    with progress_bar() as tell:  # in per cent of the time limit
         outcome = tune(job, lambda text, share: tell(round(100 * share), 100, text), on_row)
     write_json(out, outcome.profile())
     return outcome
 
 
 def _public(outcome: Outcome) -> dict[str, Any]:
-    """As ``--json`` prints it."""
+    """Fields of the ``--json`` output."""
     profile = outcome.profile()
     keys = (
         "drafter", "verifier", "controller", "temperature", "prompts", "new_tokens", "speedup", "plain_tokens_per_s",

@@ -1,4 +1,4 @@
-"""A prompt as a chat model wants it: the user's turn in its template, ends of turn, empty answers."""
+"""A prompt as a user turn in a chat template; notes about sampling defaults and empty answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Raw = Annotated[bool, typer.Option("--raw", help="Complete the text as it is, wi
 
 
 def check_turn(system: str | None, raw: bool) -> None:
-    """Refuse ``--system`` beside ``--raw``, by a ``ValueError`` before a model is loaded."""
+    """Raise ``ValueError`` for ``--system`` with ``--raw``, before a model is loaded."""
     if system is not None and raw:
         raise ValueError("--system is a message in the chat template, and --raw leaves the template out: give one")
 
@@ -28,7 +28,7 @@ def is_chat_model(llm: Llm) -> bool:
 
 
 def check_system(llm: Llm, system: str | None, target: str) -> None:
-    """Refuse a system message, by a ``ValueError``, for a model without a template or one whose template refuses it."""
+    """Raise ``ValueError`` for a system message if the model has no chat template or its template refuses it."""
     if system is None:
         return
     if not is_chat_model(llm):
@@ -37,8 +37,8 @@ def check_system(llm: Llm, system: str | None, target: str) -> None:
 
 
 def prompt_for(llm: Llm, text: str, system: str | None, raw: bool, target: str) -> str | list[int]:
-    """The text itself, or of a chat model the token ids of a conversation that begins with it.  Raises ``ValueError``
-    for an empty text, and as :func:`check_system` does."""
+    """The text itself, or for a chat model the token ids of a conversation that begins with it.  Raises ``ValueError``
+    for empty text, and as :func:`check_system` does."""
     check_system(llm, system, target)
     if raw or not is_chat_model(llm):
         return text
@@ -52,13 +52,13 @@ def prompt_for(llm: Llm, text: str, system: str | None, raw: bool, target: str) 
 
 
 def tell_defaults(llm: Llm) -> None:
-    """Name sampling options that the model brings along, on stderr, before anything else."""
+    """Print the model's own sampling defaults on stderr."""
     if llm.defaults.sampling:
         screen(stderr=True).print(f"sampling: {llm.defaults}", style="dim")
 
 
 def tell_empty(llm: Llm, note: str, raw: bool = False) -> None:
-    """Say on stderr why an answer shows nothing, if it does: ``note`` is the output's."""
+    """Print on stderr the reason for an empty answer, from the output's ``note``."""
     if note:
         advice = "; --raw leaves the chat template out" if raw and is_chat_model(llm) else ""
         screen(stderr=True).print(f"the answer is empty: {note}{advice}")

@@ -1,4 +1,4 @@
-"""Environment variables that foretoken reads: all names, and a warning of one that is misspelt."""
+"""Environment variables of foretoken, and warnings about misspelt ones."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ OTHERS = (
     "API_KEY", "API_KEY_FILE", "CONFIG", "RAY_ADDRESS", "REPLICAS",
     "WHEEL_KERNELS", "FAKE_CUDA", "MIXES", "SAMPLES",
 )  # fmt: skip
-"""Names without the prefix: those of the library and the command line, of ``serve`` beside its settings, and of builds
-and tests."""
+"""Names without the prefix: those of the library and command line, of ``serve`` beside its settings, and of builds and
+tests."""
 _SERVICE = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_")
-"""What Kubernetes sets beside a Service whose name begins with foretoken."""
+"""Variables that Kubernetes sets for a Service whose name begins with foretoken."""
 
 
 def known_variables() -> frozenset[str]:
-    """The names of all variables."""
     settings = [setting.name for setting in fields(ServerSettings)]
     return frozenset(PREFIX + name.upper() for name in (*OTHERS, *settings))
 
 
 def unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """A line for each variable that begins as ours do and is none of them, with the known name that is closest."""
+    """One warning per variable with our prefix and an unknown name, with the closest known name."""
     names = known_variables()
     for name in sorted(environ):
         if not name.startswith(PREFIX) or name in names or _SERVICE.search(name) or "://" in environ[name]:
