@@ -1,4 +1,4 @@
-"""How well a draft model is aligned with a target: acceptance through the engine, and its expectation without luck."""
+"""Alignment of a draft model with a target: acceptance through the engine, and its expected value."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from foretoken.models.base import LanguageModel
 from foretoken.training.written import write_continuations
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 48, 48
-"""Held-out prompts, their length, and how far every one is continued."""
+"""Number and length of held-out prompts, and tokens generated for each."""
 K = 4
-"""Length of the chains that are drafted."""
+"""Length of the draft chains."""
 
 
 class Alignment:
-    """Measures draft models of one target on the same held-out prompts, int64 [n, m]: ``alignment(network)``."""
+    """Measures draft models of one target on the same held-out prompts, int64 [n, m], by ``alignment(network)``."""
 
     def __init__(self, target: LanguageModel, prompts: Tensor, seed: int = 0) -> None:
         self.target, self.prompts, self.seed = target, prompts, seed
         self.new_tokens = min(NEW_TOKENS, target.context_length - prompts.shape[1])
-        # What a draft model meets when it drafts is what the target writes: held-out prompts, the target's text.
+        # Text written by the target is what a draft model sees when it drafts.
         self.text = write_continuations(target, prompts, self.new_tokens, 1.0, seed)
 
     def __call__(self, network: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Alignment:
         return {"greedy": self.lengths(drafter, 0.0), "sampled": self.lengths(drafter, 1.0), **self.expected(network)}
 
     def drafter(self, network: Any) -> Drafter:
-        """Chains of the network, in one pass where it was taught to fill masks."""
+        """A chain drafter of the network, in one forward pass if it was trained with mask tokens."""
         model = wrap(network, exact="approximate")
         if mask_token(model) is None:
             return ModelDrafter(model, K, target=self.target)
@@ -63,7 +63,7 @@ class Alignment:
 
     @torch.no_grad()
     def expected(self, network: Any) -> dict[str, float]:
-        """1 - TVD, the probability that a draft token drawn at T=1 is accepted, and the share of equal argmaxes."""
+        """1 - TVD, the probability that a draft token drawn at T=1 is accepted, and the rate of equal argmaxes."""
         start = self.prompts.shape[1] - 1
         target: Any = self.target.model  # type: ignore[attr-defined]
         p, q = (
@@ -81,7 +81,7 @@ class Alignment:
 
 
 def describe(measured: Mapping[str, Any]) -> str:
-    """One line on a measurement."""
+    """One-line summary of a measurement."""
     parts = []
     for mode, words in (("greedy", "greedy"), ("sampled", "T=1")):
         lengths = measured[mode]

@@ -1,8 +1,8 @@
-"""The arms of a benchmark: what they are given, what they give back, and what other engines' ones have in common.
+"""Arms of a benchmark: their settings, their results, and the base class of other engines.
 
-Every arm tells the time of its prefill apart.  The prefill ends with the first round of an engine that makes its
-first token in the prefill (Transformers, llama.cpp), and before the first round in foretoken, which does not; the
-rate counts only the tokens that came after it, so that both are tokens per second of decoding.
+Every arm reports its prefill time separately.  The prefill of Transformers and llama.cpp makes the first token, so it
+includes the first round; foretoken's does not.  The rate counts only tokens after the prefill, so that both are
+decoding speeds.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from foretoken.lab.bench.results import Setting, UnitResult
 from foretoken.lab.workload import Subject
 
 MAX_BATCH = 64
-"""Requests that an engine runs together."""
+"""Maximum batch size of an arm."""
 
 
 @dataclass(frozen=True)
 class ArmSetup(Subject):
-    """What all arms of a benchmark have in common.
+    """Settings shared by all arms of a benchmark.
 
     Attributes:
-        profile: a tuned profile, for the arm ``auto``; the others are what their specs say.
+        profile: a tuned profile for the arm ``auto``; other arms follow their specs.
         max_new_tokens: length of every output.
-        ignore_eos: go on behind an end-of-text token, so that every arm writes the same number of tokens.
-        filters: those of :data:`foretoken.core.sampling.FILTERS` that are not off.
-        inflate: the size that the target was inflated to, if it was.
-        quantize, backend: how the target was loaded, for the record.
+        ignore_eos: continue after an end-of-text token, so that every arm writes the same number of tokens.
+        filters: active filters of :data:`foretoken.core.sampling.FILTERS`.
+        inflate: size that the target was inflated to, if any.
+        quantize, backend: load options of the target, for the record.
     """
 
     profile: Path | None = None
@@ -48,7 +48,7 @@ class Unit:
     """A batch of prompts of one category.
 
     Attributes:
-        prompts: their numbers within the category.
+        prompts: their indices within the category.
         seeds: one per prompt, the same for every arm.
     """
 
@@ -61,7 +61,7 @@ class Unit:
 
     @classmethod
     def of(cls, ids: Sequence[int], new_tokens: int, seed: int = 0) -> Unit:
-        """A prompt alone."""
+        """A single prompt."""
         return cls("", 0, (0,), (ids,), (seed,), new_tokens)
 
 
@@ -69,8 +69,8 @@ class Arm(ABC):
     """One way to decode.
 
     Attributes:
-        most_nodes: most nodes per request that it lets the target score; 0 where that is not known.
-        remembers: whether a later run of the same prompt may profit from an earlier one: only the first then counts.
+        most_nodes: maximum number of nodes per request in a target forward; 0 if unknown.
+        remembers: whether a run may profit from an earlier one of the same prompt, so that only the first counts.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Arm(ABC):
         return True
 
     def enter(self, setting: Setting) -> None:  # noqa: B027
-        """Get ready for a setting, with nothing learned at another one."""
+        """Prepare for a setting, without state from another one."""
 
     @abstractmethod
     def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
@@ -91,13 +91,13 @@ class Arm(ABC):
 
 @dataclass(frozen=True)
 class Generation:
-    """What another engine wrote for one prompt.
+    """Output of another engine for one prompt.
 
     Attributes:
-        seconds: decoding, without the prefill.
-        num_decoded: how many of the tokens were made in these seconds.
-        prefill_s: seconds before them.
-        mean_acceptance_length: tokens per target call while decoding; ``None`` where the engine does not tell.
+        seconds: decoding time without the prefill.
+        num_decoded: number of tokens decoded in that time.
+        prefill_s: seconds of prefill.
+        mean_acceptance_length: tokens per target call while decoding; ``None`` if the engine does not report it.
     """
 
     token_ids: list[int]
@@ -108,8 +108,8 @@ class Generation:
 
 
 class ForeignArm(Arm):
-    """Another engine on the same weights; it serves one request at a time.  Filters are refused by a ``ValueError``:
-    they are not compared."""
+    """Another engine on the same weights, one request at a time.  Raises ``ValueError`` for filters, which are not
+    compared."""
 
     def __init__(self, name: str, shared: ArmSetup) -> None:
         if any(shared.filters.get(key, neutral) != neutral for key, neutral in NO_FILTERS.items()):
@@ -118,7 +118,7 @@ class ForeignArm(Arm):
 
     @abstractmethod
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> Generation:
-        """Decode one prompt; an end-of-text token does not end it unless the benchmark says so."""
+        """Decode one prompt; an end-of-text token ends it only if the benchmark allows it."""
 
     def can(self, setting: Setting) -> bool:
         return setting[1] == 1

@@ -19,32 +19,37 @@ from foretoken.options import Prompt
 
 @dataclass(frozen=True)
 class Runs:
-    """Repeated runs of one way to decode: the ``rates`` of all of them in tokens/s, and the ``output`` of the run with
-    the median speed (of an even number of runs, the slower of the middle two)."""
+    """Repeated runs of one arm.
+
+    ``rates`` are tokens/s of all runs.  ``output`` is from the run of median speed (the slower of the middle two for an
+    even number of runs).
+    """
 
     output: Output
     rates: list[float]
 
     @classmethod
     def of(cls, outputs: list[Output]) -> Runs:
-        """All of them, warm-ups excluded."""
+        """Summary of timed runs, without warm-ups."""
         median = median_run(outputs, lambda output: output.stats.tokens_per_s)
         return cls(median, [output.stats.tokens_per_s for output in outputs])
 
     @property
     def tokens_per_s(self) -> float:
-        """Median speed of the rounds, prefill excluded."""
+        """Median decoding speed, without prefill."""
         return self.output.stats.tokens_per_s
 
     def public(self) -> dict[str, Any]:
-        """As the CLI's JSON prints it."""
+        """Fields of the CLI's JSON."""
         return {"text": self.output.text, "token_ids": self.output.token_ids, "stats": self.output.stats.as_dict()}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both arms, and whether they said the same; they are ``comparable`` where they were meant to: greedy outputs, and
-    those that a seed fixes."""
+    """Runs of both arms and their first difference.
+
+    ``comparable``: outputs are expected to be equal, as for greedy decoding and coupled seeds.
+    """
 
     plain: Runs
     speculative: Runs
@@ -62,7 +67,7 @@ class Comparison:
         return self.difference is None
 
     def public(self) -> dict[str, Any]:
-        """As the CLI's JSON prints it."""
+        """Fields of the CLI's JSON."""
         difference = self.difference
         return {
             "plain": self.plain.public(),
@@ -79,9 +84,9 @@ def compare(
 ) -> Comparison:
     """Decode ``prompt`` both ways, ``repeat`` times each after one warm-up.
 
-    The arms take turns at going first, so that a change in the machine's load hits both.  Sampled runs need
-    ``options["seed"]``, or no two of them say the same; unless a verifier with draws of its own was asked for, both
-    arms then say the same.  Raises ``ValueError`` for a ``repeat`` below 1.
+    The arms take turns at going first, so that a change in the machine's load affects both.  Sampled runs need
+    ``options["seed"]`` to be reproducible; with it, both arms give the same output unless the verifier draws its own
+    random numbers.  Raises ``ValueError`` for a ``repeat`` below 1.
     """
     if repeat < 1:
         raise ValueError(f"repeat must be at least 1, not {repeat}")
@@ -98,11 +103,11 @@ def compare(
 
 
 def _difference(llm: Llm, request: Request, plain: list[int], drafting: list[int]) -> tuple[Difference | None, bool]:
-    """Where the outputs of one request part, and whether they were meant to be the same."""
+    """The first difference of two outputs, and whether they were expected to be equal."""
     greedy, verifier = request.params.temperature == 0, llm.engine.verifier
     coupled = not greedy and request.seed is not None and (verifier is None or verifier.races)
     noise = Noise(request.seed) if coupled and request.seed is not None else None
     comparable = greedy or coupled
-    # Two draws of one distribution have no token that would be right: only where they part can be told.
+    # For independent draws no token is the expected one; only the position of the difference is meaningful.
     sampler = Sampler(request.params if comparable else SamplingParams(), len(request.prompt), noise)
     return first_difference(llm.target, request.prompt, plain, drafting, sampler), comparable

@@ -1,6 +1,6 @@
-"""What an arm's rounds say of its drafter: what it costs and promises, and the speed-up that follows.
+"""Cost of a drafter from an arm's rounds, and the speed-up that the cost model predicts.
 
-Made for the cost model in :mod:`foretoken.core.costs`; section 8 of the specification.
+For the cost model in :mod:`foretoken.core.costs`; section 8 of the specification.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from foretoken.core.costs import DrafterCost, TargetCost, speedup
 
 @dataclass(frozen=True)
 class DraftRound:
-    """What one round drafted and what that took.
+    """Size and draft time of one round.
 
     Attributes:
         nodes: nodes that the target scored, roots included, summed over the batch.
-        depth: levels of the deepest draft; 0 when nothing was guessed.
+        depth: depth of the deepest draft; 0 if nothing was drafted.
         draft_s: seconds in the drafter.
     """
 
@@ -29,10 +29,11 @@ class DraftRound:
 
 
 def drafter_cost(survival: Sequence[float], rounds: Sequence[DraftRound], batch: int = 1) -> DrafterCost:
-    """What a drafter costs, by ``survival``: how often a draft stands at least one, two, ... tokens far.
+    """Cost of a drafter from its rounds.
 
-    Something was drafted in at least one of the rounds.  Where drafts differ in length this tells the cost of a call
-    from that of a step.  ``batch`` requests were served together.
+    ``survival`` has the shares of rounds with at least one, two, ... accepted draft tokens.  At least one round must
+    have a draft.  Drafts of different lengths separate the cost of a call from that of a step.  ``batch`` requests were
+    served together.
     """
     drafting = [r for r in rounds if r.depth > 0]
     call_s, step_s = _line(rounds)
@@ -42,21 +43,21 @@ def drafter_cost(survival: Sequence[float], rounds: Sequence[DraftRound], batch:
 
 
 def _line(rounds: Sequence[DraftRound]) -> tuple[float, float]:
-    """Seconds per call and per level: least squares over the depths' medians, weighted by how often they occurred."""
+    """Seconds per call and per level: least squares over the medians by depth, weighted by their counts."""
     points = [(depth, statistics.median(times), len(times)) for depth, times in _by_depth(rounds).items()]
     total = sum(weight for _, _, weight in points)
     mean_depth = sum(depth * weight for depth, _, weight in points) / total
     mean_s = sum(seconds * weight for _, seconds, weight in points) / total
     spread = sum(weight * (depth - mean_depth) ** 2 for depth, _, weight in points)
-    if spread == 0:  # one length only: a call cannot be told from its steps
+    if spread == 0:  # one depth only: call and step costs cannot be separated
         return 0.0, mean_s / mean_depth
     slope = sum(weight * (depth - mean_depth) * (seconds - mean_s) for depth, seconds, weight in points) / spread
-    slope = min(max(slope, 0.0), mean_s / mean_depth)  # neither a call nor a step costs less than nothing
+    slope = min(max(slope, 0.0), mean_s / mean_depth)  # neither cost may be negative
     return mean_s - slope * mean_depth, slope
 
 
 def draft_seconds(rounds: Sequence[DraftRound]) -> dict[int, float]:
-    """Depth -> mean seconds of drafting that deep."""
+    """Mean seconds of drafting, by depth."""
     return {depth: statistics.fmean(times) for depth, times in sorted(_by_depth(rounds).items())}
 
 
@@ -72,12 +73,12 @@ def predicted_speedup(
 ) -> float:
     """Tokens per second over plain decoding's, by the cost model.
 
-    Every round costs v(its nodes), drafting its depth, and the rest; a plain round gives every request one token.
+    Every round costs v(its nodes), drafting at its depth, and the rest.  A plain round gives every request one token.
 
     Args:
         rest_s: measured rest of a plain round.
         draft_s: measured seconds by depth of the draft.
-        tokens: tokens that they gave, summed over the batch.
+        tokens: tokens from the rounds, summed over the batch.
     """
     spent = sum(target.of(r.nodes) + draft_s[r.depth] + rest_s for r in rounds)
     return speedup(tokens / batch, spent, target.of(batch) + rest_s) if spent > 0 else 0.0

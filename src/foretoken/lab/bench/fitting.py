@@ -1,4 +1,4 @@
-"""Which drafters work for a target: every row of the registry, and what is in folders; building them decides."""
+"""Drafters that work for a target, from the registry and from folders, determined by building them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OnProgress = Callable[[int, int, str], None]
 
 
 def refusal(subject: Subject, spec: str) -> str | None:
-    """Why a drafter cannot be used here, in one line; ``None`` if it can."""
+    """One-line reason why a drafter cannot be used here; ``None`` if it can."""
     try:
         subject.llm(subject.drafter(spec))
     except REFUSALS as error:
@@ -30,7 +30,7 @@ def refusal(subject: Subject, spec: str) -> str | None:
 
 
 def _is_from(subject: Subject, path: Path) -> bool:
-    """Whether the target itself was loaded from there."""
+    """Whether the target was loaded from this path."""
     source = subject.source
     return isinstance(source, str | Path) and Path(source).expanduser().resolve() == path.resolve()
 
@@ -40,11 +40,11 @@ class Fit:
     """A drafter, and whether it works for a target.
 
     Attributes:
-        name: its registry name; empty where none could be told.
-        spec: what ``--drafter`` takes; the folder or file where no drafter could be made of it.
+        name: registry name; empty if unknown.
+        spec: value for ``--drafter``, or the folder or file that no drafter can be built from.
         works: whether it can be built and run.
-        why: what it needs and has, or why it is refused.
-        only_for: the requests that it is for, where those are not all.
+        why: its requirement that is met, or the reason for the refusal.
+        only_for: the kind of requests that it serves, if not all.
     """
 
     name: str
@@ -55,17 +55,16 @@ class Fit:
 
     @property
     def public(self) -> dict[str, Any]:
-        """As ``foretoken drafters --json`` prints it; ``gain`` is for ``foretoken tune`` to find."""
+        """Fields of ``foretoken drafters --json``; ``gain`` is left to ``foretoken tune``."""
         return {"name": self.name, "spec": self.spec, "works": self.works, "why": self.why, "gain": None}
 
 
 def fits(
     subject: Subject, folders: Sequence[Path] = (), on_progress: OnProgress = lambda done, total, text: None
 ) -> list[Fit]:
-    """Every drafter for a target: those of the registry, then those in folders (or their subfolders) and files; a path
-    that does not exist is refused by a ``ValueError``.
+    """All drafters for a target: those of the registry, then those in files, folders and subfolders.
 
-    ``on_progress`` is told (done, all, what comes next).
+    Calls ``on_progress`` with (done, total, next item).  Raises ``ValueError`` for a path that does not exist.
     """
     candidates = [place for folder in folders for place in places(folder) if not _is_from(subject, place)]
     catalogue = rows("drafter")
@@ -81,12 +80,12 @@ def fits(
 
 
 def ordered(fitting: Sequence[Fit]) -> list[Fit]:
-    """What works for every request first, then what is for some requests only, and what does not work."""
+    """Drafters for every request first, then those for some requests, then those that do not work."""
     return sorted(fitting, key=lambda fit: (not fit.works, bool(fit.only_for)))
 
 
 def of_target(row: Row, subject: Subject) -> Fit:
-    """A row of the registry without a path: its example, or the name alone with what the target has by default."""
+    """The fit of a registry row without a path: its example, or its bare name with the target's defaults."""
     spec, reason = row.name, None
     for spec in dict.fromkeys((row.example, row.name)):
         reason = refusal(subject, spec)
@@ -103,8 +102,8 @@ def _fit(row: Row, spec: str, reason: str | None) -> Fit:
 
 
 def places(path: Path) -> list[Path]:
-    """A folder and those of its subfolders and files that hold something to draft with; a file is one itself.  Raises
-    ``ValueError`` for a path that does not exist."""
+    """The paths to draft with, in a folder and one level below, or the file itself.  Raises ``ValueError`` for a path
+    that does not exist."""
     path = path.expanduser()
     if not path.exists():
         raise ValueError(f"no such folder or file: {path}")
@@ -127,7 +126,7 @@ def _begins_with_magic(path: Path) -> bool:
 
 
 def of_place(path: Path, subject: Subject) -> list[Fit]:
-    """What can be made of a folder or file, or why nothing can."""
+    """Drafters from a folder or file, or the reason why there are none."""
     if set(",()|") & set(str(path)):
         return [Fit("", str(path), False, "its path has a comma, a bar or a parenthesis, which no spec can hold")]
     if (path / CONFIG).exists():
@@ -141,7 +140,7 @@ def of_place(path: Path, subject: Subject) -> list[Fit]:
 
 
 def offered(path: Path) -> str | None:
-    """The spec of what a folder or file seems to be meant for, nothing of which is loaded; ``None``: for nothing."""
+    """The likely spec of a folder or file, without loading it; ``None`` if there is none."""
     if set(",()|") & set(str(path)):
         return None
     if (path / CONFIG).exists():
@@ -155,7 +154,7 @@ def offered(path: Path) -> str | None:
 
 
 def _method_of(folder: Path) -> str:
-    """What a folder that ``foretoken train`` or ``import`` wrote says that it is."""
+    """The method in the configuration that ``foretoken train`` or ``import`` wrote."""
     try:
         return str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["method"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -163,7 +162,7 @@ def _method_of(folder: Path) -> str:
 
 
 def _trained(folder: Path, subject: Subject) -> Fit:
-    """A drafter that ``foretoken train`` or ``import`` wrote; it says itself what it is."""
+    """A drafter that ``foretoken train`` or ``import`` wrote; its configuration names the method."""
     try:
         method = _method_of(folder)
     except ValueError as error:
@@ -178,7 +177,7 @@ def _trained(folder: Path, subject: Subject) -> Fit:
 
 
 def _foreign(folder: Path) -> Fit | None:
-    """A trained drafter in another project's layout."""
+    """A trained drafter in another project's layout; ``None`` for anything else."""
     try:
         source = Found(folder)
         for layout in LAYOUTS:
@@ -186,13 +185,16 @@ def _foreign(folder: Path) -> Fit | None:
                 reason = f"it is in the layout of {layout.summary}: foretoken import {folder} --out FOLDER first"
                 return Fit(layout.method, str(folder), False, reason)
     except REFUSALS:
-        return None  # damaged: whoever reads it as a model says how
+        return None  # damaged: reading it as a model reports the damage
     return None
 
 
 def _first_that_works(path: Path, subject: Subject) -> list[Fit]:
-    """A language model.  The rows that need the same are tried together, until some work: a draft model of the target's
-    own tokenizer needs no translation; and of those that refuse one the first speaks for all."""
+    """Drafters that use a language model.
+
+    Rows with the same requirement are tried together, until some work: a draft model with the target's own tokenizer
+    needs no translation.  Only the first refusal of a group is kept.
+    """
     groups: dict[str, list[Row]] = {}
     for row in rows("drafter"):
         if row.reads == "model":
@@ -210,12 +212,12 @@ def _first_that_works(path: Path, subject: Subject) -> list[Fit]:
 def _tried(row: Row, path: Path, subject: Subject) -> Fit:
     spec = f"{row.name}:{path}"
     fit = _fit(row, spec, refusal(subject, spec))
-    gc.collect()  # a model and its lean forward hold each other: their weights are freed before the next ones are read
+    gc.collect()  # frees the reference cycle of a model and its lean forward before the next weights are read
     return fit
 
 
 def _of_file(path: Path, subject: Subject) -> list[Fit]:
-    """Every drafter that reads the file."""
+    """All drafters that read the file."""
     able = [row for row in rows("drafter") if not (row.needs_training or row.reads == "model")]
     attempts = [_tried(row, path, subject) for row in able]
     working = [fit for fit in attempts if fit.works]

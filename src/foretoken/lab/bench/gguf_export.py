@@ -1,6 +1,6 @@
-"""A Llama-like target as a GGUF file, in its own dtype, for llama.cpp to run the same weights.
+"""Export of a Llama-like target to GGUF in its own dtype, so that llama.cpp runs the same weights.
 
-Without a tokenizer the file holds no vocabulary: prompts and outputs are then token ids.
+Without a tokenizer the file has no vocabulary, and prompts and outputs are token ids.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""Transformers' module below a layer -> llama.cpp's tensor below ``blk.N``."""
+"""Transformers' module in a layer -> llama.cpp's tensor under ``blk.N``."""
 
 KINDS = {"BF16": 32, "F16": 1, "Q8_0": 7, "Q4_K_M": 15, "Q4_0": 2, "Q5_K_M": 17, "Q6_K": 18}
 """``llama_ftype`` of :func:`quantize_gguf` by name."""
@@ -35,8 +35,8 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
     """Write the weights of a ``PreTrainedModel`` of the Llama family (packed layers too), one tensor in memory at a
     time.
 
-    A tokenizer that goes into the file must be a byte-level BPE that splits words as GPT-2 does, as the built-in one.
-    Raises ``ValueError`` for another kind, and for another architecture.
+    The tokenizer must be a byte-level BPE that splits words as GPT-2 does, like the built-in one.  Raises
+    ``ValueError`` for other tokenizers and architectures.
     """
     import gguf
     import numpy as np
@@ -71,7 +71,7 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
 
 
 def tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """llama.cpp's names and the weights, made one after the other; norms are float32."""
+    """llama.cpp's tensor names with weights, made one at a time; norms are float32."""
     config = model.config.get_text_config()
     yield "token_embd.weight", model.model.embed_tokens.weight.detach()
     for i, layer in enumerate(model.model.layers):
@@ -87,7 +87,7 @@ def tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _ordered(name: str, tensor: Tensor, config: Any) -> Tensor:
-    """Queries and keys with the two halves of every head interleaved: llama.cpp rotates neighbours for this family."""
+    """Interleave the two halves of every query and key head: llama.cpp rotates neighbours for this family."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name)
     if heads is not None:
         halves = tensor.view(heads, 2, -1, *tensor.shape[1:])
@@ -113,7 +113,7 @@ def _describe(writer: Any, config: Any) -> None:
 
 
 def _vocabulary(tokenizer: Any, size: int, gguf: Any) -> tuple[list[str], list[int], list[str]]:
-    """Names and kinds of ``size`` tokens, and the merges."""
+    """Names and types of ``size`` tokens, and the merges."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     splitter = backend.get("pre_tokenizer") or {}
     plain = splitter.get("type") == "ByteLevel" and splitter.get("use_regex") and not splitter.get("add_prefix_space")
@@ -142,7 +142,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, names: list[str], types: list[in
 
 
 def _kind(dtype: torch.dtype, gguf: Any) -> tuple[Any, int]:
-    """GGUF's type and the bytes of one number."""
+    """GGUF type and bytes per number."""
     kinds = gguf.GGMLQuantizationType
     types = {torch.bfloat16: (kinds.BF16, 2), torch.float16: (kinds.F16, 2), torch.float32: (kinds.F32, 4)}
     if dtype not in types:
@@ -162,9 +162,8 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def quantize_gguf(source: Path, file: Path, kind: str, threads: int = 1) -> None:
-    """Write a GGUF file (bfloat16, float16 or float32) again with smaller weights, by llama.cpp; ``kind`` is one of
-    :data:`KINDS`.  Raises ``ValueError`` for another kind, for a file that cannot be read, and without
-    llama-cpp-python."""
+    """Quantize a GGUF file (bfloat16, float16 or float32) with llama.cpp; ``kind`` is one of :data:`KINDS`.  Raises
+    ``ValueError`` for another kind, an unreadable file, or if llama-cpp-python is missing."""
     from foretoken.models.other.llama_cpp import library
 
     if kind not in KINDS:

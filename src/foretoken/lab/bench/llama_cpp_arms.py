@@ -1,7 +1,7 @@
 """llama.cpp on the target's weights: plain, with its prompt lookup, and with a draft model.
 
-The Python binding has a place for any drafter of chains and ships prompt lookup; the draft model here is a second
-llama.cpp model in that place, which writes greedily.
+The Python binding accepts any drafter of chains and includes prompt lookup.  The draft model here is a second llama.cpp
+model that decodes greedily.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from foretoken.models.other.llama_cpp_model import LlamaCppModel
 
 
 def llama_package() -> Any:
-    """The ``llama_cpp`` package.  Raises ``ValueError`` where it is not installed."""
+    """The ``llama_cpp`` package.  Raises ``ValueError`` if it is not installed."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -32,7 +32,7 @@ def llama_package() -> Any:
 
 
 def gguf_file(shared: ArmSetup) -> Path | None:
-    """The file that the target was read from, if it was one."""
+    """Path of the target's GGUF file, if it has one."""
     if isinstance(shared.target, LlamaCppModel):
         return shared.target.path
     source = shared.source
@@ -40,11 +40,10 @@ def gguf_file(shared: ArmSetup) -> Path | None:
 
 
 class LlamaCppArm(ForeignArm):
-    """Plain decoding, on ``threads`` CPU threads (by default as many as PyTorch has).
+    """Plain decoding on ``threads`` CPU threads (default: PyTorch's number).
 
-    A GGUF file is opened as it is; weights of a Transformers model are written as GGUF into a temporary file, which is
-    removed when it is loaded.  Raises ``ValueError`` without the package, and for an architecture that cannot be
-    written.
+    A GGUF file is opened directly.  Weights of a Transformers model are written to a temporary GGUF file, which is
+    removed after loading.  Raises ``ValueError`` if the package is missing or the architecture cannot be written.
     """
 
     def __init__(self, name: str, shared: ArmSetup, threads: int = 0) -> None:
@@ -57,7 +56,7 @@ class LlamaCppArm(ForeignArm):
         file = gguf_file(shared)
         if file is not None:
             count = threads or getattr(shared.target, "threads", 0) or torch.get_num_threads()
-            # Most tokens that llama.cpp is given room for: it takes the memory at once
+            # Bound the context: llama.cpp allocates its memory at once
             self.engine = open_file(file, min(shared.target.context_length, 8192), count, drafter)
         elif hasattr(network, "generate"):
             self.engine = open_llama(network, threads, drafter)
@@ -72,11 +71,11 @@ class LlamaCppArm(ForeignArm):
         self.engine.eval = counted
 
     def drafter(self, shared: ArmSetup) -> Any | None:
-        """What llama.cpp asks for draft tokens."""
+        """llama.cpp's draft model, if any."""
         return None
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> Generation:
-        """One request alone from an empty cache; the prefill ends with the first token."""
+        """Decode one request from an empty cache; the prefill ends with the first token."""
         self.engine.reset()
         self.engine.set_seed(seed)
         tokens: list[int] = []
@@ -89,14 +88,14 @@ class LlamaCppArm(ForeignArm):
             times.append(watch.seconds)
             if len(tokens) >= max_new_tokens or (not self.shared.ignore_eos and token in self.eos):
                 break
-        rounds = self.calls - 1  # every round is one call of the target, and so is the prefill
+        rounds = self.calls - 1  # every round is one target call, and so is the prefill
         decoded = len(tokens) - 1
         length = decoded / rounds if rounds > 0 else None
         return Generation(tokens, times[-1] - times[0], decoded, times[0], length)
 
 
 class LlamaCppPromptLookupArm(LlamaCppArm):
-    """The binding's own prompt lookup: ``k`` draft tokens per round behind a match of at most ``n``."""
+    """The binding's prompt lookup: ``k`` draft tokens per round after a match of at most ``n``."""
 
     def __init__(self, name: str, shared: ArmSetup, k: int = 10, n: int = 2, threads: int = 0) -> None:
         self.k, self.n = k, n
@@ -109,8 +108,8 @@ class LlamaCppPromptLookupArm(LlamaCppArm):
 
 
 class DraftArm(LlamaCppArm):
-    """A draft model in llama.cpp, greedy chains of ``k`` tokens: a GGUF file, folder or hub id; the built-in one for
-    the built-in target."""
+    """A draft model in llama.cpp with greedy chains of ``k`` tokens: a GGUF file, folder or hub id; by default the
+    built-in one, for the built-in target."""
 
     def __init__(
         self, name: str, shared: ArmSetup, draft: str = "", k: int = 4, dtype: str = "bfloat16", threads: int = 0
@@ -119,7 +118,7 @@ class DraftArm(LlamaCppArm):
         super().__init__(name, shared, threads)
 
     def drafter(self, shared: ArmSetup) -> Any:
-        """A callable from the text so far to draft tokens."""
+        """A callable from the current token ids to draft tokens."""
         import numpy as np
 
         from foretoken.lab.bench.transformers_arms import load_draft
@@ -142,7 +141,7 @@ class DraftArm(LlamaCppArm):
 
 
 def open_llama(network: Any, threads: int = 0, drafter: Any | None = None) -> Any:
-    """The network in llama.cpp; its file is gone as soon as it is mapped."""
+    """Load the network into llama.cpp through a temporary file, removed once it is mapped."""
     config = network.config.get_text_config()
     count = threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="foretoken-gguf-") as folder:
@@ -152,7 +151,7 @@ def open_llama(network: Any, threads: int = 0, drafter: Any | None = None) -> An
 
 
 def open_file(file: str | Path, context: int, threads: int, drafter: Any | None = None) -> Any:
-    """A GGUF file in llama.cpp's Python binding."""
+    """Open a GGUF file with llama.cpp's Python binding."""
     return llama_package().Llama(
         str(file),
         n_ctx=context,

@@ -1,4 +1,4 @@
-"""The file beside ``--out`` that an interrupted benchmark goes on from: a header, then one result a line."""
+"""The file beside ``--out`` for resuming an interrupted benchmark: a header, then one result per line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foretoken.lab.bench.results import Key, UnitResult, dumps
 
 
 def partial_of(out: Path) -> Path:
-    """Where an unfinished run is kept."""
+    """Path of the unfinished run."""
     return out.with_name(out.name + ".partial")
 
 
@@ -21,8 +21,8 @@ def _holds(file: Path) -> bool:
 
 
 def check_run_out(out: Path, resume: bool) -> bool:
-    """Whether an unfinished run is there.  Raises ``ValueError``, before seconds are spent on loading, for a place that
-    cannot be written, an unfinished run that is not to be resumed, and with nothing to resume."""
+    """Whether an unfinished run exists.  Raises ``ValueError``, before a slow load, for an ``out`` that cannot be
+    written, an unfinished run without ``resume``, or a finished one to resume."""
     if out.is_dir():
         raise ValueError(f"{out} is a folder: --out needs a file name")
     if not out.absolute().parent.is_dir():
@@ -38,12 +38,13 @@ def check_run_out(out: Path, resume: bool) -> bool:
 
 
 class Partial:
-    """Finished results of a run, appended as they come.  Raises ``ValueError`` for an unfinished run where ``resume``
-    is not asked for, and for one of another configuration or a damaged one.
+    """Finished results of a run, appended as they arrive.
+
+    Raises ``ValueError`` for an unfinished run without ``resume``, with another configuration, or damaged.
 
     Args:
-        out: where the whole run will be written; this file is ``OUT.partial``.
-        config: everything that decides what is run; only the same run is resumed.
+        out: path of the complete run; this file is ``OUT.partial``.
+        config: everything that determines the run; only an equal one is resumed.
     """
 
     def __init__(self, out: Path, config: Mapping[str, Any], resume: bool) -> None:
@@ -73,7 +74,7 @@ class Partial:
         self.results = {result.key: result for result in results}
         for row in rows[1:]:
             self.notes |= row.get("note", {})
-        if half or not rows:  # a line that was cut off by a kill is done again
+        if half or not rows:  # a partial line from a killed run is redone
             with self.path.open("rb+") as file:
                 file.truncate(len(whole) + 1 if rows else 0)
 
@@ -82,21 +83,21 @@ class Partial:
         self._file.flush()
 
     def add(self, result: UnitResult) -> None:
-        """A finished result."""
+        """Store a finished result."""
         self.results[result.key] = result
         self._append({"result": vars(result)})
 
     def note(self, name: str, value: Any) -> None:
-        """Something else that a resumed run needs."""
+        """Store another value that a resumed run needs."""
         self.notes[name] = value
         self._append({"note": {name: value}})
 
     def finish(self, lines: list[str]) -> None:
-        """Write the whole run and drop the partial file."""
+        """Write the complete run and delete the partial file."""
         write_text(self.out, "".join(line + "\n" for line in lines))
         self.close()
         self.path.unlink()
 
     def close(self) -> None:
-        """Leave the file as it is."""
+        """Close the file and keep it."""
         self._file.close()

@@ -1,4 +1,4 @@
-"""Results of a benchmark: what one arm did with one batch of prompts, and the cells that are made of them."""
+"""Results of a benchmark: one arm on one batch of prompts, and the cells computed from them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ Key = tuple[str, float, int, str, int]
 
 @dataclass
 class UnitResult:
-    """One arm on one unit: a batch of prompts at a setting; seconds count every round of the batch once.
+    """One arm on one unit, a batch of prompts at a setting; seconds count every round of the batch once.
 
     Attributes:
-        unit: its number within the category.
-        prompts: numbers of its prompts within the category.
-        seconds: decoding without the prefill, everything included.
-        decoded: how many tokens were made in them.
-        prefill_s: seconds before them.
-        mean_acceptance_length: as another engine tells it; ``None`` for our own arms, which have counts.
+        unit: its index within the category.
+        prompts: indices of its prompts within the category.
+        seconds: total decoding time, without the prefill.
+        decoded: number of tokens decoded in that time.
+        prefill_s: seconds of prefill.
+        mean_acceptance_length: as reported by another engine; ``None`` for our own arms, which have counts.
         drafts, drafted, accepted, per_pos: rounds, draft tokens, accepted ones, and those by depth; ``None`` as above.
-        draft_s, target_s, verify_s: of the seconds; ``None`` as above.
+        draft_s, target_s, verify_s: parts of the seconds; ``None`` as above.
         rounds: per round [nodes, depth, draft seconds].
-        trace: the rounds of the first request, where it was traced.
-        seeds: per prompt, where seed and prompt alone fix a sampled output; ``None`` for greedy outputs, other engines,
-            and rules that draw with coins of their own.
+        trace: rounds of the first request, if traced.
+        seeds: per prompt, if seed and prompt alone determine a sampled output; ``None`` for greedy outputs, other
+            engines, and verifiers that draw their own random numbers.
     """
 
     arm: str
@@ -68,7 +68,7 @@ class UnitResult:
 
     @property
     def fixed(self) -> bool:
-        """Whether the outputs must be plain decoding's."""
+        """Whether the outputs must equal plain decoding's."""
         return self.temperature == 0 or self.seeds is not None
 
     @property
@@ -81,17 +81,17 @@ class UnitResult:
 
     @property
     def draft_rounds(self) -> list[DraftRound]:
-        """The rounds as the cost model reads them."""
+        """The rounds as input of the cost model."""
         return [DraftRound(int(nodes), int(depth), seconds) for nodes, depth, seconds in self.rounds]
 
 
 def dumps(value: Any) -> str:
-    """One line of JSON; what JSON cannot hold becomes null, and every sign is ASCII, so that no text breaks a line."""
+    """One line of JSON: NaN and infinity become null, and all characters are ASCII, so that no text breaks a line."""
     return json.dumps(finite(value), allow_nan=False)
 
 
 def rate(results: Iterable[UnitResult]) -> float:
-    """Tokens per second of several results together."""
+    """Tokens per second over several results."""
     units = list(results)
     seconds = sum(r.seconds for r in units)
     return sum(r.decoded for r in units) / seconds if seconds > 0 else 0.0
@@ -100,11 +100,11 @@ def rate(results: Iterable[UnitResult]) -> float:
 def speedup_ci95(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> list[float]:
     """95 % interval of the ratio of rates: Student's t with the spread of the linearised ratio over units.
 
-    What unit i adds to the ratio R of sums, relative to R, is to first order z_i = n (a_i/A - s_i/S - p_i/P + q_i/Q):
-    its share of the arm's tokens A and seconds S, and of plain decoding's P and Q.  These add up to 0, and the interval
-    is R (1 -+ t sqrt(sum z^2 / (n (n - 1)))) with n - 1 degrees of freedom; a negative end is 0.
+    The contribution of unit i to the ratio R of sums, relative to R, is to first order z_i = n (a_i/A - s_i/S - p_i/P +
+    q_i/Q): its share of the arm's tokens A and seconds S, and of plain decoding's P and Q.  These add up to 0, and the
+    interval is R (1 -+ t sqrt(sum z^2 / (n (n - 1)))) with n - 1 degrees of freedom; a negative end is 0.
 
-    A single unit has no spread: both ends are then its own ratio, and :func:`interval` shows a dash.
+    A single unit has no spread: both ends are its ratio, and :func:`interval` shows a dash.
     """
     table = np.array(
         [[a.decoded, a.seconds, p.decoded, p.seconds] for a, p in zip(arm, plain, strict=True)], dtype=float
@@ -122,7 +122,7 @@ def speedup_ci95(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> list
 
 @lru_cache
 def t95(freedom: int) -> float:
-    """The value that Student's t with so many degrees of freedom stays within, to both sides, in 95 of 100 draws."""
+    """Two-sided 95 % quantile of Student's t with ``freedom`` degrees of freedom."""
     low, high = 0.0, 16.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -131,7 +131,7 @@ def t95(freedom: int) -> float:
 
 
 def _within(bound: float, freedom: int) -> float:
-    """Chance that |t| is below a bound, by the finite sums in powers of cos(atan(t / sqrt(freedom)))."""
+    """Probability that |t| is below a bound, by the finite sums in powers of cos(atan(t / sqrt(freedom)))."""
     angle = atan(bound / sqrt(freedom))
     odd = freedom % 2
     term, total = (cos(angle) if odd else 1.0), 0.0
@@ -142,13 +142,13 @@ def _within(bound: float, freedom: int) -> float:
 
 
 def interval(cell: Mapping[str, Any]) -> str:
-    """The 95 % interval of a cell for people."""
+    """The 95 % interval of a cell as text."""
     low, high = cell["speedup_ci95"]
     return "-" if low == high else f"{low:.2f}-{high:.2f}"
 
 
 def acceptance_length(results: Sequence[UnitResult]) -> float | None:
-    """Tokens per round of a request, the target's own included."""
+    """Tokens per round of a request, including the target's own."""
     counted = [r for r in results if r.drafts]
     if counted:
         return 1.0 + sum(r.accepted for r in counted) / sum(r.drafts or 0 for r in counted)
@@ -158,14 +158,14 @@ def acceptance_length(results: Sequence[UnitResult]) -> float | None:
 
 
 def comparable(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> bool:
-    """Whether an arm's outputs must be plain decoding's, token by token: both are greedy, or coupled by their seeds."""
+    """Whether an arm's outputs must equal plain decoding's token by token: greedy, or coupled by seeds."""
     return all(a.fixed and p.fixed and a.seeds == p.seeds for a, p in zip(arm, plain, strict=True))
 
 
 def cell(
     arm: Sequence[UnitResult], plain: Sequence[UnitResult], category: str, predicted: float | None, num_prompts: int
 ) -> dict[str, Any]:
-    """The public object of one arm in one category at one setting; both sequences hold the same units in order."""
+    """Public fields of one arm in one category at one setting; both sequences hold the same units in order."""
     first = arm[0]
     spent = sum(r.seconds for r in arm)
     has_counts = all(r.draft_s is not None for r in arm)
@@ -193,7 +193,7 @@ def cell(
 
 
 def drafted(results: Sequence[UnitResult]) -> dict[str, Any]:
-    """Which cell some results are of, and how many draft tokens they have; ``None`` where an engine does not tell."""
+    """Keys of a cell and its number of draft tokens; ``None`` if an engine does not report them."""
     first = results[0]
     is_counted = all(r.drafts is not None for r in results)
     return {
@@ -206,16 +206,16 @@ def drafted(results: Sequence[UnitResult]) -> dict[str, Any]:
 
 
 def rest_s(plain: Sequence[UnitResult]) -> float:
-    """Seconds of a plain round that are not the target call."""
+    """Seconds of a plain round outside the target call."""
     rounds = sum(len(r.rounds) for r in plain)
     spent = sum(r.seconds - (r.draft_s or 0.0) - (r.target_s or 0.0) for r in plain)
     return max(0.0, spent / rounds) if rounds else 0.0
 
 
 def anchored(target: TargetCost, plain: Sequence[UnitResult]) -> TargetCost:
-    """The measured curve, moved to where plain rounds of the run itself put its beginning.
+    """The measured cost curve, scaled to match the plain rounds of the run.
 
-    v(n) is measured in a minute of its own; the machine may be busier or the texts longer in the run.
+    v(n) is measured separately; during the run the machine may be busier or the contexts longer.
     """
     rounds = [one_round for r in plain for one_round in r.rounds]
     calls_s = sum(r.target_s or 0.0 for r in plain)
@@ -229,11 +229,12 @@ def anchored(target: TargetCost, plain: Sequence[UnitResult]) -> TargetCost:
 def prediction(
     cell_results: Sequence[UnitResult], all_results: Sequence[UnitResult], target: TargetCost, rest: float
 ) -> float | None:
-    """What the cost model says of one cell: 1 for plain decoding, ``None`` for other engines (their rounds are hidden).
+    """Speed-up of one cell by the cost model: 1 for plain decoding, ``None`` for other engines, whose rounds are
+    unknown.
 
     Args:
-        cell_results: the cell's own results: how long its drafts were and how many of them were accepted.
-        all_results: the arm's results of every category at this setting: what drafting costs.
+        cell_results: the cell's results, for draft lengths and acceptance.
+        all_results: the arm's results of every category at this setting, for the cost of drafting.
     """
     if cell_results[0].arm == PLAIN:
         return 1.0
@@ -246,7 +247,7 @@ def prediction(
 
 
 def arm_cost(results: Sequence[UnitResult]) -> DrafterCost | None:
-    """An arm's cost and survival, for the summary; ``None`` for what drafts nothing or is not ours."""
+    """An arm's cost and survival for the summary; ``None`` for arms without drafts and other engines."""
     rounds = [draft_round for r in results for draft_round in r.draft_rounds]
     if not any(draft_round.depth for draft_round in rounds):
         return None
@@ -262,21 +263,21 @@ def round_costs(results: Sequence[UnitResult], arms: Sequence[str], target: Targ
 
 
 def positions(results: Sequence[UnitResult]) -> list[float]:
-    """Per depth the share of rounds in which drafts were accepted at least that far."""
+    """Share of rounds accepted at least up to each depth."""
     rounds = sum(r.drafts or 0 for r in results)
     counts = zip_longest(*(r.per_pos for r in results), fillvalue=0)
     return [sum(count) / rounds for count in counts] if rounds else []
 
 
 def positions_at(results: Sequence[UnitResult], arms: Sequence[str], setting: Setting) -> dict[str, Any]:
-    """For the summary: :func:`positions` of every arm that has rounds at one setting, and which that is."""
+    """Summary fields: :func:`positions` of every arm with rounds at one setting, and the setting."""
     shares = {arm: positions([r for r in results if r.arm == arm and r.setting == setting]) for arm in arms}
     where = {"temperature": setting[0], "batch": setting[1]}
     return {"positions": {arm: reached for arm, reached in shares.items() if reached}, "positions_at": where}
 
 
 def time_split(results: Sequence[UnitResult]) -> dict[str, float] | None:
-    """Where an arm's seconds went; ``None`` for other engines."""
+    """An arm's seconds by stage; ``None`` for other engines."""
     timed = [r for r in results if r.draft_s is not None]
     if not timed:
         return None

@@ -1,4 +1,4 @@
-"""The benchmark: arms x categories x temperatures x batch sizes, interleaved, resumable, with its proof beside it."""
+"""The benchmark: arms x categories x temperatures x batch sizes, interleaved, resumable, with equality checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from foretoken.lab.timing import interleave, median_run
 from foretoken.models.call_costs import measure_target
 
 WARM_UP = "The quick brown fox jumps over the lazy dog while the small grey cat looks on and says nothing."
-"""Decoded by every arm before anything is timed; no prompt of ours, so that nothing is learned from it."""
+"""Decoded by every arm before timing; not a benchmark prompt, so that drafters learn nothing from it."""
 WARM_UP_IDS, WARM_UP_TOKENS = 24, 32
 MOST_NODES = 256
 
@@ -30,14 +30,14 @@ OnProgress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What is run.
+    """Settings of a benchmark.
 
     Attributes:
         arms: specs beside plain decoding, which is always an arm.
         temperatures, batches: every pair is a setting.
         repeat: runs per prompt; the one of median time counts.
-        seed: of the first prompt; the others count up.
-        chat: use the tokenizer's chat template for conversations, where it has one.
+        seed: of the first prompt, incremented for the others.
+        chat: use the tokenizer's chat template, if any, for conversations.
     """
 
     arms: Sequence[str] = ("auto",)
@@ -67,15 +67,17 @@ class BenchSettings:
 
     @property
     def settings(self) -> list[Setting]:
-        """Temperatures and batch sizes, each pair once, in the order given."""
+        """Distinct pairs of temperature and batch size, in order."""
         return list(dict.fromkeys((float(t), int(b)) for t in self.temperatures for b in self.batches))
 
 
 @dataclass
 class Bench:
-    """A benchmark of one target; ``on_progress`` is told (finished, all, what comes next) between runs, never while the
-    clock runs.  Raises ``ValueError`` without prompts, without room for the output, and for an arm that does not
-    fit."""
+    """A benchmark of one target.
+
+    ``on_progress`` is called with (finished, total, next run), never during a timed run.  Raises ``ValueError`` without
+    prompts, without room for the output, and for an arm that does not fit.
+    """
 
     shared: ArmSetup
     prompts: Mapping[str, Sequence[BenchPrompt | Sequence[int]]]
@@ -93,7 +95,7 @@ class Bench:
         self._total = sum(a.can(s) for s in self.settings.settings for _ in self.units(s[1]) for a in self.arms)
 
     def _encode(self, prompt: BenchPrompt | Sequence[int]) -> list[int]:
-        """Ids, the last ones where there are too many for the context."""
+        """Token ids, truncated on the left to fit the context."""
         shared = self.shared
         room = shared.target.context_length - shared.max_new_tokens
         if shared.max_new_tokens < 1 or room < 1:
@@ -118,7 +120,7 @@ class Bench:
         return arms
 
     def units(self, batch: int) -> Iterator[Unit]:
-        """Batches of prompts; a last one that is not full is filled up from the category's beginning."""
+        """Batches of prompts; a partial last batch is filled from the category's beginning."""
         for category, group in self.ids.items():
             for number, start in enumerate(range(0, len(group), batch)):
                 prompts = [(start + i) % len(group) for i in range(batch)]
@@ -128,7 +130,7 @@ class Bench:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Everything that decides the results: what a resumed run must share with the interrupted one."""
+        """Everything that determines the results, which a resumed run must share."""
         shared, settings = self.shared, self.settings
         digest = hashlib.sha256(repr(list(self.ids.items())).encode()).hexdigest()[:16]
         return {
@@ -156,7 +158,7 @@ class Bench:
         }
 
     def run(self, partial: Partial | None = None) -> BenchResult:
-        """Run what is not there yet, then make cells and summary of everything."""
+        """Run all missing units, then compute cells and summary."""
         where = machine(self.shared)
         if partial is not None:
             self.results |= partial.results
@@ -212,7 +214,7 @@ class Bench:
     def _run_unit(
         self, arms: Sequence[Arm], unit: Unit, setting: Setting, turn: int, traced: bool
     ) -> Iterator[UnitResult]:
-        """The arms take turns at going first, so that a change in the machine's load hits all of them."""
+        """Run the arms in rotating order, so that a change in the machine's load affects all of them."""
         runs: dict[str, list[UnitResult]] = {arm.name: [] for arm in arms}
         for again, arm in interleave(arms, self.settings.repeat, turn):
             self._tell(setting, f"{arm.name}, {unit.category}")
@@ -226,7 +228,7 @@ class Bench:
 
 
 def _counted(runs: Sequence[UnitResult], remembers: bool) -> UnitResult:
-    """The run of median time; the first one of an arm that may remember it."""
+    """The run of median time, or the first run of an arm with memory."""
     chosen = runs[0] if remembers else median_run(runs, lambda run: run.seconds)
     chosen.trace = runs[0].trace
     return chosen
@@ -240,9 +242,11 @@ def run_bench(
     resume: bool = False,
     on_progress: OnProgress = lambda done, total, text: None,
 ) -> BenchResult:
-    """Run a benchmark; with ``out`` every finished result is kept in ``OUT.partial`` until all of them are there.
-    Raises ``ValueError`` for an arm, a setting or a prompt that does not fit, and for an unfinished run that is not to
-    be resumed or is one of another configuration."""
+    """Run a benchmark; with ``out``, finished results are kept in ``OUT.partial`` until the run is complete.
+
+    Raises ``ValueError`` for an arm, setting or prompt that does not fit, and for an unfinished run that is not to be
+    resumed or has another configuration.
+    """
     bench = Bench(shared, prompts, settings, on_progress)
     if out is None:
         return bench.run()

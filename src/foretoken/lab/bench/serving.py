@@ -1,4 +1,4 @@
-"""The library as an arm of a benchmark, and arms from their specs."""
+"""foretoken as an arm of a benchmark, and arms from their specs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Bare = tuple[Sequence[int], Sequence[int], Sequence[bool]]
 
 @dataclass
 class RoundRecorder:
-    """An engine's ``on_round``: notes as little as possible while the clock runs, the rest is worked out later.  With
-    ``tracing`` the trees of the first request are kept too."""
+    """An engine's ``on_round`` callback that does little while timed; figures are computed later.  With ``tracing``,
+    trees of the first request are kept too."""
 
     tracing: bool = False
     _rounds: list[tuple[list[Sequence[int]], RoundTimes]] = field(default_factory=list)
@@ -38,39 +38,39 @@ class RoundRecorder:
     _first: int = -1
 
     def start(self, tracing: bool) -> None:
-        """Forget the last run."""
+        """Clear the previous run."""
         self.tracing, self._first = tracing, -1
         self._rounds, self._trees = [], []
 
     def __call__(
         self, runs: Sequence[Running], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
     ) -> None:
-        # Parents only: a tree holds its draft distributions, which are big.
+        # Parents only: a tree holds its draft distributions, which are large.
         self._rounds.append(([tree.parents for tree in trees], times))
         if not self.tracing:
             return
         if self._first < 0:
             self._first = runs[0].id
-        # Rounds of a trace; a long run's later rounds are left out
+        # Limit of traced rounds
         if runs[0].id == self._first and len(self._trees) < 48:
             tree = trees[0]
             self._trees.append(((tree.tokens, tree.parents, tree.probes), verdicts[0], times))
 
     def spent(self) -> dict[str, float]:
-        """Seconds in the drafter, the target and the acceptance rule, each round of the batch counted once."""
+        """Seconds in the drafter, target and verifier, counting each round of the batch once."""
         names = ("draft_s", "target_s", "verify_s")
         return {name: sum(getattr(times, name) for _, times in self._rounds) for name in names}
 
     @property
     def rounds(self) -> list[DraftRound]:
-        """What every round drafted."""
+        """Draft sizes and times by round."""
         return [
             DraftRound(sum(map(len, parents)), max(map(_depth, parents)), times.draft_s)
             for parents, times in self._rounds
         ]
 
     def trace(self, tokenizer: Any | None) -> list[dict[str, Any]]:
-        """The traced rounds, as the summary's ``traces`` hold them."""
+        """The traced rounds for the summary's ``traces``."""
         return [_traced(*traced, tokenizer) for traced in self._trees]
 
 
@@ -108,7 +108,7 @@ class OwnArm(Arm):
         self.name, self.shared = name, shared
         self.recorder = RoundRecorder()
         self.spec, controller = split_arm(name)
-        # An arm is what its name says: only the arm "auto" picks for itself, unless a controller is asked for.
+        # Arms draft at constant length unless a controller is set; only the arm "auto" adapts.
         shared_one = "constant" if shared.controller == "auto" and self.spec != "auto" else shared.controller
         self.controller = controller or shared_one
         self.drafter = self._drafter()
@@ -145,18 +145,18 @@ class OwnArm(Arm):
 
     @property
     def coupled(self) -> bool:
-        """Whether seeds fix sampled outputs whatever drafts, as those of plain decoding."""
+        """Whether seeds determine sampled outputs regardless of drafts, as in plain decoding."""
         verifier = self.llm.engine.verifier
         return verifier is None or verifier.races
 
     def enter(self, setting: Setting) -> None:
-        """A new controller, and a new drafter where the old one may remember outputs."""
+        """Make a new controller, and a new drafter if the old one may remember outputs."""
         if self.remembers:
             self.drafter = self._drafter()
         self.llm = self._llm()
 
     def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
-        """Serve the unit's prompts as one batch."""
+        """Decode the unit's prompts as one batch."""
         self.recorder.start(tracing)
         runs, spent, read_s = self._serve(unit, setting[0])
         total, outputs = SpecStats.summed(run.stats for run in runs), [list(run.output) for run in runs]
@@ -183,8 +183,7 @@ class OwnArm(Arm):
         )
 
     def _serve(self, unit: Unit, temperature: float) -> tuple[list[Running], float, float]:
-        """Finished requests in the unit's order, all seconds that went by (what a controller does counts too), and
-        those of them in which prompts were read."""
+        """Finished requests in the unit's order, total seconds (including the controller's), and prefill seconds."""
         shared, engine = self.shared, self.llm.engine
         requests = [
             self.llm.request(

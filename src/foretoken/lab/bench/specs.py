@@ -1,4 +1,4 @@
-"""The specs of a benchmark's arms, read without loading anything heavy."""
+"""Specs of benchmark arms, parsed without heavy imports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from foretoken.core.names import UnknownName
 from foretoken.registry import find, parse_spec, rows
 
 PLAIN = "plain"
-"""The arm that all others are compared with; ``none`` names it too."""
+"""The baseline arm; ``none`` is an alias."""
 OTHER_ENGINES = "transformers:plain, transformers:assisted, transformers:prompt_lookup, llama.cpp"
 
 
 def split_arm(spec: str) -> tuple[str, str | None]:
-    """Drafter and controller of ``DRAFTER[@CONTROLLER]``; an ``@`` that no controller follows is part of the
+    """Drafter and controller of ``DRAFTER[@CONTROLLER]``; an ``@`` without a controller after it is part of the
     drafter."""
     head, at, tail = spec.rpartition("@")
     if at and head:
@@ -25,12 +25,12 @@ def split_arm(spec: str) -> tuple[str, str | None]:
 
 def is_foreign(spec: str) -> bool:
     """Whether a spec names another engine."""
-    # Engines that are not ours; every other arm is a drafter's spec
+    # Any other arm is a drafter's spec
     return spec.partition(",")[0].partition(":")[0].strip() in ("transformers", "llama.cpp")
 
 
 def check_arm(spec: str) -> None:
-    """Refuse a name that stands for nothing, by a ``ValueError`` that lists what there is."""
+    """Raise ``ValueError``, with the choices, for an unknown arm."""
     name = parse_spec(split_arm(spec)[0]).name
     if is_foreign(spec) or name in ("auto", "none", PLAIN):
         return

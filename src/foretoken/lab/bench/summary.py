@@ -48,7 +48,7 @@ class BenchResult:
 
 
 def tally(bench: Bench, where: dict[str, Any]) -> BenchResult:
-    """Cells and summary of a benchmark that has run; ``where``: the machine, as it was when the run began."""
+    """Cells and summary of a completed benchmark; ``where`` describes the machine at the start of the run."""
     settings = bench.settings.settings
     pairs = [(arm.name, setting) for setting in settings for arm in bench.arms if arm.can(setting)]
     cells = [_cell(bench, arm, setting, category) for category in bench.ids for arm, setting in pairs]
@@ -102,7 +102,7 @@ def _cell(bench: Bench, arm: str, setting: Setting, category: str | None) -> dic
 
 
 def _prefill(bench: Bench, arm: str, setting: Setting) -> dict[str, Any]:
-    """Mean seconds of a prompt's prefill; another engine's holds its first token."""
+    """Mean prefill seconds per prompt; in other engines they include the first token."""
     results = _of(bench, arm, setting)
     mean = sum(r.prefill_s for r in results) / sum(len(r.prompts) for r in results)
     return {"arm": arm, "temperature": setting[0], "batch": setting[1], "prefill_s": mean}
@@ -123,9 +123,9 @@ def _traces(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def equality(bench: Bench, arm: str, setting: Setting, category: str) -> dict[str, Any] | None:
-    """How many outputs equal plain decoding's, and which of the others rounding explains.
+    """Counts of outputs that equal plain decoding's, differ by a numerical tie, or really differ.
 
-    ``None`` where they need not be equal: sampled, and not coupled with plain decoding's.
+    ``None`` if they need not be equal: sampled and not coupled with plain decoding's.
     """
     plain, drafting = _of(bench, PLAIN, setting, category), _of(bench, arm, setting, category)
     if not comparable(drafting, plain):
@@ -143,16 +143,16 @@ def equality(bench: Bench, arm: str, setting: Setting, category: str) -> dict[st
 
 
 def dtype_of(shared: ArmSetup) -> str:
-    """The target's dtype, of a GGUF file what it calls its weights."""
+    """The target's dtype, or the weight type of a GGUF file."""
     return str(getattr(shared.target, "dtype", "float64")).removeprefix("torch.")
 
 
 def runs_as(shared: ArmSetup) -> dict[str, str]:
-    """How the target is run: ``forward``, ``weights`` and ``exactness``."""
+    """The target's ``forward``, ``weights`` and ``exactness``."""
     description = shared.target.describe()
     return {name: str(description[name]) for name in ("forward", "weights", "exactness")}
 
 
 def machine(shared: ArmSetup) -> dict[str, Any]:
-    """Where the numbers come from."""
+    """Versions, hardware, threads and dtype of the run."""
     return {"versions": versions(), "hardware": hardware(), "threads": threads(), "dtype": dtype_of(shared)}

@@ -21,7 +21,7 @@ SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 
 class RoundClock:
-    """A streamer that notes when every round's tokens come; Transformers shows it the prompt first."""
+    """A streamer that records the time of every round's tokens; Transformers passes the prompt first."""
 
     def __init__(self) -> None:
         self.watch = Stopwatch()
@@ -29,18 +29,18 @@ class RoundClock:
         self._prompt_seen = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Tokens of one round."""
+        """Record the tokens of one round."""
         if not self._prompt_seen:
             self._prompt_seen = True
             return
         self.rounds.append((self.watch.seconds, value.numel()))
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: all tokens were recorded by :meth:`put`."""
 
 
 class TransformersArm(ForeignArm):
-    """Plain greedy or sampled decoding, of Transformers models only."""
+    """Plain greedy or sampled decoding of Transformers models."""
 
     def __init__(self, name: str, shared: ArmSetup) -> None:
         super().__init__(name, shared)
@@ -50,11 +50,11 @@ class TransformersArm(ForeignArm):
         self.network: Any = _twin(model)
 
     def options(self) -> dict[str, Any]:
-        """What this mode adds to the arguments of ``generate``."""
+        """Extra keyword arguments of ``generate`` in this mode."""
         return {}
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> Generation:
-        """One request alone; the first round counts as prefill."""
+        """Decode one request; the first round counts as prefill."""
         ids = torch.tensor([list(prompt_ids)], device=self.network.device)
         clock = RoundClock()
         with torch.random.fork_rng(), torch.inference_mode(), ERRORS_ONLY.changed():
@@ -73,7 +73,7 @@ class TransformersArm(ForeignArm):
         config = copy.deepcopy(self.network.generation_config)
         config.max_new_tokens, config.max_length = max_new_tokens, None
         if self.shared.ignore_eos:
-            # An end-of-text id that never comes (``None`` would be filled in from the model's own settings)
+            # An id that never occurs (``None`` would be replaced by the model's default)
             config.eos_token_id = -1
         config.do_sample = temperature > 0
         config.temperature, config.top_k, config.top_p = (temperature or 1.0), 0, 1.0
@@ -81,7 +81,7 @@ class TransformersArm(ForeignArm):
 
 
 class TransformersPromptLookupArm(TransformersArm):
-    """Prompt lookup: ``k`` tokens that followed the latest match of at most ``n`` tokens."""
+    """Prompt lookup: ``k`` tokens after the latest match of at most ``n`` tokens."""
 
     def __init__(self, name: str, shared: ArmSetup, k: int = 10, n: int = 2) -> None:
         super().__init__(name, shared)
@@ -92,13 +92,13 @@ class TransformersPromptLookupArm(TransformersArm):
 
 
 class AssistedArm(TransformersArm):
-    """A draft model of the same tokenizer.
+    """A draft model with the same tokenizer.
 
     Args:
-        draft: folder or hub id of the draft model; the built-in one for the built-in target.
-        k: draft tokens per round; Transformers' default (20, stopping below a confidence) when it is left out.
+        draft: folder or hub id of the draft model; defaults to the built-in one for the built-in target.
+        k: draft tokens per round; defaults to Transformers' own (20, stopping below a confidence).
         schedule: ``constant``, ``heuristic`` or ``heuristic_transient``.
-        threshold: stop a draft below this confidence; 0 with a given ``k``, else Transformers' default.
+        threshold: stop a draft below this confidence; defaults to 0 with ``k``, else to Transformers' own.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class AssistedArm(TransformersArm):
             settings.assistant_confidence_threshold = threshold or 0.0
 
     def options(self) -> dict[str, Any]:
-        """The draft model; its generation config holds the rest."""
+        """The draft model; its generation config holds the other settings."""
         return {"assistant_model": self.assistant}
 
 
 def load_draft(path: str, shared: ArmSetup, dtype: str = "float32") -> Any:
-    """A draft model with plain layers; only the built-in target has one without a path."""
+    """A draft model with plain layers; the path is optional for the built-in target only."""
     if not path and str(shared.source) != BUILTIN:
         raise ValueError("this arm needs a draft model for this target: add ,draft=PATH to its spec")
     source: str | Path = path or BUILTIN
@@ -138,11 +138,11 @@ def load_draft(path: str, shared: ArmSetup, dtype: str = "float32") -> Any:
 
 
 _TWINS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Per packed network a weak reference to its plain twin: arms share one, and it goes when the last of them does."""
+"""Weak references from packed networks to their plain twins, which arms share."""
 
 
 def _twin(model: Any) -> Any:
-    """:func:`unpacked`, or the one that another arm of the same network holds."""
+    """:func:`unpacked`, shared with other arms of the same network."""
     reference = _TWINS.get(model)
     twin = reference() if reference is not None else None
     if twin is None:
@@ -152,7 +152,7 @@ def _twin(model: Any) -> Any:
 
 
 def unpacked(model: Any) -> Any:
-    """The same network with plain ``Linear`` layers, as Transformers runs it; everything that is plain is shared."""
+    """The network with plain ``Linear`` layers, as Transformers runs it; plain parts are shared."""
     if isinstance(model, PackedLinear):
         return plain_linear(model)
     if not any(isinstance(module, PackedLinear) for module in model.modules()):
@@ -163,7 +163,7 @@ def unpacked(model: Any) -> Any:
 
 
 def run_of(token_ids: list[int], clock: RoundClock) -> Generation:
-    """Times and counts from the moments at which rounds ended."""
+    """Result of a run from the end times of its rounds."""
     first_s, _ = clock.rounds[0]
     later = [count for _, count in clock.rounds[1:]]
     seconds = clock.rounds[-1][0] - first_s

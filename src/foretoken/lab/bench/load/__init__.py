@@ -1,1 +1,1 @@
-"""Load on an OpenAI-compatible server: requests over HTTP, and what a client sees of them."""
+"""Load test of an OpenAI-compatible server over HTTP, measured by its clients."""

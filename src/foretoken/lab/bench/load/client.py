@@ -1,4 +1,4 @@
-"""Sends requests and times what comes back."""
+"""HTTP client of a load test: sends requests and times their streams."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _DONE = b"[DONE]"
 
 @dataclass
 class Drafts:
-    """What speculation did, as far as a server says: verification rounds (calls of the target; ``None`` where they are
-    not told), and draft tokens."""
+    """Speculation counts as reported by a server: verification rounds (target calls; ``None`` if not reported) and
+    draft tokens."""
 
     rounds: int | None = None
     drafted: int = 0
     accepted: int = 0
 
     def add(self, other: Drafts) -> None:
-        """Count another one in."""
+        """Add the counts of another instance."""
         self.rounds = None if self.rounds is None or other.rounds is None else self.rounds + other.rounds
         self.drafted += other.drafted
         self.accepted += other.accepted
@@ -44,7 +44,7 @@ class Drafts:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens per round, the target's own included."""
+        """Tokens per round, including the target's own."""
         return 1 + self.accepted / self.rounds if self.rounds else None
 
 
@@ -53,21 +53,22 @@ class Sample:
     """One request.
 
     Attributes:
-        number: which; the same number asked the same of every arm.
-        sent_s: when it was sent, on the clock of ``time.perf_counter``; the following are, too.
-        first_s: when its first text came.
-        last_s: when it said that it was finished.
+        number: index of the request; the same for every arm.
+        sent_s: time of sending, on the clock of ``time.perf_counter`` like the next two.
+        first_s: time of the first text.
+        last_s: time of the finish reason.
         chunks: events that carried text.
-        tokens, prompt_tokens: what the server counted; chunks where it counts nothing.
-        counted: whether the server counted.
-        text, finish_reason: what it said.
+        tokens, prompt_tokens: counts from the server; chunks if it reports none.
+        counted: whether the server reported counts.
+        text, finish_reason: the answer.
         done: whether the stream ended with ``[DONE]``.
-        error: what kind of error ended it; empty for none.
-        detail: the error in words.
-        drafts: what speculation did, if it is told.
-        token_ids: of the answer, where they were asked for and are told.
-        gap: for an answer that differs from another: how much less likely its token was (see ``run.find_gaps``).
-        ignored: fields that the server says it ignored.
+        error: kind of the error that ended it; empty for none.
+        detail: error message.
+        drafts: speculation counts, if reported.
+        token_ids: ids of the answer, if requested and reported.
+        gap: for an answer that differs from another: log-probability by which its token is less likely (see
+            ``run.find_gaps``).
+        ignored: fields that the server reports as ignored.
     """
 
     number: int
@@ -91,7 +92,7 @@ class Sample:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended as it should."""
+        """Whether it completed without an error."""
         return not self.error and self.last_s is not None
 
     @property
@@ -101,23 +102,23 @@ class Sample:
 
     @property
     def e2e_s(self) -> float | None:
-        """Time to the end."""
+        """Time to the end of the answer."""
         return None if not self.ok or self.last_s is None else self.last_s - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token behind the first; nothing for an answer that came in one piece."""
+        """Time per output token after the first; ``None`` for an answer in one chunk."""
         if not self.ok or self.first_s is None or self.last_s is None or self.tokens < 2 or self.chunks < 2:
             return None
         return (self.last_s - self.first_s) / (self.tokens - 1)
 
     def fail(self, kind: str, detail: str) -> Sample:
-        """It ended with an error."""
+        """Record an error and return the sample."""
         self.error, self.detail = kind, " ".join(detail.split())[:300]
         return self
 
     def read(self, event: Mapping[str, Any], now_s: float) -> None:
-        """Take in one event of the stream.  Raises ``StreamError`` where it is an error."""
+        """Add one event of the stream.  Raises ``StreamError`` for an error event."""
         if event.get("error"):
             raise StreamError(_message(event["error"]))
         for choice in event.get("choices") or ():
@@ -137,19 +138,19 @@ class Sample:
         self.drafts = drafts_of(event) or self.drafts
 
     def close(self) -> Sample:
-        """The stream has ended without an error: did it end as it should?"""
+        """Check a stream that ended without an error, and return the sample."""
         if self.finish_reason is None:
             end = "[DONE]" if self.done else "nothing more"
             return self.fail("truncated", f"the stream ended with {end} and without a finish_reason")
         if not self.counted:
             self.tokens = self.chunks
-        if self.first_s is None:  # no text at all: the end is what came first
+        if self.first_s is None:  # no text at all: the end counts as the first event
             self.first_s = self.last_s
         return self
 
 
 class StreamError(Exception):
-    """An error that came as an event of a stream."""
+    """An error event of a stream."""
 
 
 def _message(error: Any) -> str:
@@ -157,7 +158,7 @@ def _message(error: Any) -> str:
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
-    """The text of a choice of a completion or of a chat, thoughts and calls of tools included."""
+    """The text of a completion or chat choice, including reasoning and tool calls."""
     if "text" in choice:
         return str(choice["text"] or "")
     delta = choice.get("delta") or {}
@@ -169,7 +170,7 @@ def _text_of(choice: Mapping[str, Any]) -> str:
 
 
 def drafts_of(event: Mapping[str, Any]) -> Drafts | None:
-    """What an event says of speculation: ``metrics.speculative_decoding``, llama.cpp's timings, or OpenAI's usage."""
+    """Speculation counts in an event: ``metrics.speculative_decoding``, llama.cpp's timings, or OpenAI's usage."""
     metrics = event.get("metrics")
     spec = metrics.get("speculative_decoding") if isinstance(metrics, Mapping) else None
     if isinstance(spec, Mapping) and "num_draft_tokens" in spec:
@@ -190,7 +191,7 @@ def drafts_of(event: Mapping[str, Any]) -> Drafts | None:
 
 
 def open_client(timeout_s: float) -> httpx.AsyncClient:
-    """A client for as many connections as a test opens; it takes no proxy from the environment."""
+    """A client without a connection limit, and without a proxy from the environment."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(timeout=httpx.Timeout(timeout_s, connect=10.0), limits=limits, trust_env=False)
 
@@ -200,8 +201,8 @@ def headers_of(server: Server) -> dict[str, str]:
 
 
 async def find_server(http: httpx.AsyncClient, server: Server) -> Server:
-    """The server with what it says of itself.  Raises ``ValueError`` where nothing answers, or the server does not say
-    what it serves and no model was named."""
+    """The server with its reported model and settings.  Raises ``ValueError`` if nothing answers, or if no model is
+    listed or named."""
     url, model = server.url, server.model
     try:
         answer = await http.get(f"{url}/v1/models", headers=headers_of(server), timeout=10.0)
@@ -215,13 +216,13 @@ async def find_server(http: httpx.AsyncClient, server: Server) -> Server:
     if not model and not listed:
         raise ValueError(f"{url}/v1/models does not say what is served ({answer.status_code}): give --model")
     entry = next((offer for offer in listed if offer.get("id") == model), listed[0] if listed else {})
-    # Who knows ``cache_salt``; others refuse fields that they do not know, or ignore them
+    # Servers that support ``cache_salt``; others refuse or ignore unknown fields
     salted = entry.get("owned_by") in ("foretoken", "vllm")
     return replace(server, model=model or str(entry.get("id")), salted=salted, about=await _about(http, server))
 
 
 async def _about(http: httpx.AsyncClient, server: Server) -> dict[str, Any]:
-    """How a server of ours drafts; nothing of others."""
+    """Speculation settings of a foretoken server; empty for others."""
     try:
         answer = await http.get(f"{server.url}/v1/spec", headers=headers_of(server), timeout=10.0)
         spec = answer.json() if answer.status_code == 200 else {}
@@ -242,7 +243,7 @@ def _listed(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 async def ask(http: httpx.AsyncClient, settings: LoadSettings, arm: ServerArm, request: Ask, salt: str) -> Sample:
-    """Send one request and read its stream to the end; whatever goes wrong is in the sample."""
+    """Send one request and read its stream to the end; errors are recorded in the sample."""
     sample = Sample(request.number, request.prompt.category)
     path = "/v1/chat/completions" if settings.chat else "/v1/completions"
     content = json.dumps(settings.body(arm, request, salt)).encode()
@@ -265,13 +266,13 @@ async def ask(http: httpx.AsyncClient, settings: LoadSettings, arm: ServerArm, r
         return sample.fail("disconnected", f"{type(error).__name__}: {error}")
     except StreamError as error:
         return sample.fail("stream_error", str(error))
-    except (ValueError, TypeError, AttributeError) as error:  # an event that is no JSON, or not of the shape
+    except (ValueError, TypeError, AttributeError) as error:  # an event that is not JSON or has another shape
         return sample.fail("bad_answer", f"{type(error).__name__}: {error}")
     return sample.close()
 
 
 def _reason(body: bytes) -> str:
-    """The message of an error, as OpenAI and others word it."""
+    """Error message of a response body, in OpenAI's or similar formats."""
     try:
         payload = json.loads(body)
         return _message(payload.get("error", payload.get("detail", payload)))
@@ -292,7 +293,7 @@ async def _read(sample: Sample, answer: httpx.Response) -> None:
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of server-sent events; a last line without its end was cut off and is none."""
+    """Data of server-sent events; an incomplete last line is dropped."""
     rest = b""
     async for chunk in answer.aiter_bytes():
         rest += chunk
@@ -303,7 +304,7 @@ async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 async def counters(http: httpx.AsyncClient, server: Server) -> Drafts | None:
-    """What a server has drafted so far, by its Prometheus page; nothing where it has none."""
+    """Draft counts so far from a server's Prometheus page; ``None`` if there is none."""
     try:
         answer = await http.get(f"{server.url}/metrics", headers=headers_of(server), timeout=10.0)
     except (httpx.TransportError, httpx.InvalidURL):
@@ -312,7 +313,7 @@ async def counters(http: httpx.AsyncClient, server: Server) -> Drafts | None:
 
 
 def read_counters(lines: Sequence[str]) -> Drafts | None:
-    """Sums of the counters, of whichever engine's prefix comes first (a server may export two)."""
+    """Sums of the counters with the first engine prefix (a server may export two)."""
     sums: dict[str, dict[str, float]] = {}
     names = {f"{name}_total": key for key, name in COUNTERS.items()}
     for line in lines:

@@ -1,4 +1,4 @@
-"""Runs passes: all arms at all levels, taking turns, until it is done or somebody wants to see what there is."""
+"""Passes of a load test: all arms at all levels in turns, until done or interrupted."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from foretoken.lab.prompts import BenchPrompt
 from foretoken.lab.timing import interleave
 
 Tell = Callable[[int, int, str], None]
-"""Called with requests done, requests in all, and what runs."""
+"""Called with (requests done, total, current pass)."""
 
 
 @dataclass
 class Pass:
-    """One arm at one level, once.
+    """One pass of an arm at a level.
 
     Attributes:
-        seconds: from the first request to the last end.
-        lag_s: how late requests were sent at worst, where they arrive by a rate.
-        drafts: what the server's counters grew by, for servers that say nothing of single requests.
+        seconds: time from the first request to the last end.
+        lag_s: maximum delay of sending behind the planned arrival times.
+        drafts: increase of the server's counters, for servers that report nothing per request.
         cut: whether it was interrupted.
     """
 
@@ -43,12 +43,12 @@ class Pass:
 
     @property
     def tokens(self) -> int:
-        """Tokens of requests that ended well."""
+        """Tokens of completed requests."""
         return sum(sample.tokens for sample in self.samples if sample.ok)
 
 
 class Driver:
-    """Sends the requests of a load test; its prompts are by category."""
+    """Sends the requests of a load test; prompts are grouped by category."""
 
     def __init__(
         self, http: httpx.AsyncClient, settings: LoadSettings, prompts: Mapping[str, Sequence[BenchPrompt]], tell: Tell
@@ -59,8 +59,8 @@ class Driver:
         self._all = 0
 
     async def run(self, arms: Sequence[ServerArm]) -> list[Pass]:
-        """Every level and pass; what there is by then, when it is stopped.  Raises ``ValueError`` where a server
-        refuses even the first requests."""
+        """Run every level and pass, or those finished before an interrupt.  Raises ``ValueError`` if a server refuses
+        all warm-up requests."""
         settings, passes = self.settings, []
         self._all = len(arms) * len(settings.levels) * settings.passes * settings.requests
         for arm in arms:
@@ -72,7 +72,7 @@ class Driver:
         return passes
 
     async def _warm(self, arm: ServerArm) -> None:
-        """The first requests; if all fail, the test would measure errors alone."""
+        """Send the warm-up requests.  If all fail, the test would measure only errors."""
         self.tell(0, self._all, f"{arm.name}: warming up")
         asks = self.settings.asks(self.prompts, self.settings.warmup)
         samples = await self._gathered([self._ask(arm, request, f"warm-{arm.name}") for request in asks])
@@ -109,17 +109,17 @@ class Driver:
         return result
 
     async def _clients(self, clients: int, count: int, send: Callable[[int], Awaitable[None]]) -> None:
-        """So many at a time."""
+        """Keep ``clients`` requests in flight."""
         numbers = iter(range(count))
 
         async def client() -> None:
-            for number in numbers:  # shared: each takes the next
+            for number in numbers:  # shared by the clients
                 await send(number)
 
         await self._gathered([client() for _ in range(clients)])
 
     async def _arriving(self, result: Pass, level: Level, count: int, send: Callable[[int], Awaitable[None]]) -> None:
-        """By a rate, whatever the server does."""
+        """Send requests at a rate, regardless of the server's speed."""
         times = arrivals(level, count, (self.settings.seed or 0) + result.number)
         start_s = perf_counter()
 
@@ -131,7 +131,7 @@ class Driver:
         await self._gathered([at(number) for number in range(count)])
 
     async def _gathered(self, work: Sequence[Awaitable[Sample | None]]) -> list[Sample]:
-        """All of it, or what is done when somebody stops it; requests that run then are dropped."""
+        """Results of all awaitables, or of those finished before an interrupt; the others are cancelled."""
         tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
         stopped = asyncio.ensure_future(self.stop.wait())
         try:
@@ -150,7 +150,7 @@ class Driver:
 
 
 def _check_plain(arm: ServerArm, samples: Sequence[Sample]) -> None:
-    """Plain decoding must be plain.  Raises ``ValueError`` where the server drafts all the same."""
+    """Raise ``ValueError`` if the server drafts although speculation was disabled."""
     ignored = any("speculative" in sample.ignored for sample in samples)
     if ignored or any(sample.drafts is not None and sample.drafts.drafted for sample in samples):
         raise ValueError(
@@ -168,7 +168,8 @@ def _grown(before: Drafts | None, after: Drafts | None) -> Drafts | None:
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: asyncio.Event) -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM sets ``stop`` and is listed, the second does as ever; only if they can be caught."""
+    """Make the first Ctrl-C or SIGTERM set ``stop`` and append its number to the list, if signals can be caught; a
+    second one has its usual effect."""
     loop = asyncio.get_running_loop()
     caught: list[int] = []
     before: dict[int, Any] = {}
@@ -177,7 +178,7 @@ def stopped_by_signals(stop: asyncio.Event) -> Iterator[list[int]]:
         while before:
             number, handler = before.popitem()
             loop.remove_signal_handler(number)
-            signal.signal(number, handler)  # the loop leaves the default one, which would end us in silence
+            signal.signal(number, handler)  # the loop leaves the default handler, which exits without a message
 
     def on_signal(number: int) -> None:
         stop.set()

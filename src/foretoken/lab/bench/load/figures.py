@@ -1,4 +1,4 @@
-"""From requests to figures: percentiles, throughput, acceptance, errors, and whether texts are equal."""
+"""Figures of a load test: percentiles, throughput, acceptance, errors and equality of texts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from foretoken.lab.bench.load.settings import LARGEST_TIE, Level, LoadSettings, 
 CURVE = tuple(range(0, 101, 2))
 """Percentiles of a curve."""
 EXAMPLES = 5
-"""Differences that are told."""
+"""Maximum number of differences to report."""
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Mean and percentiles in milliseconds of values in seconds; nothing of no values."""
+    """Mean and percentiles in milliseconds of values in seconds; ``None`` without values."""
     times_ms = [1000 * value for value in values if value is not None]
     if not times_ms:
         return None
@@ -34,7 +34,7 @@ def curve(values: Iterable[float | None]) -> list[float]:
 
 
 def drafts_of(passes: Sequence[Pass]) -> Drafts | None:
-    """What was drafted: as requests say, else as the server's counters do."""
+    """Speculation counts from requests, else from the server's counters."""
     of_requests = [
         sample.drafts for pass_ in passes for sample in pass_.samples if sample.ok and sample.drafts is not None
     ]
@@ -48,8 +48,8 @@ def drafts_of(passes: Sequence[Pass]) -> Drafts | None:
 
 
 def cell(passes: Sequence[Pass], baseline: Sequence[Pass], settings: LoadSettings) -> dict[str, Any]:
-    """One line of the run: an arm at a level, all passes together, beside those of the first arm at the same level (for
-    the first arm itself, its own)."""
+    """One result row: an arm at a level over all passes, compared with ``baseline``, the first arm's passes at that
+    level."""
     level, arm = passes[0].level, passes[0].arm
     samples = [sample for pass_ in passes for sample in pass_.samples]
     good = [sample for sample in samples if sample.ok]
@@ -85,14 +85,14 @@ def cell(passes: Sequence[Pass], baseline: Sequence[Pass], settings: LoadSetting
 
 
 def _per_second(passes: Sequence[Pass], count: Any) -> float:
-    """The median over passes."""
+    """Median rate over passes."""
     return median(count(pass_) / pass_.seconds if pass_.seconds > 0 else 0.0 for pass_ in passes)
 
 
 def ratios(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, float] | None:
-    """How many times as good as the first arm, above 1 is better: the median over passes of the same number.
+    """Ratios to the first arm, above 1 for better: medians over passes of the same number.
 
-    Tokens per second for throughput; mean times, the baseline's over the arm's, for latencies.
+    Throughput in tokens per second; latencies as the baseline's mean time over the arm's.
     """
     baseline_passes = {pass_.number: pass_ for pass_ in baseline}
     by_measure: dict[str, list[float]] = {}
@@ -116,7 +116,7 @@ def _mean(samples: Sequence[Sample], name: str) -> float:
 
 
 def pairs(passes: Sequence[Pass], baseline: Sequence[Pass]) -> Iterator[tuple[Sample, Sample]]:
-    """Requests that ended well, and beside each the same one in the baseline's pass of the same number."""
+    """Completed requests, each with the same request of the baseline's pass of the same number."""
     base_samples = {
         (pass_.number, sample.number): sample for pass_ in baseline for sample in pass_.samples if sample.ok
     }
@@ -127,8 +127,8 @@ def pairs(passes: Sequence[Pass], baseline: Sequence[Pass]) -> Iterator[tuple[Sa
 
 
 def equality(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]:
-    """Texts of the same request in the same pass: how many were compared, how many differ (of those: how many by a
-    numerical tie, where the server was asked), and some that do."""
+    """Equality of texts of the same request in the same pass: number compared, number different (and, of those,
+    numerical ties if known), and examples."""
     compared = list(pairs(passes, baseline))
     different = [
         (sample, other)
@@ -156,7 +156,7 @@ def _difference(sample: Sample, other: Sample) -> dict[str, Any]:
 
 
 def by_category(passes: Sequence[Pass]) -> dict[str, dict[str, Any]]:
-    """What differs between categories: time per token and acceptance."""
+    """Figures that differ by category: time per token and acceptance."""
     groups: dict[str, list[Sample]] = {}
     for pass_ in passes:
         for sample in pass_.samples:
@@ -178,7 +178,7 @@ def by_category(passes: Sequence[Pass]) -> dict[str, dict[str, Any]]:
 
 
 def grouped(passes: Sequence[Pass]) -> Mapping[tuple[Level, str], list[Pass]]:
-    """Passes of the same arm at the same level, in the order in which they began."""
+    """Passes by level and arm, in the order of their start."""
     groups: dict[tuple[Level, str], list[Pass]] = {}
     for pass_ in passes:
         groups.setdefault((pass_.level, pass_.arm.name), []).append(pass_)
@@ -186,7 +186,7 @@ def grouped(passes: Sequence[Pass]) -> Mapping[tuple[Level, str], list[Pass]]:
 
 
 def cells(arms: Sequence[ServerArm], passes: Sequence[Pass], settings: LoadSettings) -> list[dict[str, Any]]:
-    """All lines of the run."""
+    """All result rows of a run."""
     groups = grouped(passes)
     lines = []
     for level in settings.levels:

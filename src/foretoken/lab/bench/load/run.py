@@ -1,4 +1,4 @@
-"""A load test from settings to lines: cells, then a summary."""
+"""A load test from settings to output lines: cells, then a summary."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from foretoken.lab.prompts import BenchPrompt
 from foretoken.models.native.library import cpu_info
 
 MOST_ASKED, TOP = 32, 20
-"""Differing answers that a server is asked about, and how many of its likeliest tokens it is asked for."""
+"""Maximum number of differing answers to query, and of top log-probabilities to request."""
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What a load test found: ``cells``, one per level and arm, and ``stopped_by``, the signal that ended it early."""
+    """Results of a load test: ``cells``, one per level and arm, and ``stopped_by``, the signal that interrupted it."""
 
     cells: Sequence[dict[str, Any]]
     summary: dict[str, Any]
@@ -40,15 +40,15 @@ class LoadResult:
         return [json.dumps(row, ensure_ascii=False) for row in (*self.cells, self.summary)]
 
     def write(self, file: Path) -> None:
-        """Write the lines, whole or not at all."""
+        """Write the lines atomically."""
         write_text(file, "".join(line + "\n" for line in self.lines))
 
 
 def parse_addresses(
     addresses: Sequence[str], compare: bool, keys: Sequence[str], models: Sequence[str]
 ) -> list[Server]:
-    """Servers of ``URL`` or ``NAME=URL``.  Raises ``ValueError`` for what is no address, two of one name, and numbers
-    of keys or models that do not fit."""
+    """Servers from ``URL`` or ``NAME=URL``.  Raises ``ValueError`` for an invalid address, a repeated name, or a wrong
+    number of keys or models."""
     if compare and len(addresses) > 1:
         raise ValueError("--compare compares one server with itself: give one URL")
     servers = []
@@ -68,7 +68,7 @@ def parse_addresses(
 
 
 def _of(values: Sequence[str], place: int, count: int, option: str) -> str:
-    """The value of a server: each its own, or one for all; empty where none was given."""
+    """The value for one server: its own, or the one for all; empty if there are none."""
     if len(values) not in (0, 1, count):
         raise ValueError(f"{option} was given {len(values)} times for {count} servers: give it once, or once for each")
     return values[place if len(values) == count else 0] if values else ""
@@ -81,10 +81,10 @@ def run_load(
     compare: bool = False,
     tell: Tell = lambda done, total, text: None,
 ) -> LoadResult:
-    """Measure; Ctrl-C and SIGTERM end it early with what there is.
+    """Run a load test; Ctrl-C and SIGTERM end it early with the results so far.
 
-    The first server is what others are compared with; ``compare`` compares plain decoding with speculation on the one
-    server.  Prompts are by category.  Raises ``ValueError`` where a server is not there, or refuses what it is asked.
+    The first server is the baseline; ``compare`` compares plain decoding with speculation on a single server.  Prompts
+    are grouped by category.  Raises ``ValueError`` if a server is unreachable or refuses the requests.
     """
     arms, passes, stopped_by = asyncio.run(_measured(servers, prompts, settings, compare, tell))
     about = summary(arms, passes, settings, prompts, stopped_by is not None)
@@ -98,7 +98,7 @@ async def _measured(
     compare: bool,
     tell: Tell,
 ) -> tuple[list[ServerArm], list[Pass], int | None]:
-    """The arms, their passes, and the signal that ended it early."""
+    """The arms, their passes, and the signal that interrupted them."""
     async with open_client(settings.timeout_s) as http:
         driver = Driver(http, settings, prompts, tell)
         with stopped_by_signals(driver.stop) as caught:
@@ -116,7 +116,7 @@ async def _measured(
 
 
 def _compared(server: Server) -> list[ServerArm]:
-    """Plain decoding and speculation on one server."""
+    """Arms for plain decoding and speculation on one server."""
     ids = {"return_token_ids": True}
     plain = {"speculative": {"enabled": False}}
     return [ServerArm(PLAIN, server, {**ids, **plain}), ServerArm(SPECULATIVE, server, ids)]
@@ -129,7 +129,7 @@ def summary(
     prompts: Mapping[str, Sequence[BenchPrompt]],
     interrupted: bool,
 ) -> dict[str, Any]:
-    """The last line of a run."""
+    """The last line of the output."""
     groups = figures.grouped(passes)
     levels = [level for level in settings.levels if any((level, arm.name) in groups for arm in arms)]
     config = asdict(settings)
@@ -155,7 +155,7 @@ def summary(
 
 
 def client_facts() -> dict[str, Any]:
-    """The machine that sent the requests; a server on it shares its cores."""
+    """The client machine; a server on it shares its cores."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
@@ -169,7 +169,7 @@ def client_facts() -> dict[str, Any]:
 def _equality(
     arms: Sequence[ServerArm], groups: Mapping[Any, list[Pass]], settings: LoadSettings
 ) -> list[dict[str, Any]]:
-    """Texts against the first arm's, where the same request must have the same answer."""
+    """Equality of texts with the first arm's, if answers are deterministic."""
     if not settings.fixed:
         return []
     return [
@@ -194,11 +194,11 @@ def _curves(passes: Sequence[Pass]) -> dict[str, Any]:
 
 
 def notes(passes: Sequence[Pass], settings: LoadSettings, prompts: Mapping[str, Sequence[Any]]) -> list[str]:
-    """What a reader must know about this run."""
+    """Warnings for the reader of this run."""
     remarks = []
     samples = [sample for pass_ in passes for sample in pass_.samples]
     good = [sample for sample in samples if sample.ok]
-    # Of all requests, those too that an interrupted test did not come to
+    # All planned requests, even those not sent before an interrupt
     numbers = range(settings.requests) if samples else ()
     distinct = len({(number % len(prompts), _row(number, prompts)) for number in numbers})
     if distinct < len(numbers):
@@ -213,7 +213,7 @@ def notes(passes: Sequence[Pass], settings: LoadSettings, prompts: Mapping[str, 
     if undone := sum(not sample.done for sample in good):
         remarks.append(f"{undone} streams ended without [DONE], but with a finish_reason: they count as complete.")
     late = max((pass_.lag_s for pass_ in passes), default=0.0)
-    # Requests that are sent so much later than planned are told of
+    # Shorter delays are not reported
     if late > 0.05:
         remarks.append(f"The client was late by up to {1000 * late:.0f} ms: it is too slow for this rate.")
     if len({sample.tokens for sample in good}) > 1:
@@ -235,7 +235,7 @@ async def find_gaps(
     baseline: Sequence[Pass],
     others: Sequence[Pass],
 ) -> None:
-    """Set :attr:`Sample.gap` of greedy answers that differ from the baseline's, where tokens are known."""
+    """Set :attr:`Sample.gap` of greedy answers that differ from the baseline's, if token ids are known."""
     if settings.temperature or settings.chat:
         return
     different = [
@@ -248,10 +248,11 @@ async def find_gaps(
 
 
 async def _gap(http: httpx.AsyncClient, server: Server, prompt: str, sample: Sample, other: Sample) -> float | None:
-    """How far the less likely of the two tokens is from the most likely one; ``None`` where the server does not say."""
+    """Log-probability gap between the most likely token and the lower of the two differing ones; ``None`` if not
+    reported."""
     pairs = list(zip(sample.token_ids, other.token_ids, strict=False))
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if place is None:  # one of them is longer
+    if place is None:  # one answer is a prefix of the other
         return None
     try:
         answer = await http.post(

@@ -1,4 +1,4 @@
-"""What a load test does: which servers, how many requests, how they arrive, what each asks."""
+"""Settings of a load test: servers, number of requests, arrivals, and request bodies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Shape = Literal["concurrency", "rate"]
 LARGEST_TIE = 0.3
-"""Gap between two log-probabilities that rounding in bfloat16 may turn over: 4 % of a logit of 8."""
+"""Largest gap between two log-probabilities that bfloat16 rounding may reverse: 4 % of a logit of 8."""
 SERVER, PLAIN, SPECULATIVE = "server", "plain", "speculative"
 
 
@@ -25,10 +25,10 @@ class Server:
 
     Attributes:
         url: without ``/v1``.
-        model: what requests name; empty until the server was asked what it serves.
+        model: model name in requests; empty until the server has listed its models.
         key: API key; empty for none.
-        salted: whether it keeps the caches of different ``cache_salt`` apart (it refuses or ignores the field if not).
-        about: what it says of itself.
+        salted: whether it separates caches by ``cache_salt`` (others refuse or ignore the field).
+        about: its reported settings.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Server:
 
 @dataclass(frozen=True)
 class ServerArm:
-    """A server and what its requests say besides."""
+    """A server and extra fields of its requests."""
 
     name: str
     server: Server
@@ -50,13 +50,13 @@ class ServerArm:
 
 @dataclass(frozen=True)
 class Level:
-    """How requests come.
+    """Arrival pattern of requests.
 
     Attributes:
-        shape: ``concurrency``: so many clients, each sends its next request when the last has ended; ``rate``: requests
-            arrive by chance (a Poisson process), whether the server keeps up or not.
-        value: clients, or requests per second.
-        burst: with a rate, requests that arrive together.
+        shape: ``concurrency``: clients that each send the next request when the last has ended; ``rate``: a Poisson
+            process, whether the server keeps up or not.
+        value: number of clients, or requests per second.
+        burst: with a rate, number of requests that arrive together.
     """
 
     shape: Shape
@@ -71,7 +71,7 @@ class Level:
 
     @property
     def label(self) -> str:
-        """In words."""
+        """Short description."""
         if self.shape == "concurrency":
             return f"{self.value:g} at a time"
         return f"{self.value:g}/s" + (f", {self.burst} together" if self.burst > 1 else "")
@@ -79,7 +79,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a pass: the same number asks the same of every arm."""
+    """One request of a pass, the same for every arm."""
 
     number: int
     prompt: BenchPrompt
@@ -88,16 +88,16 @@ class Ask:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """All of a load test.
+    """Settings of a load test.
 
     Attributes:
-        levels: one after the other.
-        passes: how often each level is measured; arms take turns at going first.
-        seed: of the first request, counted up by request; also of the arrivals. ``None`` sends no seed.
+        levels: run one after the other.
+        passes: passes per level; arms take turns at going first.
+        seed: of the first request, incremented per request; also of the arrivals. ``None`` sends no seed.
         chat: chat completions instead of completions.
-        ignore_eos: ask for outputs of equal length.
+        ignore_eos: request outputs of equal length.
         extra: further fields of every request.
-        timeout_s: after which a request counts as failed.
+        timeout_s: time limit of a request.
     """
 
     levels: Sequence[Level] = ()
@@ -115,11 +115,11 @@ class LoadSettings:
 
     @property
     def fixed(self) -> bool:
-        """Whether the same request must have the same answer."""
+        """Whether answers are deterministic."""
         return self.temperature == 0 or self.seed is not None
 
     def asks(self, prompts: Mapping[str, Sequence[BenchPrompt]], count: int) -> list[Ask]:
-        """Requests that go through the categories in turn, and from the beginning again when prompts run out."""
+        """Requests that cycle through the categories, reusing prompts when they run out."""
         lists = [list(group) for group in prompts.values()]
         asks = []
         for number in range(count):
@@ -129,7 +129,7 @@ class LoadSettings:
         return asks
 
     def body(self, arm: ServerArm, ask: Ask, salt: str) -> dict[str, Any]:
-        """The JSON of a request."""
+        """JSON body of a request."""
         body: dict[str, Any] = {"model": arm.server.model, "max_tokens": self.max_tokens, "stream": True}
         if self.chat:
             body["messages"] = list(ask.prompt.messages) or [{"role": "user", "content": ask.prompt.text}]
@@ -148,7 +148,7 @@ class LoadSettings:
 
 
 def arrivals(level: Level, count: int, seed: int) -> list[float]:
-    """Seconds from the start at which requests arrive; groups of ``burst`` keep the rate."""
+    """Arrival times in seconds from the start; bursts keep the average rate."""
     chance = random.Random(seed)
     times: list[float] = []
     time_s = 0.0
