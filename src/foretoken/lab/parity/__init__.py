@@ -1,1 +1,1 @@
-"""Speculative against plain decoding on a given target: equal texts, equal distributions."""
+"""Speculative against plain decoding on a target: equal outputs, equal distributions."""

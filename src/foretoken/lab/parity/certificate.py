@@ -1,7 +1,6 @@
-"""Certificates: a parity run as a file that another machine can repeat and compare with.
+"""Certificates: files of parity runs that another machine can repeat and compare.
 
-The digest of the whole tells a file that was changed; it is no signature, since whoever changes a file can write a new
-digest as well.
+The digest detects changes of the file.  It is not a signature: an editor can compute a new one.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ from foretoken.models.huggingface import HuggingFaceModel
 
 KIND, VERSION = "foretoken parity certificate", 1
 SETTINGS = ("verifier", "controller", "max_new_tokens", "sampling", "samples", "false_alarm", "seed", "allow_lossy")
-"""Settings of the run that are kept as they are."""
+"""Settings that are stored unchanged."""
 PARTS = {
     "model": ("source", "checksums", "options", "forward", "weights", "exactness", "exactness_why"),
     "settings": (*SETTINGS, "modes"),
     "texts": ("greedy", "seeded"),
     "result": ("passed", "checks"),
 }
-"""What the parts of a certificate hold at least."""
+"""Required keys of a certificate's parts."""
 REMEDY = "write one with foretoken parity --certificate FILE"
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a run was, where it ran and what came out.
+    """Settings, environment and result of a parity run.
 
     Attributes:
         written: date and time, UTC.
         versions: of foretoken, Python, PyTorch and Transformers.
         machine: processor, its matrix instructions, cores, accelerators, kernels and threads.
-        model: ``source``, ``checksums`` of its files, ``options`` of loading, and how it ran: ``forward``, ``weights``,
-            ``layout``, ``exactness``, ``exactness_why``, ``refused``.
+        model: ``source``, ``checksums`` of its files, ``options`` of loading, and execution details: ``forward``,
+            ``weights``, ``layout``, ``exactness``, ``exactness_why``, ``refused``.
         drafters: ``spec`` and ``checksums`` of each.
         settings: of the run, with its ``modes``.
         texts: token ids of plain decoding's ``greedy`` and ``seeded`` outputs.
-        result: what ``foretoken parity --json`` prints.
+        result: the JSON of ``foretoken parity --json``.
     """
 
     written: str
@@ -61,7 +60,7 @@ class Certificate:
 
     @property
     def specs(self) -> list[str]:
-        """The drafters that were checked."""
+        """Specs of the checked drafters."""
         return [drafter["spec"] for drafter in self.drafters]
 
     def run_settings(self, source: str) -> Settings:
@@ -71,14 +70,14 @@ class Certificate:
 
 
 def machine_here() -> dict[str, Any]:
-    """What decides how sums are rounded here."""
+    """Properties of this machine that determine rounding."""
     return {**hardware(), "torch_threads": threads()["torch_threads"]}
 
 
 def model_here(source: str, options: Mapping[str, Any], target: LanguageModel, checksums: Checksums) -> dict[str, Any]:
-    """What is certified of a model."""
+    """The certificate's entry for a model."""
     description = target.describe()
-    del description["threads"]  # the machine's
+    del description["threads"]  # a property of the machine
     layout = target.forwards.packing.layout if isinstance(target, HuggingFaceModel) else "plain"
     return {"source": source, "checksums": checksums, "options": dict(options), "layout": layout, **description}
 
@@ -86,8 +85,8 @@ def model_here(source: str, options: Mapping[str, Any], target: LanguageModel, c
 def certify(
     report: Report, settings: Settings, target: LanguageModel, options: Mapping[str, Any], checksums: Checksums
 ) -> Certificate:
-    """The certificate of a run, which must have come to its end, of a target loaded with ``options``: ``dtype``,
-    ``device``, ``inflate``, ``quantize``."""
+    """The certificate of a complete run on a target loaded with ``options``: ``dtype``, ``device``, ``inflate``,
+    ``quantize``."""
     if not report.complete:
         raise ValueError("there is no certificate of a run that was broken off: let it come to its end")
     source = str(settings.target_source)
@@ -106,18 +105,18 @@ def certify(
 
 
 def to_json(certificate: Certificate) -> str:
-    """The certificate as the text of a file."""
+    """The certificate as file contents."""
     body = {"kind": KIND, "version": VERSION, **asdict(certificate)}
     return json.dumps({**body, "digest": digest_of(body)}, indent=1) + "\n"
 
 
 def digest_of(body: Mapping[str, Any]) -> str:
-    """SHA-256 of a certificate without its digest, however the file is laid out."""
+    """SHA-256 of a certificate without its digest, independent of the file's layout."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_certificate(file: Path) -> Certificate:
-    """A certificate that is whole; what is none, of another version or changed since is refused by a ``ValueError``."""
+    """Read a certificate.  Raises ``ValueError`` for other files, other versions, and changed or incomplete ones."""
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -144,8 +143,8 @@ def read_certificate(file: Path) -> Certificate:
 
 
 def check_weights(certificate: Certificate, file: Path, source: str, drafters: Sequence[str]) -> Checksums:
-    """The checksums of the model at ``source``.  Raises ``ValueError`` where they or those of its drafters are not the
-    certificate's, or there is no such model on this machine."""
+    """Checksums of the model at ``source``.  Raises ``ValueError`` if it is not on this machine, or if it or a drafter
+    differs from the certificate's."""
     checksums = model_checksums(source)
     _same(certificate.model["checksums"], checksums, f"{file} is about another model than {source}")
     if len(drafters) != len(certificate.drafters):
@@ -156,7 +155,7 @@ def check_weights(certificate: Certificate, file: Path, source: str, drafters: S
 
 
 def _same(certified: Checksums, found: Checksums, words: str) -> None:
-    """Files are told by their contents: a folder or a file may be called otherwise here."""
+    """Compare files by contents; their names may differ."""
     if sorted(certified.values()) != sorted(found.values()):
         differing = sorted(name for name in {*certified, *found} if certified.get(name) != found.get(name))
         raise ValueError(f"{words}: the checksums of {', '.join(differing) or 'its files'} differ")

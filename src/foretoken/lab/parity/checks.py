@@ -1,4 +1,4 @@
-"""The checks of parity that compare outputs token by token: greedy ones, and sampled ones of the same seed."""
+"""Parity checks that compare outputs token by token: greedy ones, and sampled ones of the same seed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from foretoken.models.base import LanguageModel
 
 @dataclass(frozen=True)
 class StopCase:
-    """An output that must end early: by a stop string, or by an end-of-text token that a bias brings about.  ``plain``
-    is what plain decoding gives."""
+    """A request that ends early, by a stop string or by a biased end-of-text token; ``plain`` is plain decoding's
+    output."""
 
     prompt: int
     options: dict[str, Any]
@@ -33,11 +33,11 @@ class StopCase:
 
 @dataclass(frozen=True)
 class Reference:
-    """What every drafter is compared with.
+    """Reference outputs for every drafter.
 
     Attributes:
         plain: greedy outputs of plain decoding.
-        outside: greedy outputs of ``model.generate``; ``None`` when the target is no Transformers model.
+        outside: greedy outputs of ``model.generate``; ``None`` unless the target is a Transformers model.
         seeded: sampled outputs of plain decoding, of every prompt twice, with the seeds of :attr:`seeds`.
     """
 
@@ -56,7 +56,7 @@ class Reference:
 
     @property
     def predictions(self) -> list[list[int]]:
-        """Per prompt what a caller would expect, for drafters that use it: plain decoding's output with a gap."""
+        """Per prompt an expected answer, for drafters that use one: plain decoding's output with one token missing."""
         return [output[: len(output) // 3] + output[len(output) // 3 + 1 :] for output in self.plain]
 
 
@@ -65,9 +65,9 @@ class Tested:
     """A drafter under test.
 
     Attributes:
-        spec: how it is named in the report.
+        spec: its name in the report.
         steady: with a controller that always drafts.
-        chosen: with the controller that was asked for (both are the same unless that is ``auto``).
+        chosen: with the requested controller (the same as ``steady`` unless that is ``auto``).
     """
 
     spec: str
@@ -77,27 +77,27 @@ class Tested:
 
     @cached_property
     def alone(self) -> list[Output]:
-        """Greedy outputs of every prompt alone."""
+        """Greedy outputs of every prompt by itself."""
         r = self.reference
         pairs, options = zip(r.prompts, r.predictions, strict=True), r.settings.greedy_options
         return [self.steady.generate(prompt, prediction=guess, **options) for prompt, guess in pairs]
 
     def check(self, mode: str) -> Check:
-        """An empty check of a mode."""
+        """A new check of a mode."""
         greedy = mode not in ("sampled", "seed")
         name = verifier_name(self.steady, greedy, seeded=mode == "seed")
         return Check(self.spec, name, mode, len(self.reference.prompts))
 
 
 def always_drafting(llm: Llm, allow_lossy: bool) -> Llm:
-    """The same with drafts in every round, whatever they cost."""
+    """The same model and drafter, with drafts in every round regardless of cost."""
     return Llm(
         llm.target, llm.drafter, llm.engine.verifier, ConstantController(), llm.tokenizer, allow_lossy=allow_lossy
     )
 
 
 def verifier_name(llm: Llm, greedy: bool, seeded: bool) -> str:
-    """The rule that follows the drafter."""
+    """Name of the verifier used with the drafter."""
     if llm.engine.verifier is not None:
         return llm.engine.verifier.name
     drafter = llm.drafter
@@ -107,18 +107,18 @@ def verifier_name(llm: Llm, greedy: bool, seeded: bool) -> str:
     return auto_verifier(drafter.traits.kind, drafter.traits.draws_trees, greedy, coupled).name
 
 
-# -- what everything is compared with --------------------------------------------------------------------------------
+# -- reference outputs -----------------------------------------------------------------------------------------------
 
 
 def transformers_output(target: LanguageModel, prompt: list[int], settings: Settings) -> list[int] | None:
-    """Greedy output of ``model.generate``; ``None`` when the target is no Transformers model."""
+    """Greedy output of ``model.generate``; ``None`` unless the target is a Transformers model."""
     model = getattr(target, "model", None)
     if model is None or not hasattr(model, "generate"):
         return None
     from transformers import GenerationConfig
 
     eos = sorted(target.eos_token_ids)
-    # A fresh configuration: the checkpoint's own may ask for sampling or penalties.
+    # A fresh configuration: the checkpoint's own may enable sampling or penalties.
     config = GenerationConfig(
         max_new_tokens=settings.max_new_tokens,
         do_sample=False,
@@ -131,12 +131,12 @@ def transformers_output(target: LanguageModel, prompt: list[int], settings: Sett
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    begin = len(target.answer_start) or len(prompt)  # a decoder's output does not hold what its encoder reads
+    begin = len(target.answer_start) or len(prompt)  # a decoder's output excludes the encoder's input
     return list(out[0, begin:].tolist())
 
 
 def stop_cases(plain: Llm, prompts: Sequence[list[int]], expected: Sequence[list[int]], s: Settings) -> list[StopCase]:
-    """Per prompt an output that a stop string ends and one that an end-of-text token ends, after a quarter of it."""
+    """Two requests per prompt, ended after a quarter of the output by a stop string and by an end-of-text token."""
     cases = []
     for i, (prompt, output) in enumerate(zip(prompts, expected, strict=True)):
         place = len(output) // 4
@@ -148,7 +148,7 @@ def stop_cases(plain: Llm, prompts: Sequence[list[int]], expected: Sequence[list
 
 
 def _stop_string(plain: Llm, output: list[int], place: int) -> dict[str, Any]:
-    """Text of the two tokens from ``place`` on, so that it spans a border."""
+    """A stop string over two tokens from index ``place``, across their boundary."""
     if plain.tokenizer is None:
         return {}
     before, upto = (plain.tokenizer.decode(output[:n], skip_special_tokens=True) for n in (place, place + 2))
@@ -157,7 +157,7 @@ def _stop_string(plain: Llm, output: list[int], place: int) -> dict[str, Any]:
 
 
 def _eos_bias(target: LanguageModel, prompt: list[int], output: list[int], place: int) -> dict[str, Any]:
-    """A bias that puts an end-of-text token in front at ``place``, if none did so before."""
+    """A bias that makes an end-of-text token most likely at index ``place``, if not earlier."""
     if not target.eos_token_ids:
         return {}
     eos = min(target.eos_token_ids)
@@ -170,27 +170,27 @@ def _eos_bias(target: LanguageModel, prompt: list[int], output: list[int], place
 
 
 def check_greedy(subject: Tested) -> Check:
-    """Every prompt alone against plain decoding, with drafts in every round."""
+    """Compare every single prompt with plain decoding, with drafts in every round."""
     reference = subject.reference
     return _compared(subject, "greedy", reference.plain, subject.alone)
 
 
 def check_transformers(subject: Tested) -> Check | None:
-    """Every prompt alone against ``model.generate``."""
+    """Compare every single prompt with ``model.generate``."""
     outside = subject.reference.outside
     return None if outside is None else _compared(subject, "transformers", outside, subject.alone)
 
 
 def check_batch(subject: Tested) -> Check:
-    """All prompts together against plain decoding of each alone, with the controller that was asked for."""
+    """Compare a batch of all prompts, run with the requested controller, with plain decoding of each."""
     r = subject.reference
-    # Each prompt twice: the batch is ragged, and twins must not disturb each other.
+    # Each prompt twice: the batch is ragged, and duplicates must not affect each other.
     outputs = subject.chosen.generate(2 * r.prompts, prediction=2 * r.predictions, **r.settings.greedy_options)
     return _compared(subject, "batch", 2 * r.plain, outputs)
 
 
 def check_stop(subject: Tested) -> Check | None:
-    """Outputs that end early: the same tokens, text and reason as plain decoding's."""
+    """Compare tokens, text and finish reason of outputs that end early."""
     r = subject.reference
     if not r.stops:
         return None
@@ -217,7 +217,7 @@ def _compared(subject: Tested, mode: str, expected: Sequence[list[int]], outputs
 
 
 def _compare(check: Check, r: Reference, prompt: int, want: list[int], output: Output, options: dict[str, Any]) -> None:
-    """Count one greedy output as the same, a tie or different."""
+    """Count one greedy output as identical, tie or different."""
     params = SamplingParams(**{k: v for k, v in options.items() if k == "logit_bias" or k.endswith("_penalty")})
     _judge(check, r, prompt, want, output, Sampler(params, len(r.prompts[prompt])), f"prompt {prompt}")
 
@@ -225,13 +225,13 @@ def _compare(check: Check, r: Reference, prompt: int, want: list[int], output: O
 def _judge(
     check: Check, r: Reference, prompt: int, want: list[int], output: Output, sampler: Sampler, case: str
 ) -> None:
-    """Count one output whose tokens the sampler fixes as the same, a tie or different."""
+    """Count one output, determined by the sampler, as identical, tie or different."""
     check.drafted += output.stats.num_draft_tokens
     difference = first_difference(r.target, r.prompts[prompt], want, output.token_ids, sampler)
     if difference is None:
         check.identical += 1
         return
-    # The kernels of ``transformers.generate`` are others: a target that keeps its own bits may tie with them.
+    # Ties with the other kernels of ``transformers.generate`` are allowed even for a bitwise-exact target.
     broken = difference.is_tie and r.target.exactness == "bitwise" and check.mode != "transformers"
     counts_as_tie = difference.is_tie and not broken
     check.ties += counts_as_tie
@@ -252,10 +252,10 @@ def _judge(
 
 
 def check_seed(subject: Tested) -> Check | None:
-    """Seeded sampled outputs: plain decoding's with the same seeds, by coupled sampling.
+    """Compare seeded sampled outputs with plain decoding's by coupled sampling.
 
-    A rule that draws with coins of its own, where one was named, gives other outputs.  Of it only the same batch served
-    again is compared; ``None`` for one that is right at temperature 0 only.
+    A verifier that draws its own random numbers gives other outputs.  For it, a batch is only compared with its
+    repetition; ``None`` if it supports greedy decoding only.
     """
     verifier = subject.chosen.engine.verifier
     if verifier is None or verifier.races:
@@ -264,7 +264,7 @@ def check_seed(subject: Tested) -> Check | None:
 
 
 def _check_coupled(subject: Tested) -> Check:
-    """Every prompt alone with drafts in every round, and all twice in one batch with the controller asked for."""
+    """Check every single prompt with drafts in every round, and all twice in a batch with the requested controller."""
     r = subject.reference
     check = subject.check("seed")
     count = len(r.prompts)
@@ -286,16 +286,16 @@ def _check_coupled(subject: Tested) -> Check:
 
 
 def _check_again(subject: Tested, verifier: Verifier) -> Check | None:
-    """A batch and the same batch again: the same computation, so that not even rounding may change a token.
+    """Compare a batch with its repetition: the same computation, so even rounding must not change a token.
 
-    ``None`` for a drafter that learns from the first run: its drafts, and so the rule's draws, are others then.
+    ``None`` for a drafter that learns from the first run, as its drafts and so the verifier's draws change.
     """
     r = subject.reference
     drafter = subject.chosen.drafter
     if drafter is None or drafter.traits.shares_state:
         return None
     check = subject.check("seed")
-    # A controller that looks at the clock may plan other drafts the second time.
+    # A controller that measures time may plan other drafts in the second run.
     llm = always_drafting(subject.chosen, r.settings.allow_lossy)
     first, again = (
         llm.generate(2 * r.prompts, seed=r.seeds, prediction=2 * r.predictions, **r.settings.sampled_options)

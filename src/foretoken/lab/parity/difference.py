@@ -1,4 +1,4 @@
-"""Where two outputs of one request part, and whether rounding explains it."""
+"""The first difference of two outputs of one request, classified as rounding or real."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from foretoken.core.sampling import NO_FILTERS, Sampler, SamplingParams
 from foretoken.models.base import Feed, LanguageModel
 
 RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Gap between two logits that rounding may turn over, as a fraction of the largest logit's magnitude (at least 1).
+"""Gap between two logits that rounding may reverse, as a fraction of the largest logit's magnitude (at least 1).
 
-A forward over 1 row and one over n rows sum in another order.  Through a stack of layers their logits differ by a few
-units in the last place: 2**-8 in bfloat16, 2**-11 in float16, 2**-24 in float32.
+Forward passes over 1 row and over n rows sum in different orders.  Through a stack of layers their logits differ by a
+few units in the last place: 2**-8 in bfloat16, 2**-11 in float16, 2**-24 in float32.
 """
 LARGEST_EXPONENT = 700.0
-"""exp of more overflows."""
+"""exp overflows above this."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two outputs of one prompt differ.
+    """The first position where two outputs of one prompt differ.
 
     Attributes:
         position: index among the new tokens.
-        logit_gap: how far the less likely of the two tokens is from being the one that follows there, in the target's
-            own logits; ``None`` when one output simply ends there, or has a token that the filters exclude.
+        logit_gap: distance of the less likely of the two tokens from being the next token, in the target's logits;
+            ``None`` if one output ends there or has a token that the filters exclude.
         tolerance: the largest gap that counts as a numerical tie.
     """
 
@@ -50,15 +50,15 @@ def first_difference(
     second: Sequence[int],
     sampler: Sampler | None = None,
 ) -> Difference | None:
-    """Compare two outputs of one request token by token; ``None`` when they are the same.
+    """Compare two outputs of one request token by token; ``None`` if they are equal.
 
-    After every prefix one token is right: the one of largest :meth:`~foretoken.core.sampling.Sampler.ranking`, which is
-    the processed logits of a greedy request, and log p + noise of a seeded one.  The target scores the common prefix
-    once more, one row at the end, as plain decoding does.  The sampler is the request's, by default a greedy one
-    without penalties; one that leaves the next token to chance is refused by a ``ValueError``.
+    The expected token after a prefix has the largest :meth:`~foretoken.core.sampling.Sampler.ranking`: the processed
+    logits of a greedy request, or log p + noise of a seeded one.  The target scores the common prefix again, one row at
+    the end, as plain decoding does.  The sampler is the request's; it defaults to a greedy one without penalties.
+    Raises ``ValueError`` for a sampler with random choices.
     """
     sampler = sampler or Sampler(SamplingParams(), len(prompt))
-    if target.answer_start:  # the text goes on behind these, and what is before them is an encoder's input
+    if target.answer_start:  # answers begin with these tokens, and the prompt is an encoder's input
         sampler = Sampler(sampler.params, len(prompt) + len(target.answer_start), sampler.noise, len(prompt))
         prompt = [*prompt, *target.answer_start]
     if not sampler.fixed:
@@ -79,31 +79,31 @@ def first_difference(
 def _logit_gap(
     sampler: Sampler, logits: Tensor, prefix: Sequence[int], tokens: tuple[int, int], tolerance: float
 ) -> float:
-    """The distance of the further of two tokens to the largest of the ranking, in logits [V].
+    """Distance in logits [V] of the lower of two tokens to the largest of the ranking.
 
-    Rounding may also move a token over the border of a filter.  So a token is in the race if it may have been kept, and
-    has to beat only those that were kept in any case.
+    Rounding may also move a token across the border of a filter, so any token that may have been kept is a candidate,
+    and only needs to beat those that were certainly kept.
     """
     params = sampler.params
     ranking = _ranking(sampler, replace(params, **NO_FILTERS), logits, prefix)
     may, must = _filtered(sampler, logits, prefix, tolerance)
     best = ranking.where(must, -math.inf).max()
     gap = float(best - ranking.where(may, -math.inf)[list(tokens)].min())
-    # log p is the logits over the temperature.
+    # log p = logits / temperature
     return max(0.0, gap) * (1.0 if sampler.greedy else params.temperature)
 
 
 def _ranking(sampler: Sampler, params: SamplingParams, logits: Tensor, prefix: Sequence[int]) -> Tensor:
-    """[V] the ranking after ``prefix`` with other parameters and the same noise."""
+    """Ranking [V] after ``prefix`` with other parameters and the same noise."""
     again = Sampler(params, sampler.prompt_length, sampler.noise, sampler.skipped)
     return again.ranking(logits[None], [len(prefix)], [prefix])[0]
 
 
 def _filtered(sampler: Sampler, logits: Tensor, prefix: Sequence[int], tolerance: float) -> tuple[Tensor, Tensor]:
-    """[V] which tokens the filters may keep, and which they must, if gaps between logits are off by ``tolerance``.
+    """Masks [V] of the tokens that the filters may keep and must keep, if logit gaps are off by up to ``tolerance``.
 
-    Every filter keeps the tokens of the largest logits.  How many top-p and min-p keep depends on ratios of
-    probabilities, which are off by a factor; two tokens beside the border may also change places.
+    Every filter keeps the tokens of the largest logits.  For top-p and min-p their number depends on ratios of
+    probabilities, which are off by a factor.  Two tokens beside the border may also swap.
     """
     params = sampler.params
     scores = _ranking(sampler, replace(params, temperature=0.0), logits, prefix)
@@ -119,7 +119,7 @@ def _filtered(sampler: Sampler, logits: Tensor, prefix: Sequence[int], tolerance
 
 
 def _moved(params: SamplingParams, factor: float) -> SamplingParams:
-    """The filters after ratios of probabilities changed by a factor: above 1 they keep more tokens, below 1 fewer."""
+    """The filters for probability ratios changed by a factor: above 1 they keep more tokens, below 1 fewer."""
     odds = params.top_p * factor
     top_p = odds / (1.0 - params.top_p + odds)
     return replace(params, top_p=max(top_p, math.ulp(0.0)), min_p=min(1.0, params.min_p / factor))
@@ -127,7 +127,7 @@ def _moved(params: SamplingParams, factor: float) -> SamplingParams:
 
 @torch.inference_mode()
 def next_logits(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """[V] logits after a prompt, with what answers to it begin with, and ``output``, scored as plain decoding would."""
+    """Logits [V] after a prompt, the start of its answer and ``output``, scored as in plain decoding."""
     sequence, tokens = target.open(), [*prompt, *output]
     try:
         target.expect(sequence, len(prompt))
@@ -138,7 +138,7 @@ def next_logits(target: LanguageModel, prompt: Sequence[int], output: Sequence[i
 
 
 def tie_tolerance(logits: Tensor, dtype: torch.dtype | None = None) -> float:
-    """The largest gap in ``logits`` [V] that rounding in ``dtype``, by default theirs, may turn over."""
+    """The largest gap in ``logits`` [V] that rounding in ``dtype`` (default: theirs) may reverse."""
     finite = logits[torch.isfinite(logits)]
     scale = max(1.0, float(finite.abs().max())) if len(finite) else 1.0
     return RELATIVE_TOLERANCE.get(dtype or logits.dtype, 1e-4) * scale

@@ -1,4 +1,4 @@
-"""The sampled check of parity: do tokens that were drawn without a seed follow the target's own distribution?"""
+"""The sampled check of parity: a test that tokens drawn without a seed follow the target's distribution."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from foretoken.models.base import Feed, LanguageModel, SequenceState
 Beginning = tuple[int, tuple[int, ...]]
 """A prompt and the first tokens of an output."""
 TABLE_TOKENS = 4
-"""Tokens of every sampled output: enough for drafts of several tokens, few enough to sample often."""
+"""Length of sampled outputs: long enough for drafts of several tokens, short enough for many samples."""
 BATCH = 32
 BINS, POWER = 20, 0.9
-"""Of the test that places are uniform, and the chance with which a test must find what it is said to see."""
+"""Bins of the uniformity test, and the probability with which a test detects the error it claims to detect."""
 LEAST = 10
-"""Outputs that must begin alike for what follows them to be counted as a table of its own."""
+"""Minimum number of equal beginnings for a table of their next tokens."""
 
 
 @dataclass
 class Evidence:
-    """What is collected of sampled tokens.
+    """Statistics of sampled tokens.
 
     Attributes:
-        places: every token's place in its distribution (see :func:`foretoken.lab.parity.distribution.uniform_place`).
-        followers: for every beginning (prompt, first tokens) of ``LEAST`` outputs at least, what came next.
+        places: every token's position in its distribution (see
+            :func:`foretoken.lab.parity.distribution.uniform_place`).
+        followers: next tokens by beginning (prompt, first tokens), for beginnings of at least ``LEAST`` outputs.
         distributions: the target's distribution [V] after each of these beginnings.
     """
 
@@ -45,7 +46,7 @@ class Evidence:
     distributions: dict[Beginning, Tensor] = field(default_factory=dict)
 
     def tables(self, longest: int) -> tuple[float, int, int]:
-        """Chi-square statistic and degrees of freedom of what follows beginnings up to a length, and the draws."""
+        """Chi-square statistic, degrees of freedom and draws of next tokens after beginnings up to a length."""
         statistic, freedom, draws = 0.0, 0, 0
         for beginning, tokens in self.followers.items():
             if len(beginning[1]) <= longest:
@@ -57,19 +58,20 @@ class Evidence:
         return statistic, freedom, draws
 
     def tests(self) -> list[tuple[float, int, int]]:
-        """Statistic, degrees of freedom and draws: first tokens, tokens after every frequent beginning, places."""
+        """Statistic, degrees of freedom and draws for first tokens, tokens after every frequent beginning, and
+        positions."""
         return [self.tables(0), self.tables(TABLE_TOKENS), (*uniformity(self.places), len(self.places))]
 
     def p_value(self) -> float:
-        """Of all tests together, corrected for their number."""
+        """P-value of all tests together, corrected for their number."""
         tests = self.tests()
         return min(1.0, len(tests) * min(upper_tail(statistic, freedom) for statistic, freedom, _ in tests))
 
     def sees(self, limit: float) -> float:
-        """The total variation, between the merged cells of every table, from which on an error is found with a chance
-        of :data:`POWER` where a p-value below ``limit`` fails.
+        """Total variation, between the merged cells of every table, at which an error is detected with probability
+        :data:`POWER` if a p-value below ``limit`` fails.
 
-        The test of the places promises nothing: errors of opposite signs cancel in it.
+        Excludes the uniformity test, in which errors of opposite signs cancel.
         """
         *tables, places = self.tests()
         level = limit / len([*tables, places])
@@ -77,8 +79,8 @@ class Evidence:
 
 
 def check_sampled(subject: Tested, limit: float) -> Check | None:
-    """Three tests of sampled outputs of all prompts, which fail by a p-value below ``limit``; ``None`` for a rule that
-    is right at temperature 0 only."""
+    """Run three tests on sampled outputs of all prompts, each failing by a p-value below ``limit``; ``None`` for a
+    greedy-only verifier."""
     verifier = subject.steady.engine.verifier
     samples = subject.reference.settings.samples
     if not samples or (verifier is not None and verifier.greedy_only):
@@ -93,15 +95,15 @@ def check_sampled(subject: Tested, limit: float) -> Check | None:
 
 
 def _sample(subject: Tested, check: Check) -> list[list[list[int]]]:
-    """Sampled outputs of every prompt, as users get them who give no seed.
+    """Sampled outputs of every prompt without a user's seed.
 
-    A half with drafts in every round, the other with the controller that was asked for.
+    One half has drafts in every round, the other the requested controller.
     """
     r = subject.reference
     outputs: list[list[list[int]]] = [[] for _ in r.prompts]
     jobs = [divmod(i, len(r.prompts)) for i in range(r.settings.samples)]
-    # A seed would ask for coupled sampling.  Without one a request takes its randomness from torch's own generator on
-    # the CPU, which gets a state of ours meanwhile, so that the same command gives the same report.
+    # A seed would select coupled sampling.  Without one, a request draws from torch's CPU generator, which is seeded
+    # here so that the report is reproducible.
     with unseeded_from(r.settings.seed):
         for half, llm in enumerate((subject.steady, subject.chosen)):
             prompts = [prompt for turn, prompt in jobs if turn % 2 == half]
@@ -111,7 +113,7 @@ def _sample(subject: Tested, check: Check) -> list[list[list[int]]]:
 
 
 def _serve(llm: Llm, r: Reference, batch: Sequence[int], outputs: list[list[list[int]]], check: Check) -> None:
-    """One batch of prompts; what comes out is added to its prompt's ``outputs``."""
+    """Run one batch of prompts and append its results to ``outputs`` by prompt."""
     room = min(r.target.context_length - len(prompt) for prompt in r.prompts)
     answers = llm.generate(
         [r.prompts[prompt] for prompt in batch],
@@ -126,8 +128,8 @@ def _serve(llm: Llm, r: Reference, batch: Sequence[int], outputs: list[list[list
 
 @torch.inference_mode()
 def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
-    """Compare every token with the target's own distribution after what came before it."""
-    coins = Rng((r.settings.seed + 1_000_003) % SEEDS)  # not the stream of any sample
+    """Compare every token with the target's distribution after its prefix."""
+    coins = Rng((r.settings.seed + 1_000_003) % SEEDS)  # separate from every sample's random stream
     start = r.target.answer_start
     prompts = [[*prompt, *start] for prompt in r.prompts]
     params = SamplingParams(**r.settings.sampling)
@@ -162,7 +164,7 @@ def _scored(
     prompts: Sequence[list[int]],
     jobs: Sequence[tuple[int, list[int]]],
 ) -> list[Tensor]:
-    """Per (prompt, output) the logits [T, V] of its tokens: a chain behind the prompt, which is then dropped."""
+    """Logits [T, V] of each (prompt, output): a chain after the prompt, dropped afterwards."""
     feeds = [Feed(sequences[i], [prompts[i][-1], *output[:-1]]) for i, output in jobs]
     rows = target.forward(feeds)
     for i, _ in jobs:
@@ -171,9 +173,9 @@ def _scored(
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Statistic and degrees of freedom of ``counts`` [K] against ``expected`` [K] (same sum).
+    """Chi-square statistic and degrees of freedom of ``counts`` [K] against ``expected`` [K] (same sum).
 
-    Cells with an expectation below 5 are merged, smallest first; a count where nothing is expected gives infinity.
+    Cells with an expectation below 5 are merged, smallest first.  A count with expectation zero gives infinity.
     """
     counts, expected = counts.double(), expected.double()
     impossible = expected <= 0
@@ -185,7 +187,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
 
 
 def upper_tail(statistic: float, freedom: int) -> float:
-    """Chance that a chi-square variable of ``freedom`` degrees exceeds ``statistic``."""
+    """Probability that a chi-square variable of ``freedom`` degrees exceeds ``statistic``."""
     if math.isinf(statistic):
         return 0.0
     return _upper(freedom / 2, statistic / 2) if freedom else 1.0
@@ -212,11 +214,10 @@ def _merged(counts: Sequence[float], expected: Sequence[float]) -> list[tuple[fl
 
 
 def uniform_place(distribution: Tensor, token: int, u: float) -> float:
-    """Where a drawn token stands in its distribution [V], as a number that is uniform in [0, 1) when the distribution
-    is right.
+    """Position of a drawn token in its distribution [V], uniform in [0, 1) if the distribution is right.
 
     The randomised probability integral transform: the mass of all more likely tokens, plus ``u`` times the token's own
-    (ties are ordered by index).  ``u`` is a fresh uniform.  A token of probability zero gives 2: no such draw exists.
+    (ties are ordered by index).  ``u`` is a fresh uniform.  A token of probability zero gives 2, as it is impossible.
     """
     mass = distribution[token]
     if float(mass) <= 0:
@@ -237,12 +238,12 @@ def uniformity(places: Sequence[float]) -> tuple[float, int]:
 
 
 def smallest_seen(draws: int, freedom: int, level: float) -> float:
-    """The total variation between the merged cells from which on a chi-square test of ``draws`` draws finds a wrong
-    distribution with a chance of :data:`POWER`.
+    """Total variation between the merged cells at which a chi-square test of ``draws`` draws detects a wrong
+    distribution with probability :data:`POWER`.
 
     A distribution q whose cells differ from p's by a total variation d has a noncentrality of draws * sum (q - p)**2 /
-    p, which is at least 4 draws d**2 (Cauchy and Schwarz), and so have several tables that differ by d each.  What
-    cancels within a merged cell is not seen.  1 when nothing can be found.
+    p, which is at least 4 draws d**2 (Cauchy and Schwarz); the same holds for several tables that differ by d each.
+    Errors that cancel within a merged cell are not detected.  1 if nothing can be detected.
 
     Args:
         freedom: cells minus one (summed over the tables that are tested together).
@@ -256,7 +257,7 @@ def smallest_seen(draws: int, freedom: int, level: float) -> float:
 
 
 def noncentral_tail(bound: float, freedom: int, noncentrality: float) -> float:
-    """Chance that a noncentral chi-square variable exceeds ``bound``: a Poisson mixture of central ones."""
+    """Probability that a noncentral chi-square variable exceeds ``bound``: a Poisson mixture of central ones."""
     mean = noncentrality / 2
     terms = torch.arange(int(mean + 12 * math.sqrt(mean) + 30), dtype=torch.float64)
     weights = (terms * math.log(mean) - mean - torch.lgamma(terms + 1)).exp() if mean > 0 else (terms == 0).double()
@@ -265,7 +266,7 @@ def noncentral_tail(bound: float, freedom: int, noncentrality: float) -> float:
 
 
 def _crossing(reached: Callable[[float], bool]) -> float:
-    """The smallest positive number from which on ``reached`` holds, to nine digits."""
+    """The smallest positive number at which ``reached`` becomes true, to nine digits."""
     low, high = 0.0, 1.0
     while not reached(high):
         low, high = high, 2 * high

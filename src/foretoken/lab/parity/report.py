@@ -1,4 +1,4 @@
-"""What a parity run is asked to do, and what it found."""
+"""Settings and report of a parity run."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.words import EXACT
 
 MODES = ("greedy", "transformers", "batch", "stop", "sampled", "seed")
-"""The checks in the order in which they run."""
+"""The checks in run order."""
 PLAIN = "none"
-"""How plain decoding is named among the drafters."""
+"""Name of plain decoding among the drafters."""
 FALSE_ALARM = 1e-3
-"""Chance that a whole report fails although every distribution is right (shared by its sampled checks)."""
+"""Probability that a report fails although every distribution is right (shared by its sampled checks)."""
 OUTSIDE = "transformers"
-"""The check against kernels that are not ours."""
+"""The check against kernels of another library."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a parity run does.
+    """Settings of a parity run.
 
     Attributes:
-        target_source: what the target was loaded from (decides what a drafter without a path means).
+        target_source: source of the target, for drafters without a path.
         verifier, controller, profile, device, allow_lossy: as in :func:`foretoken.llm.load`.
         max_new_tokens: length of greedy outputs.
-        sampling: temperature, top_k, top_p, min_p of sampled outputs; a repetition_penalty holds for greedy ones too.
-        samples: outputs per drafter for the test of the distribution; 0 leaves it out.
-        false_alarm: chance that the report fails although every distribution is right.
-        seed: of the first seeded output, the others count up; it fixes what is drawn without a seed too.
-        modes: which of :data:`MODES` are checked.
+        sampling: temperature, top_k, top_p, min_p of sampled outputs; a repetition_penalty applies to greedy ones too.
+        samples: outputs per drafter for the test of the distribution; 0 skips it.
+        false_alarm: see :data:`FALSE_ALARM`.
+        seed: of the first seeded output, incremented for the others; also makes unseeded draws reproducible.
+        modes: subset of :data:`MODES` to check.
     """
 
     target_source: Any = "builtin"
@@ -64,12 +64,11 @@ class Settings:
 
     @property
     def greedy(self) -> dict[str, Any]:
-        """Sampling options of the greedy checks: the penalties alone."""
+        """Sampling options of the greedy checks: penalties only."""
         return {name: value for name, value in self.sampling.items() if name.endswith("_penalty")}
 
     @property
     def greedy_options(self) -> dict[str, Any]:
-        """Options of a greedy request."""
         return {"max_new_tokens": self.max_new_tokens, **self.greedy}
 
     @property
@@ -85,15 +84,15 @@ class Check:
     Attributes:
         mode: one of :data:`MODES`.
         prompts: outputs compared; prompts of the test of the distribution.
-        identical: of them, how many are the same token by token.
+        identical: number of outputs that are equal token by token.
         ties: first differences that rounding explains.
-        differences: first differences that it does not, a failed test of the distribution, or a check that broke off.
-        sees: the smallest total variation, between the merged cells of every table, that this test finds with a
-            probability of 0.9.
+        differences: other first differences, a failed test of the distribution, or a check that raised an error.
+        sees: the smallest total variation, between the merged cells of every table, that this test detects with
+            probability 0.9.
         drafted: draft tokens that the target checked.
         gaps: logit gaps of the numerical ties.
-        broken: of the differences, how many are ties that the target promises not to have.
-        broke_off: whether it ended with an error, so that nothing is known of its texts.
+        broken: number of the differences that are ties on a bitwise-exact target.
+        broke_off: whether it ended with an error, so that its outputs are unknown.
     """
 
     drafter: str
@@ -118,11 +117,11 @@ class Check:
 
     @property
     def tried(self) -> bool:
-        """Whether anything was drafted; plain decoding itself is tried against what is outside."""
+        """Whether anything was drafted; plain decoding counts as tried against other kernels."""
         return self.drafted > 0 or self.drafter == PLAIN
 
     def public(self) -> dict[str, Any]:
-        """As the CLI's JSON prints it."""
+        """Fields of the CLI's JSON."""
         keys = (
             *("drafter", "verifier", "mode", "prompts", "drafted", "tried"),
             *("identical", "ties", "differences", "p_value", "sees", "notes"),
@@ -132,12 +131,12 @@ class Check:
 
 @dataclass
 class Report:
-    """All checks so far, and how far the run came.
+    """All checks so far, and the progress of the run.
 
     Attributes:
-        skipped: the drafters that could not be checked, and why.
-        complete: whether the run came to its end.
-        exactness, exactness_why: what the target promises, as ``llm.describe()`` says it.
+        skipped: drafters that could not be checked, with reasons.
+        complete: whether the run finished.
+        exactness, exactness_why: the target's exactness, as in ``llm.describe()``.
         plain: greedy outputs of plain decoding.
         seeded: sampled outputs of plain decoding, of every prompt twice.
     """
@@ -155,12 +154,12 @@ class Report:
 
     @property
     def differs(self) -> bool:
-        """Whether anything differs but ties that the target does not exclude."""
+        """Whether there is a difference other than ties that the target allows."""
         return any(check.differences for check in self.checks)
 
     @property
     def passed(self) -> bool:
-        """Whether the run is complete, something was compared, and nothing differs but ties."""
+        """Whether the run is complete, compared something, and found no difference except ties."""
         return self.complete and bool(self.checks) and not self.differs
 
     @property
@@ -170,7 +169,7 @@ class Report:
 
     @property
     def untried(self) -> list[str]:
-        """A line for every drafter that drafted nothing, in some checks or in all of them."""
+        """One line per drafter without drafts in some or all checks."""
         ended = [check for check in self.checks if not check.broke_off]
         lines = []
         for drafter in dict.fromkeys(check.drafter for check in ended):
@@ -186,12 +185,12 @@ class Report:
 
     @property
     def compared(self) -> list[Check]:
-        """The checks that came to their end and compared texts for which something was drafted."""
+        """Completed checks of outputs with at least one draft."""
         return [check for check in self.checks if not check.broke_off and check.compares_texts and check.tried]
 
     def public(self) -> dict[str, Any]:
-        """As the CLI's JSON prints it; ``prompts`` counts the texts that were compared, over all checks in which
-        anything was drafted, and ``untried`` names the others."""
+        """Fields of the CLI's JSON.  ``prompts`` counts the compared outputs of all checks with drafts; ``untried``
+        lists the others."""
         totals = {key: sum(getattr(check, key) for check in self.compared) for key in ("prompts", "identical", "ties")}
         return {
             "passed": self.passed,
@@ -204,7 +203,7 @@ class Report:
 
 
 def verdict(report: Report) -> list[Remark]:
-    """What drafted nothing, how many texts are equal, and what follows from it."""
+    """Summary lines: drafters without drafts, equality of outputs, and the outcome."""
     plain = [check for check in report.compared if check.mode != OUTSIDE]
     outside = [check for check in report.compared if check.mode == OUTSIDE]
     promise = f"{EXACT.get(report.exactness, report.exactness)} here ({report.exactness_why})"
@@ -219,7 +218,7 @@ def verdict(report: Report) -> list[Remark]:
 
 
 def equality(checks: Sequence[Check], whose: str, reason: str) -> str:
-    """How many texts are equal, and how the others differ; ``reason`` follows ties."""
+    """One sentence on the number of equal outputs and on the differences of others; ``reason`` follows ties."""
     prompts, identical, ties, broken, differences = (
         sum(getattr(check, name) for check in checks)
         for name in ("prompts", "identical", "ties", "broken", "differences")
@@ -247,7 +246,7 @@ def _gaps(checks: Sequence[Check]) -> str:
 
 
 def _outcome(report: Report) -> Remark:
-    """The last line.  "Passed" is said only of what was compared, and with what differs beside it."""
+    """The last line.  "Passed" covers only compared outputs, and known differences are stated with it."""
     texts = report.compared
     far = "" if report.complete else f", and only {report.done} of {report.planned} checks were run"
     if report.differs:
@@ -276,7 +275,7 @@ def _outcome(report: Report) -> Remark:
 
 
 def _failure(checks: Sequence[Check]) -> str:
-    """Why a run whose checks differ has failed."""
+    """Reasons why a run with differences failed."""
     differing = [check for check in checks if check.differences and not check.broke_off]
     reasons = []
     if any(check.differences > check.broken for check in differing):

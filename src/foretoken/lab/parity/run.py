@@ -1,8 +1,8 @@
-"""Parity: speculative against plain decoding on a given target, greedy and sampled.
+"""Parity: speculative against plain decoding on a target, greedy and sampled.
 
-Greedy outputs are compared token by token with plain decoding through the same loop and with
-``transformers.generate``, sampled ones of a seed with plain decoding of that seed; the first difference is a numerical
-tie or a real one.  Sampled outputs without a seed are tested against the target's exact distribution.
+Greedy outputs are compared token by token with plain decoding through the same loop and with ``transformers.generate``,
+seeded samples with plain decoding of the same seed.  Unseeded samples are tested against the target's exact
+distribution.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from foretoken.options import Prompt
 from foretoken.registry import rows
 
 OnProgress = Callable[[int, int, str], None]
-"""Told how many checks are done, how many there are, and which one begins."""
+"""Called with (checks done, total, next check)."""
 PARTS: dict[str, Callable[[Tested], Check | None]] = {
     "greedy": check_greedy,
     "transformers": check_transformers,
@@ -57,13 +57,13 @@ def run_parity(
     on_progress: OnProgress = lambda done, total, text: None,
     report: Report | None = None,
 ) -> Report:
-    """Compare every drafter with plain decoding on ``target``.  Raises ``ValueError`` for a drafter that was asked for
-    and does not fit, and for prompts and settings that do not.
+    """Compare every drafter with plain decoding on ``target``.  Raises ``ValueError`` for a listed drafter that does
+    not fit, and for invalid prompts or settings.
 
     Args:
-        drafters: specs or drafters; ``None`` tries all, and leaves out those that do not fit.
-        prompts: of a file, or what :func:`foretoken.core.prompts.encode` takes.
-        report: filled as checks are finished, for a caller who wants what there is when the run is broken off.
+        drafters: specs or drafters; ``None`` tries all and skips those that do not fit.
+        prompts: from a file, or as for :func:`foretoken.core.prompts.encode`.
+        report: filled as checks finish, for callers that use partial results after an interrupt.
     """
     report = Report() if report is None else report
     report.exactness, report.exactness_why = target.exactness, target.exactness_why
@@ -72,7 +72,7 @@ def run_parity(
     on_progress(0, 0, "drafters that fit")
     if drafters is None:
         specs, report.skipped = _fitting(target, tokenizer, settings)
-    else:  # what does not fit is found before anything runs
+    else:  # fail before anything runs
         specs = list(drafters)
         for spec in specs:
             _llm(spec, target, tokenizer, settings)
@@ -118,7 +118,7 @@ def _reference(
 
 
 def _checked(subject: Tested, mode: str, limit: float) -> Check | None:
-    """One check; one that breaks off is a difference: plain decoding did not."""
+    """Run one check.  An exception counts as a difference, as plain decoding had none."""
     try:
         return check_sampled(subject, limit) if mode == "sampled" else PARTS[mode](subject)
     except MemoryError:
@@ -129,14 +129,14 @@ def _checked(subject: Tested, mode: str, limit: float) -> Check | None:
         check = subject.check(mode)
         check.differences, check.broke_off = check.prompts, True
         place = traceback.extract_tb(error.__traceback__)[-1]
-        # A drafter's own fault is said with its line: ours, in which it was handed on, would be a second one.
+        # An error from a user's drafter already names its line; ours would be a second one.
         where = "" if isinstance(error, OutsideError) else f" ({Path(place.filename).name}, line {place.lineno})"
         check.notes.append(f"broke off: {' '.join(f'{type(error).__name__}: {error}'.split())}{where}")
         return check
 
 
 def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple[list[str | Drafter], list[str]]:
-    """What ``auto`` means here and every drafter of the registry that runs on this target, and why others do not."""
+    """The default drafter and every registered drafter that runs on this target, and reasons for the others."""
     first = default_drafter(target, settings.target_source)
     specs = [] if first is None else [first]
     specs += [row.example for row in rows("drafter") if row.example not in specs]
@@ -155,7 +155,7 @@ def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple
 def _subject(spec: str | Drafter, reference: Reference, tokenizer: Any) -> Tested:
     settings = reference.settings
     chosen = _llm(spec, reference.target, tokenizer, settings)
-    # auto may decide to draft nothing, and then nothing would be checked.
+    # auto may never draft, and then nothing would be checked.
     steady = always_drafting(chosen, settings.allow_lossy) if settings.controller == "auto" else chosen
     name = spec if isinstance(spec, str) else spec.spec or spec.name
     return Tested(name, steady, chosen, reference)

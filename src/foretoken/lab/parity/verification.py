@@ -1,4 +1,4 @@
-"""A certificate beside the same run here: line by line what is equal and what is not."""
+"""Comparison of a certificate with the same run on this machine, line by line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTS = ("prompts", "identical", "ties", "differences")
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was compared; ``text`` says in words what it is there and here."""
+    """One comparison; ``text`` describes both sides."""
 
     name: str
     text: str
@@ -29,23 +29,23 @@ class Line:
 
 @dataclass(frozen=True)
 class Verification:
-    """What a second run says of a certificate: ``verified`` where every promise of it holds here."""
+    """Result of repeating a certificate's run: ``verified`` if every promise holds here."""
 
     lines: list[Line]
     verified: bool
     outcome: str
 
     def public(self) -> dict[str, Any]:
-        """As the CLI's JSON prints it."""
+        """Fields of the CLI's JSON."""
         rows = [{"name": line.name, "equal": line.equal, "text": line.text} for line in self.lines]
         return {"verified": self.verified, "outcome": self.outcome, "lines": rows}
 
 
 def compare(certificate: Certificate, report: Report, settings: Settings, target: LanguageModel) -> Verification:
-    """Everything that the certificate says, beside a finished run of the same checks here.
+    """Compare a certificate with a finished run of the same checks here.
 
-    Equal texts are asked for where the machine, the versions and the way in which the model runs are the same and it
-    is exact to the last bit.  Elsewhere near-ties may differ, and nothing else.
+    Outputs must be equal if machine, versions and execution are the same and the model is bitwise exact.  Otherwise
+    only near-ties may differ.
     """
     description = target.describe()
     places = [
@@ -111,7 +111,7 @@ def _exactness(certificate: Certificate, current: Mapping[str, Any]) -> Line:
 
 
 def _checks(certificate: Certificate, report: Report) -> list[Line]:
-    """A line for every check, by drafter and mode; drafters are told by their order, since paths may be others."""
+    """One line per check, by drafter and mode.  Drafters are matched by order, since paths may differ."""
     certified_checks = certificate.result["checks"]
     lines = []
     for i, check in enumerate(report.checks):
@@ -146,7 +146,7 @@ def _p_value(value: float | None) -> str:
 def _texts(
     certificate: Certificate, report: Report, settings: Settings, target: LanguageModel
 ) -> tuple[list[Line], int, int]:
-    """Plain decoding's texts there and here, how many differ by a tie, and how many for real."""
+    """Lines on plain decoding's outputs there and here, and the numbers of ties and real differences."""
     lines, ties, differences = [], 0, 0
     for kind, current in (("greedy", report.plain), ("seeded", report.seeded)):
         certified = certificate.texts[kind]
@@ -171,7 +171,7 @@ def _texts(
 
 
 def _sampler(settings: Settings, prompt: Sequence[int], place: int | None) -> Sampler:
-    """What fixes the tokens of a greedy text, or of the seeded one at a place."""
+    """The sampler that determines a greedy output, or the seeded output at index ``place``."""
     if place is None:
         return Sampler(SamplingParams(**settings.greedy), len(prompt))
     return Sampler(SamplingParams(**settings.sampling), len(prompt), Noise((settings.seed + place) % SEEDS))

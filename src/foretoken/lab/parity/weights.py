@@ -1,4 +1,4 @@
-"""Which files a model or a drafter is made of, and their checksums: known before anything is loaded."""
+"""Files of a model or drafter and their checksums, without loading it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from foretoken.loading.adapters import read_adapter
 from foretoken.registry import parse_spec, rows, split_specs
 
 PATTERNS = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "drafter.json")
-"""Files of a folder that decide what it computes."""
+"""Files of a folder that determine its results."""
 BUILT_IN = dict.fromkeys(("model", "ahead", "online", "shared_vocab", "retokenize", "cascade", "staged"), "draft")
-"""Drafters that use the built-in draft model where they are given no other."""
+"""Drafters that default to the built-in draft model."""
 Checksums = dict[str, str]
-"""SHA-256 by the file's name."""
+"""SHA-256 by file name."""
 
 
 def model_checksums(source: str) -> Checksums:
-    """Checksums of a target, whose files must be on this machine; an update of a model has its base model's as well,
-    under ``base/``."""
+    """Checksums of a target, whose files must be on this machine.  An adapter includes its base model's, under
+    ``base/``."""
     place = Path(resolve(source)).expanduser()
     if not place.exists():
         place = _fetched(source)
@@ -31,10 +31,10 @@ def model_checksums(source: str) -> Checksums:
 
 
 def drafter_checksums(spec: str, target: str) -> Checksums:
-    """Checksums of all that a spec names, parts of a composed one included; nothing for a drafter without files.
+    """Checksums of all files in a spec, including nested specs; empty for a drafter without files.
 
-    A name without a path means the built-in weights of that name, where the target is built in.  Raises ``ValueError``
-    for files that are not on this machine.
+    A name without a path means the built-in weights of that name if the target is built in.  Raises ``ValueError`` for
+    files that are not on this machine.
     """
     checksums: Checksums = {}
     for name, path in _specs_in(spec):
@@ -48,7 +48,7 @@ def drafter_checksums(spec: str, target: str) -> Checksums:
 
 
 def _specs_in(spec: str) -> Iterator[tuple[str, str | None]]:
-    """Names and paths of a spec and of those within its options."""
+    """Names and paths of a spec and of specs in its options."""
     drafters = {row.name for row in rows("drafter")}
     whole = parse_spec(spec)
     yield whole.name, whole.path
@@ -58,14 +58,14 @@ def _specs_in(spec: str) -> Iterator[tuple[str, str | None]]:
             continue
         try:
             parts = [part for part in split_specs(value) if parse_spec(part).name in drafters]
-        except ValueError:  # a value that is no spec
+        except ValueError:  # a value that is not a spec
             continue
         for part in parts:
             yield from _specs_in(part)
 
 
 def _checksums(place: Path) -> Checksums:
-    """Of a file, or of the files of a folder that decide what it computes: all, where there are no weights."""
+    """Checksums of a file, or of a folder's files that determine its results (all files if there are no weights)."""
     if place.is_file():
         return {place.name: _sha256(place)}
     files = sorted({file for pattern in PATTERNS for file in place.glob(pattern)})
@@ -78,7 +78,7 @@ def _sha256(file: Path) -> str:
 
 
 def _fetched(name: str) -> Path:
-    """The folder of a model of the hub that was fetched before.  Raises ``ValueError`` where it was not."""
+    """The cached folder of a hub model.  Raises ``ValueError`` if it is not cached."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -1,1 +1,1 @@
-"""Formulas: what speculation promises from acceptance and cost. Pure, no model."""
+"""Formulas for the gain of speculation from acceptance and costs, without a model."""

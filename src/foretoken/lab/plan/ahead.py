@@ -1,13 +1,13 @@
-"""When drafting the likely outcomes of a round during its verification pays.
+"""Gain from drafting the likely outcomes of a round during its verification.
 
-Speculative speculative decoding (Saguaro), https://arxiv.org/abs/2603.03251.  An outcome (a, y) is how many of the k
-draft tokens are accepted and the token after them.  While the target scores the drafts, the drafter guesses ``fanout``
-tokens y for every a and drafts k tokens behind each, all outcomes in calls of (k + 1) fanout rows.  If the outcome is
-among them the next draft is there when the round ends; otherwise it is made as usual.
+Speculative speculative decoding (Saguaro), https://arxiv.org/abs/2603.03251.  An outcome (a, y) is the number a of
+accepted draft tokens out of k and the token y after them.  While the target scores the drafts, the drafter guesses
+``fanout`` tokens y for every a and drafts k tokens after each, all outcomes in calls of (k + 1) fanout rows.  If the
+outcome is among them, the next draft is ready when the round ends; otherwise it is made as usual.
 
-Words and units are those of :mod:`foretoken.lab.plan.speedup`.  The *contention factor* s says how much slower each of
-two calls is while both run: 1 for devices of their own, 2 where they share all that limits them.  Above 2 running both
-at once is slower than one after the other.
+Words and units are those of :mod:`foretoken.lab.plan.speedup`.  The *contention factor* s is the slowdown of each of
+two concurrent calls: 1 on separate devices, 2 if they share every limiting resource.  Above 2, concurrent calls are
+slower than consecutive ones.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class AheadRow:
     """Drafts of k tokens, one request, all times in plain rounds.
 
     Attributes:
-        rows: outcomes that are drafted for, the rows of a draft call.
-        hits: chance that the outcome of a round is one of them.
-        work: what drafting them costs alone.
+        rows: outcomes drafted for, the rows of a draft call.
+        hits: probability that a round's outcome is among them.
+        work: cost of drafting them alone.
         speedup: over plain decoding, drafting ahead.
-        without: the same, drafting between the rounds.
-        contention: the contention factor up to which drafting ahead is no slower; ``None``: not even at 1.
+        without: over plain decoding, drafting between rounds.
+        contention: largest contention factor at which drafting ahead is no slower; ``None``: slower even at 1.
     """
 
     k: int
@@ -45,23 +45,23 @@ class AheadRow:
 
     @property
     def pays(self) -> bool:
-        """Whether it is faster than drafting between the rounds."""
+        """Whether it is faster than drafting between rounds."""
         return self.speedup > self.without
 
     def public(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
+        """Fields of the ``--json`` output."""
         return {**asdict(self), "pays": self.pays}
 
 
 def hit_chance(acceptance: Acceptance, k: int, positions: Sequence[float], fanout: int) -> float:
-    """The chance that the outcome of a round is among those that were drafted for.
+    """Probability that the outcome of a round was drafted for.
 
-    A round that ends at a draft token (a < k) has one of the tokens that the drafter ranks second and lower there, by
-    the chances of ``positions``; one that accepts all k drafts has any.
+    After a rejection (a < k) the next token is one of the drafter's lower-ranked candidates, by ``positions``; after k
+    accepted draft tokens it is any token.
 
     Args:
-        positions: chance that the target's token is the drafter's first, second, ... candidate.
-        fanout: tokens that are guessed for every a.
+        positions: probability that the target's token is the drafter's first, second, ... candidate.
+        fanout: number of guessed tokens for every a.
     """
     _check_fanout(fanout)
     for chance in positions:
@@ -83,16 +83,16 @@ def hit_chance(acceptance: Acceptance, k: int, positions: Sequence[float], fanou
 def ahead_row(
     assumptions: Assumptions, k: int, fanout: int, contention: float, positions: Sequence[float] | None = None
 ) -> AheadRow:
-    """What drafting ahead gives for drafts of k tokens of one request.
+    """Estimate for drafting ahead with drafts of k tokens of one request.
 
-    The target's call takes v + (s - 1) min(w, v) where w is the work that runs beside it; the round then waits for what
-    is left of that work, max(w - v, 0), and drafts as usual if the outcome was not guessed.
+    The target's call takes v + (s - 1) min(w, v), with w the concurrent work.  The round then waits for the rest of
+    that work, max(w - v, 0), and drafts as usual if the outcome was not guessed.
 
     Args:
-        assumptions: acceptance and costs; a draft call of n rows costs c v(n) / v(1), as a target's does.
-        fanout: tokens that are guessed for every number of accepted drafts.
+        assumptions: acceptance and costs; a draft call of n rows costs c v(n) / v(1), in proportion to the target's.
+        fanout: number of guessed tokens for every number of accepted draft tokens.
         contention: s.
-        positions: chances of candidates; by default those of fresh trials at the rate of the first place, an upper
+        positions: probabilities of candidates; defaults to fresh trials at the rate of the first position, an upper
             estimate.
     """
     _check_fanout(fanout)
@@ -118,7 +118,7 @@ def ahead_row(
 
 
 def ahead_summary(rows: Sequence[AheadRow], contention: float) -> str:
-    """Whether it pays, in a sentence or two."""
+    """One or two sentences on whether drafting ahead pays."""
     best, usual = max(rows, key=lambda row: row.speedup), max(rows, key=lambda row: row.without)
     comparison = (
         f"k={best.k} with {best.speedup:.2f}x plain decoding, where drafting between the rounds gives "

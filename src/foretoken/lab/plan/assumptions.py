@@ -1,4 +1,4 @@
-"""What a plan is made from: acceptance, draft cost, overhead and v(n), given, estimated or measured."""
+"""Assumptions of a plan: acceptance, draft cost, overhead and v(n), set, estimated or measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foretoken.lab.plan.speedup import Acceptance
 
 
 class CallCost(Protocol):
-    """v: what scoring ``nodes`` tokens of each of ``batch`` requests costs, in calls with one token of one request."""
+    """v: cost of scoring ``nodes`` tokens of each of ``batch`` requests, relative to one token of one request."""
 
     def __call__(self, nodes: int, batch: int = 1) -> float:
         """The cost, positive."""
@@ -20,7 +20,7 @@ class CallCost(Protocol):
 
 @dataclass(frozen=True)
 class Flat:
-    """Scoring any number of tokens costs the same: the assumption of the papers, true while memory is the limit."""
+    """Scoring any number of tokens costs the same, as papers assume; true while memory bandwidth is the limit."""
 
     def __call__(self, nodes: int, batch: int = 1) -> float:
         return 1.0
@@ -28,8 +28,10 @@ class Flat:
 
 @dataclass(frozen=True)
 class Measured:
-    """Between measured points by straight lines, beyond them along the last one: the ``target`` call's cost by all its
-    nodes, and in the same unit ``rest_s``, what every round costs besides."""
+    """Measured costs, interpolated linearly and extrapolated along the last segment.
+
+    ``target`` has the call's cost by its total nodes; ``rest_s`` is the rest of every round in the same unit.
+    """
 
     target: TargetCost
     rest_s: float = 0.0
@@ -40,7 +42,7 @@ class Measured:
 
     @property
     def unit(self) -> float:
-        """A plain round of one request."""
+        """Cost of a plain round of one request."""
         return self.target.of(1) + self.rest_s
 
     @property
@@ -50,15 +52,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan is made from; all costs in plain rounds of one request.
+    """Assumptions of a plan; all costs in plain rounds of one request.
 
     Attributes:
         acceptance: alpha, or a survival vector.
-        c: a draft step.
-        overhead: a speculative round beyond the target call and the draft steps.
-        drafter_grows: whether a draft step grows with the batch as the target's does (c is then the ratio in every
-            batch); otherwise it costs the same in every batch.
-        nodes_per_depth: draft nodes per level: 1 for a chain that is always as long as asked.
+        c: cost of a draft step.
+        overhead: cost of a speculative round beyond the target call and the draft steps.
+        drafter_grows: whether a draft step grows with the batch as the target's does (c is then the ratio at every
+            batch size); otherwise its cost is constant.
+        nodes_per_depth: draft nodes per level; 1 for a chain of the requested length.
         guesses: chains that guess the same k tokens in a round, independently of each other (lookahead's G).
         c_hat: operations of the drafter per token over those of the target; ``None``: as c.
     """
@@ -79,8 +81,7 @@ class Assumptions:
 
     @classmethod
     def measured(cls, costs: RoundCosts, spec: str) -> Assumptions:
-        """Acceptance and costs of one drafter of a profile, which must have measured it; predicts what
-        :meth:`RoundCosts.speedup` does."""
+        """Assumptions for a measured drafter of a profile, consistent with :meth:`RoundCosts.speedup`."""
         if spec not in costs.drafters:
             measured = ", ".join(costs.drafters) or "none"
             raise ValueError(f"drafter {spec!r} was not measured for this profile; it has: {measured}")
@@ -95,15 +96,16 @@ class Assumptions:
         )
 
     def tokens(self, k: int) -> float:
-        """Tokens per round with drafts of k levels."""
+        """Tokens per round for drafts of k levels."""
         return theory.tokens_of_guesses(self.acceptance, k, self.guesses)
 
     def nodes(self, k: int) -> int:
-        """Nodes of a request that the target scores, the root included."""
+        """Nodes that the target scores per request, including the root."""
         return 1 + round(self.nodes_per_depth * k * self.guesses)
 
     def cost(self, steps: int, nodes: int, batch: int = 1) -> float:
-        """A round with ``steps`` draft steps and ``nodes`` nodes, in plain rounds of the batch: the tokens it needs."""
+        """Cost of a round with ``steps`` draft steps and ``nodes`` nodes, in plain rounds of the batch: its break-even
+        tokens."""
         plain = self.v(1, batch)
         c = self.c * (plain if self.drafter_grows else 1.0)
         return theory.round_cost(steps, c, self.v(nodes, batch), self.overhead) / plain if steps else 1.0
@@ -117,12 +119,12 @@ class Assumptions:
         return max(sorted({0, *ks}), key=lambda k: self.speedup(k, batch))
 
     def shifted(self, by: float) -> Assumptions:
-        """The same with every step's acceptance changed by ``by``, kept in [0, 1]."""
+        """A copy with every step's acceptance changed by ``by`` and clipped to [0, 1]."""
         return replace(self, acceptance=shifted(self.acceptance, by))
 
 
 def shifted(acceptance: Acceptance, by: float) -> Acceptance:
-    """Alpha + ``by``, or a survival vector each step of which is accepted by that much more often; kept in [0, 1]."""
+    """The acceptance rate, or every step's rate of a survival vector, changed by ``by`` and clipped to [0, 1]."""
     if isinstance(acceptance, float | int):
         return min(max(acceptance + by, 0.0), 1.0)
     values, before, share = [], 1.0, 1.0

@@ -1,4 +1,4 @@
-"""How much to draft, how much faster that is, and what would break it: tables from :mod:`foretoken.lab.plan.speedup`.
+"""Plans: the best draft length, its speed-up and its sensitivity, from :mod:`foretoken.lab.plan.speedup`.
 
 Section 3.5 of Leviathan et al., https://arxiv.org/abs/2211.17192; batches: SmartSpec, 2406.14066.
 """
@@ -16,7 +16,7 @@ from foretoken.lab.plan.roofline import Roofline
 from foretoken.lab.plan.speedup import branching_parents, positional_success, tree_expected_tokens, trial_acceptance
 
 MAX_BATCH = 4096
-"""Where the search for the batch at which drafting stops paying ends."""
+"""Upper limit of the search for the batch size at which drafting stops paying."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class PlanRow:
 
     Attributes:
         k: draft levels; 0 is plain decoding.
-        nodes: tokens that the target scores per request, the root included.
+        nodes: tokens that the target scores per request, including the root.
         tokens: per round.
         speedups: by batch size.
         operations: arithmetic per token over plain decoding's.
         target_reads: reads of the target's weights per token over plain decoding's.
-        break_even_alpha: acceptance from which it pays at the first batch size; ``None``: never, or k = 0.
-        break_even_c: draft cost up to which it pays there; ``None``: not even for free, or k = 0.
+        break_even_alpha: lowest acceptance at which it pays at the first batch size; ``None``: never, or k = 0.
+        break_even_c: highest draft cost at which it pays there; ``None``: not even for free, or k = 0.
     """
 
     k: int
@@ -46,7 +46,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class TreeRow:
-    """A tree in the words of :class:`PlanRow`; ``shape`` is its child counts per level."""
+    """A tree, with the fields of :class:`PlanRow`; ``shape`` has its child counts per level."""
 
     shape: str
     nodes: int
@@ -57,8 +57,7 @@ class TreeRow:
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of the plan when something is different: the speed-up of its k (of the nearest one when no k pays),
-    and of the k that would be best then."""
+    """Effect of a changed assumption on the speed-up of the plan's k (or the nearest k if none pays) and the best k."""
 
     what: str
     speedup: float
@@ -68,9 +67,9 @@ class Change:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """From where the plan's k is slower than plain decoding, each with everything else as assumed.
+    """Break-even limits of the plan's k, each with everything else as assumed.
 
-    ``None`` for what cannot happen; ``batch`` is the smallest power of two.
+    ``None`` for limits that do not exist; ``batch`` is the smallest power of two beyond the limit.
     """
 
     alpha: float | None
@@ -81,13 +80,13 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was worked out, for the batch sizes asked.
+    """A plan for the requested batch sizes.
 
     Attributes:
         rows: by k, plain decoding first.
         best: the row to use at the first batch size.
-        changes, limits: sensitivity and break-even of ``best``; of ``nearest`` when ``best`` is plain decoding.
-        notes: what to know before the numbers are believed.
+        changes, limits: sensitivity and break-even of ``best``, or of ``nearest`` if ``best`` is plain decoding.
+        notes: caveats of the numbers.
     """
 
     assumptions: Assumptions
@@ -105,12 +104,12 @@ class Plan:
 
     @property
     def nearest(self) -> PlanRow | None:
-        """The best row that drafts at all."""
+        """The best row with k > 0."""
         drafting = [row for row in self.rows if row.k]
         return max(drafting, key=lambda row: row.speedups[self.batches[0]], default=None)
 
     def public(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
+        """Fields of the ``--json`` output."""
         assumptions = self.assumptions
         rate = isinstance(assumptions.acceptance, float | int)
         return {
@@ -137,15 +136,14 @@ def plan(
     trees: Sequence[Sequence[int]] = (),
     positions: Sequence[float] | None = None,
 ) -> Plan:
-    """Work everything out.  Raises ``ValueError`` with nothing to consider, and for a negative k, a batch below 1 or a
-    bad tree.
+    """Compute a plan.  Raises ``ValueError`` for no batch sizes, a negative k, a batch size below 1 or an invalid tree.
 
     Args:
-        ks: draft lengths to consider; 0 (plain decoding) always is.
+        ks: draft lengths to consider; 0 (plain decoding) is always included.
         batches: requests per round; the first one decides ``best``.
         trees: shapes, child counts per level.
-        positions: chance that the first, second, ... sibling is accepted; by default the rate of the first position,
-            tried afresh for every sibling (an upper estimate).
+        positions: probability that the first, second, ... sibling is accepted; defaults to independent trials at the
+            rate of the first position (an upper estimate).
     """
     ks = sorted({0, *ks})
     if ks[0] < 0 or not batches or min(batches) < 1:
@@ -179,7 +177,7 @@ def _tree(
     table: list[Sequence[float]] = []
     before = 1.0
     for depth, s in enumerate(theory.reached(assumptions.acceptance, len(widths))):
-        # At depth d the first sibling is accepted as often as a chain's d-th token; the others are scaled alike.
+        # At depth d the first sibling is accepted as often as a chain's d-th token; the others scale with it.
         rate, before = (s / before if before > 0 else 0.0), s
         table.append(trial_acceptance(rate, widths[depth]) if positions is None else positions)
     tokens = tree_expected_tokens(parents, positional_success(parents, table))
@@ -222,7 +220,7 @@ def _changes(assumptions: Assumptions, k: int, ks: Sequence[int], batch: int) ->
 
 @dataclass(frozen=True)
 class _Steeper:
-    """1 + 2 (v - 1), with the plain rounds of a batch left as they are."""
+    """1 + 2 (v - 1), with unchanged plain rounds of a batch."""
 
     v: CallCost
 
@@ -257,7 +255,7 @@ def _notes(result: Plan, positions: Sequence[float] | None) -> list[str]:
 
 
 def summary(result: Plan) -> str:
-    """The plan in a few plain sentences."""
+    """The plan in a few sentences."""
     assumptions, batch, best, near = result.assumptions, result.batches[0], result.best, result.nearest
     where = "" if batch == 1 else f" at batch {batch}"
     if best.k:
@@ -282,7 +280,7 @@ def summary(result: Plan) -> str:
 
 
 def _conditions(result: Plan, row: PlanRow, pays: bool) -> str:
-    """Where a row of the plan begins or stops to pay."""
+    """Conditions under which a row starts or stops paying."""
     limits, v = result.limits, result.assumptions.v
     if limits is None:
         return ""

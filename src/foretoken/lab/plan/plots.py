@@ -1,4 +1,4 @@
-"""A plan as a picture: speed-up against draft length, draft cost and batch size."""
+"""Charts of a plan: speed-up against draft length, draft cost and batch size."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from foretoken.lab.report.charts import Guide, LineChart, Series
 from foretoken.lab.report.plots import write_charts
 
 SHIFTS = (0.0, 0.1, 0.2, -0.1, -0.2)
-"""Acceptances drawn: the plan's and these differences from it."""
+"""Offsets from the plan's acceptance, one line each."""
 BATCHES = tuple(2**i for i in range(9))
 COSTS = 33
-"""Draft costs at which a line is worked out."""
+"""Number of draft costs per line."""
 SPEEDUP = "speed-up over plain decoding"
 
 
 def plot(plan: Plan, file: Path) -> None:
-    """Draw three charts into a PNG file, whole or not at all."""
+    """Draw three charts into a PNG file, written atomically."""
     write_charts([_against_k(plan), _against_c(plan), _against_batch(plan)], file, most_columns=3)
 
 
 def _against_k(plan: Plan) -> LineChart:
-    """One line per acceptance; trees at their depth."""
+    """Chart with one line per acceptance; trees at their depth."""
     batch, ks = plan.batches[0], range(max(8, plan.rows[-1].k) + 1)
     lines: dict[object, Series] = {}
     for shift in SHIFTS:
         case = plan.assumptions.shifted(shift)
-        if case.acceptance not in lines:  # at the ends of [0, 1] several shifts are one
+        if case.acceptance not in lines:  # several offsets may be clipped to the same value
             points = [(k, case.speedup(k, batch)) for k in ks]
             best = max(points, key=lambda point: point[1])[0]
             name = f"{_acceptance(case, shift)}, best k = {best}"
@@ -44,7 +44,7 @@ def _against_k(plan: Plan) -> LineChart:
 
 
 def _against_c(plan: Plan) -> LineChart:
-    """The best k at every draft cost, and the plan's k kept."""
+    """Chart of the best k at every draft cost, and of the plan's k."""
     assumptions, batch, k = plan.assumptions, plan.batches[0], _drafting_k(plan)
     ks = [row.k for row in plan.rows]
     edge = plan.limits.c if plan.limits and plan.limits.c is not None else 0.0
@@ -60,7 +60,7 @@ def _against_c(plan: Plan) -> LineChart:
 
 
 def _against_batch(plan: Plan) -> LineChart:
-    """The best k in every batch, and the plan's k kept."""
+    """Chart of the best k at every batch size, and of the plan's k."""
     assumptions, plan_k = plan.assumptions, _drafting_k(plan)
     ks = [row.k for row in plan.rows]
     sizes = sorted({*BATCHES, *plan.batches})
@@ -81,7 +81,7 @@ def _plain(first: float, last: float) -> Guide:
 
 
 def _drafting_k(plan: Plan) -> int:
-    """The plan's k, or the nearest one that drafts."""
+    """The plan's k, or the nearest k > 0."""
     return plan.best.k or (plan.nearest.k if plan.nearest else 0)
 
 

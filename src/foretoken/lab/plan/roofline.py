@@ -1,8 +1,8 @@
-"""v(n) for whoever cannot measure it: from the size of a model and two figures of the device.
+"""An estimate of v(n) from the size of a model and two figures of the device, for use without measurements.
 
-A call reads all weights once and multiplies them with every token, and the slower of both counts (the roofline model;
+A call reads all weights once and multiplies them with every token; the slower of both counts (the roofline model;
 section 3.4 of Leviathan et al., https://arxiv.org/abs/2211.17192; MagicDec, 2408.11049, for the cache; MoESD,
-2505.19645, for experts).  An estimate with peak figures: measured costs are better, ``foretoken doctor`` shows some.
+2505.19645, for experts).  It uses peak figures: measured costs are better, ``foretoken doctor`` shows some.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 
 def experts_touched(experts: int, active: int, tokens: float) -> float:
-    """Distinct experts of a layer that some of ``tokens`` tokens use: E (1 - (1 - a/E)^n).
+    """Expected number of distinct experts of a layer that ``tokens`` tokens use: E (1 - (1 - a/E)^n).
 
-    Every token chooses ``active`` of ``experts`` experts, alike and independently (MoESD, 2505.19645, section 3).
+    Every token chooses ``active`` of ``experts`` experts, uniformly and independently (MoESD, 2505.19645, section 3).
     """
     if not 1 <= active <= experts or tokens < 0:
         raise ValueError(f"experts touched need 1 <= active <= experts, tokens >= 0; not {active}, {experts}, {tokens}")
@@ -28,16 +28,16 @@ class Roofline:
     """Seconds of a target call: t = fixed_s + max(bytes read / bandwidth, operations / flops).
 
     Attributes:
-        parameters: P, all weights, embedding included.
+        parameters: P, all weights, including the embedding.
         bandwidth: bytes per second.
         flops: operations per second.
         bytes: per weight (2 for bfloat16).
         context: tokens in the cache of each request.
         kv_bytes: bytes of keys and values per token of context.
-        fixed_s: what a call costs whatever it does (kernel launches, Python).
+        fixed_s: constant cost of a call (kernel launches, Python).
         experts: per layer; 0 for a dense model.
         active: experts per token.
-        expert_parameters: share of ``parameters`` that sits in experts, in [0, 1].
+        expert_parameters: share of ``parameters`` in experts, in [0, 1].
     """
 
     parameters: float
@@ -62,7 +62,7 @@ class Roofline:
                 raise ValueError(f"expert_parameters is a share in [0, 1], not {self.expert_parameters}")
 
     def seconds(self, nodes: int, batch: int = 1) -> float:
-        """One call that scores ``nodes`` tokens of each of ``batch`` requests."""
+        """Time of one call that scores ``nodes`` tokens of each of ``batch`` requests."""
         if nodes < 1 or batch < 1:
             raise ValueError(f"a call needs nodes and requests >= 1, not {nodes} and {batch}")
         tokens = nodes * batch
@@ -76,5 +76,5 @@ class Roofline:
         return self.fixed_s + max(read_s, 2.0 * (dense + computed) * tokens / self.flops)
 
     def __call__(self, nodes: int, batch: int = 1) -> float:
-        """v: the same in calls that score one token of one request."""
+        """v: the same, relative to a call with one token of one request."""
         return self.seconds(nodes, batch) / self.seconds(1)

@@ -1,12 +1,12 @@
-"""What speculative decoding promises: formulas from acceptance to tokens per round, and what a round costs.
+"""Formulas for speculative decoding: tokens per round from acceptance, and the cost of a round.
 
-Words and units: ``k`` draft tokens (the papers' gamma); ``alpha`` the chance that a draft token is accepted, given that
-those before it was accepted; tokens per round include the target's own token; costs are in target calls that score one
+Words and units: ``k`` draft tokens (the papers' gamma); ``alpha`` the probability that a draft token is accepted, given
+that the previous ones were; tokens per round include the target's own token; costs are in target calls that score one
 token, so ``c`` is a draft step and ``v(n)`` a call with n tokens, v(1) = 1.  A *survival vector* (s_1, s_2, ...) holds
-the chance that a draft stands at least one, two, ... tokens far: what is measured where acceptance differs by position.
+the probabilities that at least one, two, ... draft tokens are accepted, for acceptance that depends on position.
 
-Nothing here runs a model.  Numbers of theorems and equations are those of Leviathan et al. 2023,
-https://arxiv.org/abs/2211.17192; :class:`foretoken.lab.plan.assumptions.Assumptions` has the speed-up.
+No model is run.  Numbers of theorems and equations are those of Leviathan et al. 2023,
+https://arxiv.org/abs/2211.17192; :class:`foretoken.lab.plan.assumptions.Assumptions` computes the speed-up.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from typing import Any
 Acceptance = float | Sequence[float]
 """One acceptance rate alpha, or a survival vector."""
 SUM_TOLERANCE = 1e-6
-"""How far from 1 a distribution may sum."""
+"""Tolerance for the sum of a distribution above 1."""
 
 
 # -- acceptance ------------------------------------------------------------------------------------------------------
 
 
 def survival(alpha: float, k: int) -> list[float]:
-    """(alpha, alpha^2, ..., alpha^k): how many draft tokens are accepted when every token is accepted alike and
-    independently."""
+    """Survival vector (alpha, alpha^2, ..., alpha^k) of independent acceptance at a constant rate."""
     check_alpha(alpha)
     _check_k(k)
     return [alpha**i for i in range(1, k + 1)]
 
 
 def extended(measured: Sequence[float], k: int) -> list[float]:
-    """The first k entries of a survival vector; beyond what was measured every step is as good as the last one.  Raises
-    ``ValueError`` for entries outside [0, 1], and for a draft that is accepted further more often."""
+    """The first k entries of a survival vector, extrapolated with the last step's rate.  Raises ``ValueError`` for
+    entries outside [0, 1] and for increasing ones."""
     _check_survival(measured)
     _check_k(k)
     entries = [float(s) for s in measured[:k]]
@@ -48,7 +47,7 @@ def extended(measured: Sequence[float], k: int) -> list[float]:
 
 
 def reached(acceptance: Acceptance, k: int) -> list[float]:
-    """The survival vector of k entries, of either kind of acceptance."""
+    """The survival vector of k entries for either kind of acceptance."""
     return survival(acceptance, k) if isinstance(acceptance, float | int) else extended(acceptance, k)
 
 
@@ -57,7 +56,7 @@ def reached(acceptance: Acceptance, k: int) -> list[float]:
 
 def expected_tokens(acceptance: Acceptance, k: int) -> float:
     """Tokens per round of k draft tokens: (1 - alpha^(k+1)) / (1 - alpha) (Leviathan et al., equation 1), or 1 + s_1 +
-    ... + s_k of a survival vector, continued by :func:`extended`.
+    ... + s_k for a survival vector, continued by :func:`extended`.
 
     Its limits are 1 for alpha -> 0 and k + 1 for alpha -> 1.
     """
@@ -72,11 +71,11 @@ def expected_tokens(acceptance: Acceptance, k: int) -> float:
 
 
 def tokens_of_guesses(acceptance: Acceptance, k: int, guesses: int) -> float:
-    """Tokens per round of the best of G chains that guess independently: (k + 1) - sum over i of (1 - alpha^i)^G.
+    """Tokens per round of the best of G independent chains: (k + 1) - sum over i of (1 - alpha^i)^G.
 
-    A round gets i drafts far unless all G chains fail before.  One guess gives :func:`expected_tokens`.  Lookahead
-    decoding, Fu et al. 2024 (https://arxiv.org/abs/2402.02057), equation 4.  Guesses that resemble each other give
-    less: this is an upper estimate.
+    At least i draft tokens are accepted unless all G chains fail before.  One guess gives :func:`expected_tokens`.
+    Lookahead decoding, Fu et al. 2024 (https://arxiv.org/abs/2402.02057), equation 4.  An upper estimate: similar
+    guesses give less.
     """
     if guesses != int(guesses) or guesses < 1:
         raise ValueError(f"the number of guesses must be a whole number >= 1, not {guesses}")
@@ -86,7 +85,7 @@ def tokens_of_guesses(acceptance: Acceptance, k: int, guesses: int) -> float:
 
 
 def alpha_for_tokens(tokens: float, k: int, guesses: int = 1) -> float | None:
-    """The alpha whose :func:`tokens_of_guesses` are ``tokens``: 0 when one token is enough, ``None`` above k + 1."""
+    """The alpha at which :func:`tokens_of_guesses` equals ``tokens``: 0 up to one token, ``None`` above k + 1."""
     _check_k(k)
     if math.isnan(tokens) or tokens > k + 1:
         return None
@@ -97,7 +96,7 @@ def alpha_for_tokens(tokens: float, k: int, guesses: int = 1) -> float | None:
 
 
 def round_cost(steps: float, c: float, v: float = 1.0, overhead: float = 0.0) -> float:
-    """v + c steps + o: a round in plain rounds, and therefore the tokens that it must give to pay."""
+    """Cost v + c steps + o of a round in plain rounds, which is also its break-even number of tokens."""
     for name, value in (("c", c), ("the overhead", overhead), ("the number of draft steps", steps)):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be a finite number >= 0, not {value}")
@@ -110,7 +109,7 @@ def round_cost(steps: float, c: float, v: float = 1.0, overhead: float = 0.0) ->
 
 
 def check_alpha(alpha: float, name: str = "alpha") -> None:
-    """Refuse what is no probability, outside [0, 1] or NaN, by a ``ValueError``."""
+    """Raise ``ValueError`` for a probability outside [0, 1] or NaN."""
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"{name} must be in [0, 1], not {alpha}")
 
@@ -129,7 +128,7 @@ def _check_survival(values: Sequence[float]) -> None:
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a monotone function changes its sign between ``low`` and ``high``, by halving."""
+    """Sign change of a monotone function between ``low`` and ``high``, by bisection."""
     rising = function(high) > function(low)
     for _ in range(200):
         middle = 0.5 * (low + high)
@@ -148,7 +147,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 def branching_parents(widths: Sequence[int]) -> list[int]:
     """Parents of the tree in which every node of level i - 1 has ``widths[i]`` children (SpecInfer's expansion).
 
-    Level by level; node 0 is the root and has parent -1.
+    Nodes are in level order; node 0 is the root and has parent -1.
     """
     if not widths or min(widths) < 1:
         raise ValueError(f"a tree needs positive child counts per level, not {list(widths)}")
@@ -161,14 +160,14 @@ def branching_parents(widths: Sequence[int]) -> list[int]:
 
 
 def positional_success(parents: Sequence[int], positional: Sequence[float] | Sequence[Sequence[float]]) -> list[float]:
-    """Per node the chance that it is the child that is accepted, given that its parent did: by its rank among siblings.
+    """Per node the probability that it is the accepted child of an accepted parent, by its rank among siblings.
 
-    ``parents`` has siblings in the order in which they are tried.  Raises ``ValueError`` for a rank or a depth without
-    an entry, and for parents that are no tree.
+    ``parents`` lists siblings in the order in which they are tried.  Raises ``ValueError`` for a rank or depth without
+    an entry, and for parents that are not a tree.
 
     Args:
-        positional: chance of the first, second, ... sibling (Sequoia's positional acceptance), the same at all depths;
-            or one such row per depth (Medusa's accuracies per head).
+        positional: probability of the first, second, ... sibling (Sequoia's positional acceptance), the same at all
+            depths; or one such row per depth (Medusa's accuracies per head).
     """
     depths = _depths(parents)
     rows = list(positional)
@@ -190,8 +189,7 @@ def positional_success(parents: Sequence[int], positional: Sequence[float] | Seq
 def trial_acceptance(alpha: float, width: int) -> list[float]:
     """alpha, alpha (1 - alpha), ...: positional acceptance if every sibling were a fresh trial like the first.
 
-    An upper estimate: later siblings are the drafter's worse guesses, against what is left of the target's
-    distribution.
+    An upper estimate: later siblings are worse guesses, tried against the residual of the target's distribution.
     """
     check_alpha(alpha)
     return [alpha * (1.0 - alpha) ** rank for rank in range(width)]
@@ -201,8 +199,8 @@ def tree_expected_tokens(parents: Sequence[int], success: Sequence[float]) -> fl
     """Tokens per round of a tree: 1 + the sum over nodes of the product of ``success`` on the path to the node.
 
     Sequoia's F(T) (2402.12374), Medusa's expected length (2401.10774, section 2.3.3).  A chain with success alpha gives
-    equation 1 again.  The root's entry is not read.  Raises ``ValueError`` where siblings have chances of more than 1
-    together: only one of them can be accepted.
+    equation 1.  The root's entry is ignored.  Raises ``ValueError`` if the probabilities of siblings sum to more than
+    1, as only one of them can be accepted.
     """
     _depths(parents)
     if len(success) != len(parents):
