@@ -1,1 +1,1 @@
-"""The report of a benchmark: one HTML file that needs nothing else, and pictures for papers."""
+"""The report of a benchmark: one self-contained HTML file, and charts for papers."""

@@ -1,4 +1,4 @@
-"""What a chart shows, apart from how it is drawn: ``svg.py`` draws it into the page, ``plots.py`` for papers."""
+"""Contents of charts, independent of drawing: ``svg.py`` draws them into the page, ``plots.py`` for papers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Point = tuple[float, float]
 
 LIGHT = ("#2e93fd", "#762200", "#006659", "#720d82", "#875100", "#7d65a9", "#d76d75", "#29a2ab")
 DARK = ("#76ccff", "#f5bd95", "#009f6c", "#f270bc", "#b49c00", "#83a2fa", "#da452b", "#8befff")
-"""Colours of arms on white and on near-black: contrast at least 3, and told apart with red- or green-blindness."""
+"""Colours of arms on white and near-black: contrast at least 3, distinguishable with red-green colour blindness."""
 NEUTRAL = -1
-"""The colour number of what is no arm (plain decoding, guides)."""
+"""Colour number of everything except arms (plain decoding, guides)."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Horizontal bars; ``line`` is a value to compare with, ``end`` where the axis ends at least."""
+    """Horizontal bars; ``line`` is a reference value, ``end`` the minimum end of the axis."""
 
     title: str
     x_label: str
@@ -39,15 +39,15 @@ class BarChart:
 
     @property
     def x_end(self) -> float:
-        """Where the axis ends: behind every bar, the line, and whiskers of up to as much again.
+        """End of the axis: past every bar and the line, and whiskers of up to twice that.
 
-        Intervals of two prompts are so wide that bars would have no room.
+        Intervals from two prompts are so wide that bars would have no room.
         """
         reach = max(self.end, self.line or 0.0, *(bar.value for bar in self.bars))
         return max(reach, min(2 * reach, max((bar.high or 0.0 for bar in self.bars), default=0.0)))
 
     def whisker(self, bar: Bar) -> tuple[float, float, list[float]] | None:
-        """From where to where a bar's interval is drawn, and its ends; it is open where it goes on beyond the axis."""
+        """Start and stop of a bar's drawn interval, and its visible ends; an end beyond the axis is left open."""
         if bar.low is None or bar.high is None:
             return None
         start, stop = max(bar.low, 0.0), min(bar.high, self.x_end)
@@ -56,7 +56,7 @@ class BarChart:
 
 @dataclass(frozen=True)
 class StackChart:
-    """Horizontal bars made of parts: per row one value per part; ``unit`` follows the sums, which stay away without."""
+    """Horizontal stacked bars: one value per part and row; an empty ``unit`` hides the sums."""
 
     title: str
     x_label: str
@@ -67,7 +67,7 @@ class StackChart:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one name, joined by a line or not; ``labels`` says what each point is."""
+    """Named points, optionally joined by a line; ``labels`` describes the points."""
 
     name: str
     points: Sequence[Point]
@@ -78,7 +78,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Guide:
-    """A thin line to compare with."""
+    """A thin reference line."""
 
     name: str
     points: Sequence[Point]
@@ -89,12 +89,12 @@ class LineChart:
     """Points and lines over two numeric axes.
 
     Attributes:
-        guides: thin lines to compare with.
-        marks: x values with a name, drawn as vertical lines.
+        guides: thin reference lines.
+        marks: named x values, drawn as vertical lines.
         band: corner points of a shaded area.
-        log_x: whether x is drawn on a scale of powers of two.
+        log_x: whether x has a log2 scale.
         percent: whether y is a share.
-        x_ticks: places of the ticks; chosen when empty.
+        x_ticks: tick positions; chosen automatically if empty.
     """
 
     title: str
@@ -113,12 +113,12 @@ class LineChart:
         return [*(series.points for series in self.series), *(guide.points for guide in self.guides)]
 
     def x_range(self) -> Point:
-        """Least and greatest x of what is shown."""
+        """Least and greatest x of all points and marks."""
         xs = [x for points in self._points for x, _ in points] + [x for x, _, _ in self.marks]
         return _widened(min(xs), max(xs))
 
     def y_range(self) -> Point:
-        """From 0 to the greatest y, or to 1 for shares; below 0 where values are."""
+        """From 0 (or the least y, if negative) to the greatest y, or to 1 for shares."""
         ys = [y for points in self._points for _, y in points]
         return _widened(min(0.0, *ys), max(1.0, *ys) if self.percent else max(ys) * 1.05)
 
@@ -132,7 +132,7 @@ def _widened(low: float, high: float) -> Point:
 
 def ticks(low: float, high: float) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten) from ``low`` to ``high``."""
-    raw = (high - low) / 6  # about so many
+    raw = (high - low) / 6  # about six steps
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * f for f in (1, 2, 5, 10) if power * f >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
@@ -140,5 +140,5 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number as an axis prints it."""
+    """A number as an axis label."""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -1,4 +1,4 @@
-"""From a run to the charts of its report."""
+"""Charts of a benchmark report, from a run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from foretoken.registry import parse_spec
 COST_PARTS = ("draft", "target", "verify", "overhead")
 ALL = "all categories"
 BAND = 0.1
-"""How far a measured speed-up may be from the predicted one."""
+"""Relative tolerance between measured and predicted speed-up."""
 
 Cell = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """A speed-up with its 95 % interval, where there is one."""
+    """A speed-up with its 95 % interval, if any."""
 
     value: float
     low: float | None = None
@@ -37,7 +37,7 @@ def colour_of(run: Run, arm: str) -> int:
 
 
 def speedup_of(cell: Cell) -> Speedup | None:
-    """What a cell measured; an interval of no width (one prompt has no spread) is none."""
+    """The speed-up of a cell; an interval of zero width (a single prompt) is dropped."""
     value = number(cell.get("speedup"))
     if value is None:
         return None
@@ -47,10 +47,10 @@ def speedup_of(cell: Cell) -> Speedup | None:
 
 
 def together(cells: Sequence[Cell]) -> Speedup | None:
-    """The speed-up of cells of one arm taken together: plain decoding's time over the arm's.
+    """The combined speed-up of cells of one arm: plain decoding's time over the arm's.
 
-    So a cell weighs as much as its time: ``S = sum(w s)``.  Its interval takes cells as independent: the distances to
-    the ends add in squares, ``S - sqrt(sum((w (s - low))^2))``.
+    A cell is weighted by its time: ``S = sum(w s)``.  The interval treats cells as independent: the distances to the
+    ends add in squares, ``S - sqrt(sum((w (s - low))^2))``.
     """
     measured = [(s, _seconds(cell)) for cell in cells if (s := speedup_of(cell)) is not None]
     if len(measured) < 2:
@@ -64,7 +64,7 @@ def together(cells: Sequence[Cell]) -> Speedup | None:
 
 
 def _seconds(cell: Cell) -> float:
-    """Decoding time of a cell; 1 (all cells alike) when it was not recorded."""
+    """Decoding time of a cell; 1 (equal weights) if it was not recorded."""
     tokens, speed = number(cell.get("new_tokens")), number(cell.get("tokens_per_s"))
     return tokens / speed if tokens and speed else 1.0
 
@@ -75,7 +75,7 @@ def _spread(weighted: Sequence[tuple[float, float | None]]) -> float | None:
 
 
 def equality(cell: Cell) -> str:
-    """Whether the arm said what plain decoding said: identical, ties, differs, or nothing (it was not compared)."""
+    """Equality with plain decoding: "identical", "ties", "differs", or empty if not compared."""
     same = cell.get("identical")
     if same is None or cell.get("arm") in PLAIN:
         return ""
@@ -90,7 +90,7 @@ def _worst(cells: Sequence[Cell]) -> str:
 
 
 def speedups(run: Run, setting: Setting) -> list[BarChart]:
-    """Speed-up per arm: all categories together, then each."""
+    """Charts of the speed-up per arm: all categories together, then each."""
     groups: list[tuple[str, Sequence[Cell]]] = [
         (category, [c for c in run.at(setting) if c["category"] == category]) for category in run.categories
     ]
@@ -102,7 +102,7 @@ def speedups(run: Run, setting: Setting) -> list[BarChart]:
         if bars:
             panels.append(BarChart(title, "speed-up over plain decoding", bars, line=1.0))
     end = max((panel.x_end for panel in panels), default=0.0)
-    return [replace(panel, end=end) for panel in panels]  # one scale, so that panels can be compared
+    return [replace(panel, end=end) for panel in panels]  # a common scale makes panels comparable
 
 
 def _bar(run: Run, arm: str, cells: Sequence[Cell], whole: bool) -> Bar | None:
@@ -114,7 +114,7 @@ def _bar(run: Run, arm: str, cells: Sequence[Cell], whole: bool) -> Bar | None:
 
 
 def overall(run: Run, setting: Setting, arm: str) -> Speedup | None:
-    """An arm's speed-up in a setting, all categories together: as the run says, else from its cells."""
+    """An arm's speed-up in a setting over all categories: as stored in the run, else from its cells."""
     stored = run.overall(setting, arm)
     if stored is not None and (speedup := speedup_of(stored)) is not None:
         return speedup
@@ -122,7 +122,7 @@ def overall(run: Run, setting: Setting, arm: str) -> Speedup | None:
 
 
 def positions(run: Run) -> LineChart | None:
-    """Share of rounds in which at least that many draft tokens were accepted."""
+    """Chart of the share of rounds with at least that many accepted draft tokens."""
     series = []
     for arm, shares in run.part("positions").items():
         values = [number(share) for share in shares] if isinstance(shares, list) else []
@@ -139,14 +139,14 @@ def positions(run: Run) -> LineChart | None:
 
 
 def _positions_of(run: Run) -> str:
-    """Which setting the acceptance is of; runs of earlier versions have that of all together."""
+    """Name of the setting of the acceptance; runs of earlier versions combine all settings."""
     where = run.part("positions_at")
     temperature, batch = number(where.get("temperature")), number(where.get("batch"))
     return "all settings together" if temperature is None or batch is None else setting_name((temperature, int(batch)))
 
 
 def round_ms(run: Run, arm: str) -> dict[str, float] | None:
-    """Milliseconds of an arm's round by part."""
+    """Milliseconds of an arm's round by stage."""
     split = run.part("rounds").get(arm)
     count = number(split.get("rounds")) if isinstance(split, Mapping) else None
     if not count or not isinstance(split, Mapping):
@@ -155,13 +155,14 @@ def round_ms(run: Run, arm: str) -> dict[str, float] | None:
 
 
 def round_costs(run: Run) -> StackChart | None:
-    """Where the time of a round goes."""
+    """Chart of the time of a round by stage."""
     rows = [(arm, [*parts.values()]) for arm in run.arms if (parts := round_ms(run, arm)) is not None]
     return StackChart("Cost of a round", "milliseconds per round", COST_PARTS, rows) if rows else None
 
 
 def sweeps(run: Run) -> list[LineChart]:
-    """Speed-up against temperature, batch size and every option in which arms differ; only where there are two."""
+    """Charts of speed-up against temperature, batch size and every option in which arms differ, if there are two
+    values."""
     temperature, batch = run.settings[0]
     by_temperature = [(t, (t, b)) for t, b in run.settings if b == batch]
     by_batch = [(float(b), (t, b)) for t, b in run.settings if t == temperature]
@@ -192,7 +193,7 @@ def _against(title: str, x_label: str, series: Sequence[Series]) -> LineChart | 
 
 
 def _option_sweeps(run: Run) -> list[LineChart]:
-    """One chart per numeric option (k, nodes, depth ...) in which arms differ that are otherwise the same."""
+    """One chart per numeric option (k, nodes, depth ...) in which otherwise equal arms differ."""
     groups: dict[str, dict[str, list[tuple[float, str]]]] = {}
     for arm in run.rivals:
         for option, value, rest in _numeric_options(arm):
@@ -231,7 +232,7 @@ def _numeric_options(arm: str) -> list[tuple[str, float, str]]:
 
 
 def predictions(run: Run) -> LineChart | None:
-    """Measured speed-up against what the cost model says."""
+    """Chart of measured against predicted speed-up."""
     series = []
     for arm in run.rivals:
         points = [
@@ -254,10 +255,10 @@ def predictions(run: Run) -> LineChart | None:
 
 
 def node_costs(run: Run) -> LineChart | None:
-    """v(n): what scoring n tokens costs, in calls with one; the tree sizes in use lie on the curve."""
+    """Chart of v(n), the relative cost of scoring n tokens, with the tree sizes in use marked."""
     try:
         costs = RoundCosts.from_dict(run.part("costs"))
-    except ValueError:  # it has none
+    except ValueError:  # no costs in this run
         return None
     if len(costs.target.seconds) < 2:
         return None
@@ -293,7 +294,7 @@ def _relative(costs: RoundCosts, nodes: float) -> float:
 
 
 def nodes_used(run: Run) -> dict[str, float]:
-    """Mean nodes per round (the root included) of every traced arm."""
+    """Mean nodes per round (including the root) of every traced arm."""
     sizes: dict[str, list[int]] = {}
     for trace in run.traces:
         sizes.setdefault(str(trace.get("arm")), []).extend(len(r["tokens"]) for r in trace["rounds"] if r.get("tokens"))
@@ -301,7 +302,7 @@ def nodes_used(run: Run) -> dict[str, float]:
 
 
 def best_size(costs: RoundCosts) -> tuple[str, int] | None:
-    """Drafter and nodes per round with the greatest predicted speed-up, when any is above plain decoding."""
+    """Drafter and nodes per round with the greatest predicted speed-up, if above plain decoding."""
     choices = [
         (costs.speedup(spec, depth), spec, 1 + round(cost.nodes_per_depth * depth * cost.proposes))
         for spec, cost in costs.drafters.items()

@@ -1,4 +1,4 @@
-"""From a load test to the charts of its report."""
+"""Charts of a load test report, from a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def colour_of(run: Run, arm: str) -> int:
 
 
 def levels(run: Run, shape: str) -> list[float]:
-    """Rates, or numbers of clients, the smallest first."""
+    """Rates or numbers of clients, in ascending order."""
     return sorted({float(cell["level"]) for cell in run.cells if cell.get("load") == shape})
 
 
@@ -31,7 +31,7 @@ def cells_of(run: Run, shape: str, arm: str) -> list[Cell]:
 
 
 def latencies(run: Run, shape: str) -> list[LineChart]:
-    """Median and 99th percentile of each latency over rate or concurrency."""
+    """Charts of median and 99th percentile of each latency over rate or concurrency."""
     charts = []
     for name, title in MEASURES.items():
         series = [
@@ -56,7 +56,7 @@ def _points(run: Run, shape: str, arm: str, name: str, share: str) -> list[tuple
 
 
 def throughputs(run: Run, shape: str) -> list[LineChart | BarChart]:
-    """Tokens and requests per second: curves over the levels, bars where there is one level."""
+    """Charts of tokens and requests per second: curves over levels, or bars for a single level."""
     charts: list[LineChart | BarChart] = []
     places = levels(run, shape)
     for name, words in THROUGHPUT.items():
@@ -76,7 +76,7 @@ def throughputs(run: Run, shape: str) -> list[LineChart | BarChart]:
 
 
 def distributions(run: Run, shape: str, level: float) -> list[LineChart]:
-    """Share of requests (y) that took at most so long (x), at one level."""
+    """Charts of the share of requests (y) within a time (x), at one level."""
     curves = [c for c in run.listed("curves") if isinstance(c, Mapping) and c.get("load") == shape]
     at_level = [c for c in curves if number(c.get("level")) == level and c.get("arm") in run.arms]
     charts = []
@@ -100,7 +100,7 @@ def _cumulated(curve: Cell, name: str) -> list[tuple[float, float]]:
 
 
 def plots(run: Run) -> dict[str, list[LineChart | BarChart]]:
-    """File name -> its charts, for papers."""
+    """Charts for papers by file name."""
     charts: dict[str, list[LineChart | BarChart]] = {}
     for shape in AXES:
         if levels(run, shape):

@@ -1,4 +1,4 @@
-"""The page of a load test: what clients of a server saw."""
+"""The page of a load test."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARES = ("p50", "p90", "p99")
 
 
 def header(run: Run) -> Markup:
-    """What was measured, of what, and what came out."""
+    """Settings, servers and outcome of a load test."""
     notes = [*run.notes, *map(str, run.listed("notes"))]
     return header_of("Load test of a server", _facts(run), notes, verdict(run))
 
@@ -72,7 +72,7 @@ def level_name(cell: Mapping[str, Any]) -> str:
 
 
 def verdict(run: Run) -> list[Remark]:
-    """Every arm against the first, level by level; errors; whether texts are equal."""
+    """Remarks: every arm against the first by level, errors, and equality of texts."""
     remarks = []
     for cell in run.cells:
         stored = cell.get("ratios")
@@ -130,7 +130,7 @@ def latency(run: Run) -> Markup | None:
 
 
 def distributions(run: Run) -> Markup | None:
-    """Cumulative shares, the first level open."""
+    """Cumulative shares, with the first level expanded."""
     levels = [
         (f"{level:g} {figures.AXES[shape]}", charts)
         for shape in figures.AXES
@@ -168,7 +168,7 @@ def categories(run: Run) -> Markup | None:
 
 
 def table(run: Run) -> Markup:
-    """Every cell, and the file itself."""
+    """Every cell, and a download of the file."""
     used = [column for column in COLUMNS if any(cell.get(column[0]) is not None for cell in run.cells)]
     heads = [head("load", "words"), head("arm", "words"), *(head(name, None) for _, name, _ in used)]
     heads += [head(f"{name} {share}", None) for name in SPREADS.values() for share in SHARES]

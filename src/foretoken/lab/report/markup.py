@@ -1,15 +1,15 @@
-"""HTML and SVG elements whose text is escaped unless it is markup already."""
+"""HTML and SVG elements with escaped text."""
 
 from __future__ import annotations
 
 from html import escape
 
 VOID = frozenset({"br", "input", "meta"})
-"""Elements that have no end tag."""
+"""Elements without an end tag."""
 
 
 class Markup(str):
-    """Text that is markup already and must not be escaped again."""
+    """Text that is already markup and must not be escaped again."""
 
     __slots__ = ()
 
@@ -20,12 +20,12 @@ def safe(child: object) -> Markup:
 
 
 def join(*children: object) -> Markup:
-    """Children one after another."""
+    """Concatenated children."""
     return Markup("".join(map(safe, children)))
 
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
-    """An element.  ``class_`` is the attribute class, ``_`` in names becomes ``-``, ``None`` leaves one out."""
+    """An element.  ``class_`` sets the attribute class, ``_`` in names becomes ``-``, ``None`` omits an attribute."""
     rendered = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
         for key, value in attributes.items()

@@ -1,4 +1,4 @@
-"""Puts the sections into one HTML file that loads nothing from anywhere."""
+"""The report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ LOAD_SECTIONS = (
 
 
 def write_report(run_file: Path, out_file: Path) -> None:
-    """Write the report of a benchmark, whole or not at all, as an HTML file.
+    """Write the report of a benchmark as an HTML file, atomically.
 
-    The run is a ``run.jsonl`` of ``foretoken bench`` or ``foretoken bench serve``; an interrupted one will do.  Raises
-    ``ValueError`` for one that cannot be read (:func:`~foretoken.lab.report.read.read_run`).
+    The run is a ``run.jsonl`` of ``foretoken bench`` or ``foretoken bench serve``, complete or interrupted.  Raises
+    ``ValueError`` if it cannot be read (:func:`~foretoken.lab.report.read.read_run`).
     """
     text = render(read_run(Path(run_file)))
     out_file = Path(out_file)
@@ -51,7 +51,6 @@ def write_report(run_file: Path, out_file: Path) -> None:
 
 
 def render(run: Run) -> str:
-    """The page of a run."""
     header, parts = (load_sections.header, LOAD_SECTIONS) if run.is_load else (sections.header, SECTIONS)
     contents = [(name, content) for name, make in parts if (content := make(run)) is not None]
     links = [tag("a", name, href=f"#{_id(content)}") for name, content in contents]
@@ -60,7 +59,7 @@ def render(run: Run) -> str:
 
 
 def whole_page(title: str, body: Markup, traces: Sequence[Any] = (), css: str = "", js: str = "") -> str:
-    """The file around a page's body, with style and script that are this page's own behind those of all."""
+    """The file around a page's body; its own style and script follow the common ones."""
     return Template(resource("template.html")).substitute(
         title=safe(title),
         css=palette() + resource("tree.css") + resource("report.css") + css,
@@ -79,7 +78,7 @@ def resource(name: str) -> str:
 
 
 def palette() -> str:
-    """The colours of arms, for light and dark mode."""
+    """CSS colours of arms in light and dark mode."""
     classes = [f".c{i} {{ --c: var(--arm{i}); }}" for i in range(len(LIGHT))]
     light = f":root {{ {_variables(LIGHT)} }}"
     dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}"
@@ -91,7 +90,7 @@ def _variables(colours: tuple[str, ...]) -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON that can stand inside a script element: no ``<`` in it, and no number that JSON lacks."""
+    """JSON for a script element: without ``<``, NaN or infinity."""
     text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
     for sign in ("<", ">", "&", "\u2028", "\u2029"):
         text = text.replace(sign, f"\\u{ord(sign):04x}")

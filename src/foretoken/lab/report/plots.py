@@ -1,4 +1,4 @@
-"""Charts as PNG files for papers, drawn with matplotlib from the same data as in the page."""
+"""Charts as PNG files for papers, drawn with matplotlib from the page's data."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ STYLE: Any = {
 }
 DPI = 300
 COLUMN = 3.4
-"""Width of one chart, in inches: a column of a paper."""
+"""Width of one chart in inches: a column of a paper."""
 
 
 def write_plots(run_file: Path, folder: Path) -> list[Path]:
-    """Write every chart that a run of ``foretoken bench`` has data for (``speedup.png``, ``positions.png``,
-    ``rounds.png`` and so on) into the folder; returns the files.  Raises ``ValueError`` for a run that cannot be
-    read."""
+    """Write every chart with data in a run of ``foretoken bench`` (``speedup.png``, ``positions.png``, ``rounds.png``
+    and so on) into the folder; returns the files.  Raises ``ValueError`` for an unreadable run."""
     run = read_run(Path(run_file))
     folder = Path(folder)
     try:
@@ -43,7 +42,7 @@ def write_plots(run_file: Path, folder: Path) -> list[Path]:
 
 
 def plots_of(run: Run) -> dict[str, Sequence[Chart]]:
-    """File name -> the charts in it, for everything that the run has data for."""
+    """Charts by file name, for all data in the run."""
     plots: dict[str, Sequence[Chart]] = {}
     if run.is_load:
         return {name: charts for name, charts in load_figures.plots(run).items() if charts}
@@ -63,8 +62,7 @@ def plots_of(run: Run) -> dict[str, Sequence[Chart]]:
 
 
 def write_charts(charts: Sequence[Chart], file: Path, most_columns: int = 2) -> Path:
-    """Draw charts beside and below each other into a PNG or PDF file, whole or not at all.  Raises ``ValueError``
-    without matplotlib."""
+    """Draw charts in a grid into a PNG or PDF file, written atomically.  Raises ``ValueError`` without matplotlib."""
     try:
         from matplotlib import rc_context
     except ImportError:
@@ -121,7 +119,7 @@ def _bars(chart: BarChart, ax: Axes) -> None:
         end = bar.value
         if whisker := chart.whisker(bar):
             low, high, ends = whisker
-            for colour_, width in (("white", 2.6), ("black", 0.8)):  # a white edge, to be seen on dark bars
+            for colour_, width in (("white", 2.6), ("black", 0.8)):  # the white edge is visible on dark bars
                 ax.hlines(i, low, high, colour_, linewidth=width)
                 ax.vlines(ends, i - 0.12, i + 0.12, colour_, linewidth=width)
             end = max(end, high)

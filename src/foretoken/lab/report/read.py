@@ -1,4 +1,4 @@
-"""Reads ``run.jsonl``: cells, then a summary; an interrupted run has no summary, perhaps half a line at its end."""
+"""Reader of ``run.jsonl``: cells, then a summary.  An interrupted run has no summary and may end in a partial line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from foretoken.lab.bench.results import UnitResult
 
 PLAIN = ("none", "plain")
-"""Names of the arm that all others are compared with."""
+"""Names of the baseline arm."""
 NOT_A_RUN = "write one with 'foretoken bench --out run.jsonl'"
 
 
@@ -23,12 +23,12 @@ Setting = tuple[float, int]
 
 @dataclass(frozen=True)
 class Run:
-    """A benchmark as its file tells it.
+    """A benchmark read from its file.
 
     Attributes:
         cells: one object per arm, category, temperature and batch.
         summary: the last line; empty for an interrupted run.
-        notes: what a reader must know about this file.
+        notes: warnings for the reader of this file.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def arms(self) -> list[str]:
-        """All arms, plain decoding first (not in a load test), else in the order of the run, which fixes colours."""
+        """All arms in the order of the run, which determines colours; plain decoding first, except in a load test."""
         arms = dict.fromkeys([*map(str, self.listed("arms")), *(cell["arm"] for cell in self.cells)])
         return list(arms) if self.is_load else sorted(arms, key=lambda arm: arm not in PLAIN)
 
@@ -49,13 +49,13 @@ class Run:
 
     @property
     def unfinished(self) -> bool:
-        """Whether it was broken off: there is no summary, one that says so, or cells are missing."""
+        """Whether it was interrupted: the summary is missing or marked as interrupted, or cells are missing."""
         planned = number(self.summary.get("cells"))
         missing = planned is not None and planned > len(self.cells)
         return not self.summary.get("summary") or bool(self.summary.get("interrupted")) or missing
 
     def drafted_nothing(self, setting: Setting, arm: str) -> bool:
-        """Whether an arm is known to have drafted nothing at a setting: it decoded plainly."""
+        """Whether an arm is known to have drafted nothing at a setting, so that it decoded plainly."""
         counts = [number(cell.get("drafted")) for cell in self.at(setting, arm)]
         return bool(counts) and all(count == 0 for count in counts)
 
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def settings(self) -> list[Setting]:
-        """Temperatures and batch sizes of the cells, the smallest first."""
+        """Temperatures and batch sizes of the cells, in ascending order."""
         return sorted({setting_of(cell) for cell in self.cells})
 
     @property
@@ -73,27 +73,27 @@ class Run:
         return list(dict.fromkeys(cell["category"] for cell in self.cells))
 
     def at(self, setting: Setting, arm: str | None = None) -> list[Mapping[str, Any]]:
-        """Cells of a setting, of one arm or of all."""
+        """Cells of a setting, optionally of one arm."""
         return [c for c in self.cells if setting_of(c) == setting and arm in (None, c["arm"])]
 
     def part(self, name: str) -> dict[str, Any]:
-        """An object of the summary, empty when it is not there."""
+        """An object of the summary; empty if missing."""
         value = self.summary.get(name)
         return dict(value) if isinstance(value, Mapping) else {}
 
     def overall(self, setting: Setting, arm: str) -> Mapping[str, Any] | None:
-        """An arm's cell of all categories together, where the summary has one."""
+        """The summary's cell of an arm over all categories, if any."""
         cells = [c for c in self.listed("overall") if isinstance(c, Mapping) and c.get("arm") == arm]
         return next((c for c in cells if (c.get("temperature"), c.get("batch")) == setting), None)
 
     @property
     def traces(self) -> list[dict[str, Any]]:
-        """Recorded generations, round by round; those with drafts first, since plain decoding has nothing to show."""
+        """Recorded generations, round by round; plain decoding, which has no drafts, comes last."""
         traces = [dict(t) for t in self.listed("traces") if isinstance(t, Mapping) and t.get("rounds")]
         return sorted(traces, key=lambda trace: trace.get("arm") in PLAIN)
 
     def listed(self, name: str) -> Sequence[Any]:
-        """A list of the summary, empty when it is not there."""
+        """A list of the summary; empty if missing."""
         value = self.summary.get(name)
         return value if isinstance(value, list) else []
 
@@ -109,15 +109,15 @@ def setting_name(setting: Setting) -> str:
 
 
 def number(value: Any) -> float | None:
-    """``value`` when it is a finite number, else nothing."""
+    """``value`` if it is a finite number, else ``None``."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def read_run(file: Path) -> Run:
-    """Read a run, or what ``foretoken bench`` left of an unfinished one in ``FILE.partial``.  Raises ``ValueError``
-    where there is none, and for a line that is no JSON object or no cell, which it names."""
+    """Read a run, or the unfinished one in ``FILE.partial``.  Raises ``ValueError`` if there is none, and for a line
+    that is not a JSON object or cell, with its number."""
     beside = file.with_name(file.name + ".partial")
     if not file.exists() and beside.is_file():
         file = beside
@@ -142,14 +142,14 @@ def read_run(file: Path) -> Run:
 
 
 def _objects(file: Path, text: str) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
-    """The lines' objects with their line numbers, and a note about a last line that was cut off."""
+    """Line numbers and objects, and a note if the last line was truncated."""
     objects: list[tuple[int, dict[str, Any]]] = []
     lines = text.split("\n")
     for place, line in enumerate(lines, 1):
         row = _parsed(line) if line.strip() else {}
         if row:
             objects.append((place, row))
-        elif row is None and place == len(lines) and objects:  # no line break behind it
+        elif row is None and place == len(lines) and objects:  # without a line break after it
             return objects, [f"Line {place} was cut off while it was written and is left out."]
         elif row is None:
             raise ValueError(f"line {place} of {file} is no JSON object: {NOT_A_RUN}")
@@ -165,13 +165,13 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 def _cell(row: Mapping[str, Any], place: int, file: Path) -> Mapping[str, Any]:
-    """A cell whose key fields are there and of the right type; numbers may be missing, a chart then leaves it out."""
+    """A cell with valid key fields; charts omit missing numbers."""
     cell = {"category": "all", "temperature": 0.0, "batch": 1, **row}
     if not isinstance(cell.get("arm"), str) or not isinstance(cell["category"], str):
         raise ValueError(f"line {place} of {file} is no bench cell, it lacks an arm: {NOT_A_RUN}")
     if number(cell["temperature"]) is None or number(cell["batch"]) is None:
         raise ValueError(f"line {place} of {file} is no bench cell, its temperature or batch is no number: {NOT_A_RUN}")
-    # What requests of a load test follow
+    # A load test's cells need an arrival pattern and a level
     if "load" in cell and (cell["load"] not in ("rate", "concurrency") or number(cell.get("level")) is None):
         raise ValueError(f"line {place} of {file} is no cell of a load test, it lacks its level: {NOT_A_RUN}")
     return cell
@@ -190,7 +190,7 @@ def _with_equality(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any
 
 
 def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[str]:
-    """What a reader must know about a run; ``summary`` is empty when it was interrupted."""
+    """Warnings for the reader of a run; ``summary`` is empty if it was interrupted."""
     if not summary:
         return [
             f"This run was interrupted: it has {len(cells)} cells and no summary, so some charts may be missing and "
@@ -206,8 +206,10 @@ def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> 
 
 
 def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """Cells of a benchmark that did not finish, and as much of a summary as can be made without the target, of the
-    file's lines: a header with ``config``, then ``result`` and ``note`` objects."""
+    """Cells of an unfinished benchmark, and the summary fields that do not need the target.
+
+    ``objects`` are the lines of the file: a header with ``config``, then ``result`` and ``note`` objects.
+    """
     from foretoken.lab.bench.results import UnitResult, cell, drafted, positions_at, time_split
 
     try:
@@ -217,7 +219,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
     plain = {r.key[1:]: r for r in results if r.arm in PLAIN}
     groups: dict[tuple[Any, ...], list[UnitResult]] = {}
     for r in results:
-        if r.key[1:] in plain:  # a unit is compared only where plain decoding has done it too
+        if r.key[1:] in plain:  # compare only units that plain decoding has finished
             groups.setdefault((r.arm, r.temperature, r.batch, r.category), []).append(r)
     cells = [
         cell(
@@ -250,7 +252,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
 
 
 def _first_setting(config: Mapping[str, Any], results: Sequence[UnitResult]) -> Setting:
-    """The setting that a summary's costs and acceptance are of: the first temperature, the smallest batch."""
+    """The setting of a summary's costs and acceptance: the first temperature, the smallest batch."""
     temperatures, batches = config.get("temperatures"), config.get("batches")
     if temperatures and batches:
         return float(temperatures[0]), int(min(batches))

@@ -1,4 +1,4 @@
-"""The sections of the page; each is nothing when the run has no data for it."""
+"""Sections of the page; each is ``None`` if the run has no data for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEGEND = {
     "probe": "probe: scored for the drafter only",
 }
 SHORTEST = -1
-"""As many digits as the number has."""
+"""Digits as in the number itself."""
 COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("temperature", "T", SHORTEST),
     ("batch", "batch", 0),
@@ -44,7 +44,7 @@ COLUMNS: tuple[tuple[str, str, int], ...] = (
 
 
 def section(key: str, title: str, explanation: str, *content: object) -> Markup:
-    """A section with a sentence on how to read it."""
+    """A section with an explanation of how to read it."""
     return tag("section", tag("h2", title), tag("p", explanation, class_="how"), *content, id=key)
 
 
@@ -53,12 +53,12 @@ def figure(chart: Chart) -> Markup:
 
 
 def alone(chart: Chart) -> Markup:
-    """A section's only chart: the heading is its title."""
+    """The only chart of a section, titled by the section's heading."""
     return tag("figure", draw(chart))
 
 
 def panels(charts: Sequence[Chart]) -> Markup:
-    """Charts side by side where there is room."""
+    """Charts side by side as space allows."""
     return tag("div", *map(figure, charts), class_="panels")
 
 
@@ -66,12 +66,12 @@ def panels(charts: Sequence[Chart]) -> Markup:
 
 
 def header(run: Run) -> Markup:
-    """What was measured, on what, and what came out."""
+    """Target, machine, settings and outcome of a benchmark."""
     return header_of("Speculative decoding benchmark", facts(run), [*run.notes, *_inflated(run)], verdict(run))
 
 
 def header_of(title: str, facts: Iterable[tuple[str, str]], notes: Iterable[str], remarks: Iterable[Remark]) -> Markup:
-    """A header with facts that are known, notes and a verdict."""
+    """A header with non-empty facts, notes and a verdict."""
     sentences = [tag("p", remark.text, class_=remark.tone) for remark in remarks]
     return tag(
         "header",
@@ -126,7 +126,7 @@ def _inflated(run: Run) -> list[str]:
 
 
 def speedups(run: Run) -> Markup | None:
-    """Bars per category, for the first setting open and for others to be opened."""
+    """Bars per category: the first setting shown, others collapsed."""
     charted = [(setting_name(setting), figures.speedups(run, setting)) for setting in run.settings]
     with_charts = [(name, charts) for name, charts in charted if charts]
     if not with_charts:
@@ -151,7 +151,7 @@ def positions(run: Run) -> Markup | None:
 
 
 def rounds(run: Run) -> Markup | None:
-    """Cost breakdown."""
+    """Cost of a round by stage."""
     chart = figures.round_costs(run)
     explanation = (
         "Where the time of one round goes, all settings together. A round pays when it writes more tokens than it "
@@ -182,7 +182,7 @@ def costs(run: Run) -> Markup | None:
 
 
 def trace(run: Run) -> Markup | None:
-    """The browsable trace; ``report.js`` fills it."""
+    """The trace viewer, filled by ``report.js``."""
     if not run.traces:
         return None
     keys = [_key(name, words) for name, words in LEGEND.items()]
@@ -220,7 +220,7 @@ def _key(name: str, words: str) -> Markup:
 
 
 def table(run: Run) -> Markup:
-    """Every cell of the run, and the file itself."""
+    """Every cell of the run, and a download of the file."""
     used = [column for column in COLUMNS if any(cell.get(column[0]) is not None for cell in run.cells)]
     heads = [head(name, "words") for name in ("arm", "category")]
     heads += [head(name, None) for _, name, _ in used]
@@ -231,20 +231,20 @@ def table(run: Run) -> Markup:
 
 
 def sortable(heads: Iterable[Markup], rows: Iterable[Markup]) -> Markup:
-    """A table that a click on a heading sorts."""
+    """A table sorted by clicks on its headings."""
     whole = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows), class_="sortable")
     return tag("div", whole, class_="scroll", tabindex=0)
 
 
 def download(run: Run) -> Markup:
-    """The file itself."""
+    """A link that downloads the file."""
     coded = base64.b64encode(run.text.encode("utf-8")).decode("ascii")
     link = tag("a", f"Download {run.name}", href=f"data:application/x-ndjson;base64,{coded}", download=run.name)
     return tag("p", link)
 
 
 def head(name: str, class_: str | None) -> Markup:
-    """A heading that sorts."""
+    """A heading that sorts its table."""
     return tag("th", tag("button", name, type="button"), scope="col", class_=class_)
 
 
@@ -262,7 +262,7 @@ def _row(cell: Mapping[str, Any], used: Sequence[tuple[str, str, int]]) -> Marku
 
 
 def number_cell(value: Any, digits: int) -> Markup:
-    """A cell of the table; an interval sorts by its lower end, one of no width is none."""
+    """A table cell.  An interval sorts by its lower end; one of zero width is left empty."""
     if isinstance(value, list):
         ends = [number(end) for end in value]
         if len(ends) != 2 or ends[0] is None or ends[1] is None or ends[0] == ends[1]:

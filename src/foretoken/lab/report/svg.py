@@ -1,6 +1,6 @@
-"""Draws charts as SVG.  Colours come from the page (``c0`` to ``c7`` and ``cn``), so they follow light and dark mode.
+"""Charts as SVG.  Colours come from the page (``c0`` to ``c7`` and ``cn``), so they follow light and dark mode.
 
-Every mark carries its numbers as ``data-x`` and ``data-y`` and as a tooltip.
+Every mark has its numbers as ``data-x`` and ``data-y`` and in a tooltip.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from foretoken.lab.report.markup import Markup, join, tag
 WIDTH = 620
 ROW, TOP = 26, 8.0
 LETTER = 7.3
-"""Width of a letter of the labels, in pixels."""
+"""Width of a character in labels, in pixels."""
 LONGEST = 32
-"""Letters of a label in a chart; the tooltip has all of them."""
+"""Maximum number of characters of a label; the tooltip shows the full label."""
 SHAPES = (
     "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0Z",
     "M-3.7,-3.7h7.4v7.4h-7.4Z",
@@ -39,7 +39,7 @@ SHAPES = (
     "M-5,-5L0,-2L5,-5L2,0L5,5L0,2L-5,5L-2,0Z",
     "M-2.5,-5h5v10h-5Z",
 )
-"""Marks, so that series are told apart without colour."""
+"""Marker shapes, which distinguish series without colour."""
 PLAIN_MARK = "M-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0Z"
 
 
@@ -50,7 +50,7 @@ def draw(chart: Chart) -> Markup:
 
 
 def parts_of(chart: Chart) -> tuple[Markup, list[tuple[str, Markup]]]:
-    """The chart alone, and its legend: names and what stands for them."""
+    """The chart alone, and its legend as pairs of name and symbol."""
     if isinstance(chart, BarChart):
         return _bars(chart), []
     return _stack(chart) if isinstance(chart, StackChart) else _lines(chart)
@@ -61,7 +61,7 @@ def colour_class(colour: int) -> str:
 
 
 def cut(label: str) -> str:
-    """A label that fits."""
+    """A label, truncated to fit."""
     return label if len(label) <= LONGEST else label[: LONGEST - 1] + "…"
 
 
@@ -103,7 +103,7 @@ def _in_rows(
     right: float,
     content: Callable[[float, float], list[Markup]],
 ) -> Markup:
-    """A chart of rows with room to the ``right``; ``content`` is what lies on its grid, by left edge and scale."""
+    """A chart of rows with free space to the ``right``; ``content`` draws onto its grid, from left edge and scale."""
     left = 12 + LETTER * max((len(cut(label)) for label in labels), default=0)
     bottom, end = TOP + ROW * len(labels), max(end, 1e-9) * 1.02
     scale = (WIDTH - left - right) / end
@@ -192,7 +192,7 @@ def _stacked(chart: StackChart, label: str, values: Sequence[float], y: float, l
 
 
 class _Frame:
-    """The drawing area of two axes and where numbers lie in it."""
+    """The drawing area of two axes, and the mapping of numbers to positions."""
 
     left, top, right, bottom = 62.0, 14.0, WIDTH - 16.0, 300.0
 
@@ -227,7 +227,7 @@ def _lines(chart: LineChart) -> tuple[Markup, list[tuple[str, Markup]]]:
     ]
     marks = [_mark(frame, x, name) for x, name, _ in chart.marks]
     axis = _x_axis(x_places, frame.x, frame.bottom, chart.x_label, (frame.left + frame.right) / 2)
-    # What reaches past the frame (a band, a guide) is cut by the nested svg; the axes stay outside of it.
+    # The nested svg clips bands and guides that extend past the frame; the axes stay outside of it.
     drawn = tag("g", *band, *guides, *marks, *(_series(chart, frame, s) for s in chart.series))
     title = f"{chart.title}: {chart.y_label} against {chart.x_label}"
     picture = _svg(title, WIDTH, frame.bottom + 42, _y_axis(chart, frame), drawn, axis)
@@ -271,7 +271,7 @@ def _series(chart: LineChart, frame: _Frame, series: Series) -> Markup:
 
 
 def _dashes(series: Series) -> str:
-    """Colours of a second and third round are told apart by how the line is broken."""
+    """Line class of a series: repeated colours differ by dash pattern."""
     return f"line d{max(series.colour, 0) // len(LIGHT) % 3}"
 
 

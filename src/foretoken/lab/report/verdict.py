@@ -1,4 +1,4 @@
-"""What a run says, in words: what is fastest, what is slower than plain decoding, and why."""
+"""Verdict on a run in words: the fastest arm, arms slower than plain decoding, and reasons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foretoken.lab.report.figures import Speedup, equality, overall
 from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_name, setting_of
 
 FEW = 0.3
-"""Fewer accepted tokens per round than this is called few."""
+"""Below this number of accepted tokens per round, acceptance is called low."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Remark:
 
 
 def verdict(run: Run) -> list[Remark]:
-    """The remarks of a run: the first setting at length, further ones by their fastest arm."""
+    """The remarks of a run: the first setting in detail, others by their fastest arm."""
     first, *others = run.settings
     remarks = _at_length(run, first)
     for setting in others:
@@ -42,7 +42,7 @@ def _so_far(run: Run) -> str:
 
 
 def _silent(run: Run, setting: Setting) -> list[Remark]:
-    """The arms that drafted nothing: neither speed nor texts of theirs are speculation's."""
+    """Remarks on arms without drafts: their speeds and texts are plain decoding's."""
     return [
         Remark(f"{arm} drafted nothing ({setting_name(setting)}): it decoded plainly, so nothing of it is compared.")
         for arm in run.rivals
@@ -94,7 +94,7 @@ def _compared(run: Run, setting: Setting, arm: str, speedup: Speedup) -> Remark:
 
 
 def _unsure(speedup: Speedup) -> bool:
-    """Whether a run cannot tell an arm from plain decoding; one prompt has no spread, so nothing is known of it."""
+    """Whether an arm cannot be distinguished from plain decoding; a single prompt has no spread to judge by."""
     return speedup.low is None or speedup.high is None or speedup.low <= 1 <= speedup.high
 
 
@@ -115,13 +115,13 @@ def _tokens_per_round(run: Run, setting: Setting, arm: str) -> float | None:
 
 
 def why(run: Run, setting: Setting, arm: str) -> str:
-    """Why an arm is slow: what its rounds gain, and what they cost beyond a plain one, the greatest first.
+    """Reason why an arm is slow: the gain of its rounds, and their costs beyond a plain round in descending order.
 
-    A round that writes L tokens pays when it costs less than L plain rounds.
+    A round that writes L tokens pays if it costs less than L plain rounds.
     """
     length = _tokens_per_round(run, setting, arm)
     costs = sorted(extra_costs(run, setting, arm).items(), key=lambda pair: -pair[1])
-    # A cost below this share of a plain round is not named
+    # Costs below this share of a plain round are omitted
     parts = [f"{part} {cost:.2f}" for part, cost in costs if cost >= 0.05]
     cost = f"{' and '.join(parts)} of a plain round" if parts else ""
     if length is None:
@@ -135,9 +135,9 @@ def why(run: Run, setting: Setting, arm: str) -> str:
 
 
 def extra_costs(run: Run, setting: Setting, arm: str) -> dict[str, float]:
-    """What an arm's round costs beyond a plain one, in plain rounds; empty when the run did not record it.
+    """Costs of an arm's round beyond a plain one, in plain rounds; empty if the run did not record them.
 
-    Times are per token and times L, the tokens of a round, so that ``1 + sum of extra costs = L / speed-up``.
+    Times per token are multiplied by L, the tokens of a round, so that ``1 + sum of extra costs = L / speed-up``.
     """
     length = _tokens_per_round(run, setting, arm)
     arm_times = per_token(run.at(setting, arm))
@@ -153,7 +153,7 @@ def extra_costs(run: Run, setting: Setting, arm: str) -> dict[str, float]:
 
 
 def per_token(cells: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Seconds per new token by part, of cells together; nothing where one of them does not tell."""
+    """Seconds per new token by stage, over all cells; ``None`` if a cell lacks one."""
     sums = dict.fromkeys(("new_tokens", "draft_s", "target_s", "overhead_s"), 0.0)
     for cell in cells:
         for name in sums:
@@ -166,7 +166,7 @@ def per_token(cells: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 
 def _outputs(run: Run) -> Sequence[Remark]:
-    """How many cells have plain decoding's texts, of those in which something was drafted."""
+    """Number of cells with plain decoding's texts, among those with drafts."""
     judged = [(cell, badge) for cell in run.cells if (badge := equality(cell)) and number(cell.get("drafted")) != 0]
     if not judged:
         return []

@@ -1,1 +1,1 @@
-"""Cards: a benchmark as a small file that anyone can hand in, and the page that a folder of them becomes."""
+"""Cards: a benchmark as a small file that anyone can contribute, and a page made from a folder of them."""

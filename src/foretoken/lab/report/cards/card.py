@@ -1,6 +1,6 @@
-"""What a card is: its fields, how it is written, and how it is read back with everything checked.
+"""Fields of a card, and writing and checked reading of its file.
 
-The checksum tells a card that was edited or damaged.  It is no signature: whoever edits a card can write a new one.
+The checksum detects edited or damaged cards.  It is not a signature: an editor can compute a new one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "versions": {"foretoken": str, "torch": str, "transformers": str},
     "workload": {"prompts_sha256": str, "categories": dict, "max_new_tokens": int, "repeat": int, "seed": int},
 }
-"""Fields that the parts of a card hold at least, and their types."""
+"""Required fields of a card's parts, and their types."""
 FIGURE: dict[str, Any] = {
     "method": str,
     "drafter": str,
@@ -59,19 +59,18 @@ class Card:
 
     Attributes:
         written: date, UTC.
-        model: ``name`` and ``kind`` (``gguf``, ``transformers`` or ``built-in``) of its files, their ``fingerprint``
-            (SHA-256 over the checksums of its files); how it was loaded: ``quantize`` (``null``: as stored),
-            ``inflate`` (``null``: as it is) and ``backend`` (of a GGUF file); and how it ran: ``weights``, ``forward``
-            and ``exactness``, as ``llm.describe()`` tells them.
+        model: ``name`` and ``kind`` (``gguf``, ``transformers`` or ``built-in``) of its files, and their
+            ``fingerprint`` (SHA-256 over their checksums); load options: ``quantize`` (``null``: as stored),
+            ``inflate`` (``null``: not inflated) and ``backend`` (of a GGUF file); and execution: ``weights``,
+            ``forward`` and ``exactness``, as in ``llm.describe()``.
         machine: ``cpu``, ``cores``, ``threads``, ``matrix`` (its vector and matrix instructions), ``gpus``, ``kernels``
             and ``load`` over one minute before the run.
         versions: of foretoken, Python, PyTorch and Transformers.
         workload: ``prompts_sha256``, ``categories`` (prompts by category), ``max_new_tokens``, ``ignore_eos``,
             ``repeat``, ``seed`` and ``filters``.
-        figures: one per method and setting, in the words of :data:`FIGURE`; speeds are without the prefill, ``ttft_s``
-            is there for engines that tell the time to the first token, ``prefill_s`` for ours.  ``equality`` counts
-            outputs that are ``identical`` with plain decoding's, differ by a numerical tie, or really differ; ``null``
-            where they need not be equal.
+        figures: one per method and setting, with the fields of :data:`FIGURE`; speeds exclude the prefill; ``ttft_s``
+            is set for other engines, ``prefill_s`` for ours.  ``equality`` counts outputs that are ``identical`` to
+            plain decoding's, differ by a numerical tie, or really differ; ``null`` if they need not be equal.
     """
 
     written: str
@@ -83,20 +82,19 @@ class Card:
 
 
 def checksum_of(body: Mapping[str, Any]) -> str:
-    """SHA-256 of a card without its checksum, however the file is laid out."""
+    """SHA-256 of a card without its checksum, independent of the file's layout."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def to_json(card: Card) -> str:
-    """The card as the text of a file."""
+    """The card as file contents."""
     body = {"kind": KIND, "version": VERSION, **asdict(card)}
     return json.dumps({**body, "checksum": checksum_of(body)}, indent=1, ensure_ascii=False) + "\n"
 
 
 def read_card(file: Path) -> Card:
-    """A card that is whole and as it was written; what is none, of another version, edited or incomplete is refused by
-    a ``ValueError``."""
+    """Read a card.  Raises ``ValueError`` for other files, other versions, and edited or incomplete cards."""
     try:
         body = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
@@ -118,8 +116,8 @@ def read_card(file: Path) -> Card:
 
 
 def read_cards(folder: Path) -> tuple[list[tuple[str, Card]], list[str]]:
-    """The cards of a folder by their file's name, and a line for every ``*.json`` that is none.  Raises ``ValueError``
-    without any such file."""
+    """The cards of a folder by file stem, and one line for every invalid ``*.json``.  Raises ``ValueError`` if there is
+    no such file."""
     if not folder.is_dir():
         raise ValueError(f"no such folder of cards: {folder}")
     files = sorted(folder.glob("*.json"))
@@ -139,7 +137,7 @@ def _refuse(name: str) -> float:
 
 
 def fault_of(body: Mapping[str, Any]) -> str | None:
-    """What a card lacks, if anything."""
+    """Description of the first fault in a card; ``None`` if it is valid."""
     names = set(Card.__dataclass_fields__)
     if names != set(body):
         return f"its parts must be {', '.join(sorted(names))}"

@@ -1,4 +1,4 @@
-"""The page of a folder of cards: a table with filters and one chart, in one file that loads nothing."""
+"""The page of a folder of cards: a table with filters and a chart, in one self-contained file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foretoken.lab.report.page import resource, whole_page
 from foretoken.lab.report.sections import sortable
 
 MATRIX = ("amx_fp16", "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512f", "avx2")
-"""Instructions from the most to the least telling; the first that a CPU has names its kind."""
+"""Instruction sets by importance; a CPU is labelled by the first that it has."""
 FILTERS = ("cpu", "model", "method")
 COLUMNS = {
     "model": "model", "method": "method", "speedup": "speed-up", "interval": "95 %", "speed": "tokens/s",
@@ -28,7 +28,7 @@ NUMBERS = ("threads", "plain", "speed", "speedup", "length", "first")
 
 @dataclass(frozen=True)
 class CardRow:
-    """One figure of one card: what the table's cells say, and its speed-up."""
+    """One figure of one card: its table cells and its speed-up."""
 
     cells: dict[str, str]
     speedup: float
@@ -36,8 +36,8 @@ class CardRow:
 
 
 def write_page(folder: Path, out: Path) -> tuple[int, int, list[str]]:
-    """Write the page of a folder of cards; returns how many cards and rows it shows, and a line for each file that was
-    left out.  Raises ``ValueError`` where no card is whole."""
+    """Write the page of a folder of cards; returns the numbers of cards and rows, and a line for each skipped file.
+    Raises ``ValueError`` if no card is valid."""
     cards, faults = read_cards(folder)
     if not cards:
         raise ValueError("; ".join(faults))
@@ -49,7 +49,7 @@ def write_page(folder: Path, out: Path) -> tuple[int, int, list[str]]:
 
 
 def render(cards: Sequence[tuple[str, Card]], faults: Sequence[str] = ()) -> str:
-    """The page of cards by name; ``faults`` are the lines about files that were left out."""
+    """The page of cards by name; ``faults`` are the lines about skipped files."""
     rows = sorted((row for name, card in cards for row in rows_of(name, card)), key=lambda row: -row.speedup)
     notes = [tag("p", f"left out: {line}", class_="note") for line in faults]
     body = join(
@@ -71,7 +71,7 @@ def render(cards: Sequence[tuple[str, Card]], faults: Sequence[str] = ()) -> str
 
 
 def matrix_name(matrix: Sequence[str]) -> str:
-    """The most telling matrix or vector instructions of a CPU, as people write them."""
+    """The most important matrix or vector instruction set of a CPU, in usual spelling."""
     best = next((name for name in MATRIX if name in matrix), None)
     return "no AVX2" if best is None else best.upper().replace("_", "-").removesuffix("F")
 
@@ -111,7 +111,7 @@ def rows_of(name: str, card: Card) -> list[CardRow]:
 
 
 def equality(counts: Mapping[str, int] | None) -> str:
-    """How many texts equal plain decoding's, in words."""
+    """Number of texts that equal plain decoding's, in words."""
     if counts is None:
         return "need not be"
     total = counts["identical"] + counts["ties"] + counts["differences"]

@@ -1,4 +1,4 @@
-"""Makes the card of a finished benchmark: what was run by name and fingerprint, without the folders of this machine."""
+"""Cards of finished benchmarks, with names and fingerprints but no local folders."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run is of, known before it begins: name, kind and fingerprints of the files.
+    """Model and drafters of a run, known before it begins.
 
     Attributes:
-        source: the model, as given.
-        model: the fields of the card that tell it.
-        drafters: fingerprint of each arm's own files; ``None`` for one that has none.
+        source: the model argument.
+        model: the card's fields that identify it.
+        drafters: fingerprint of each arm's own files; ``None`` for one without files.
     """
 
     source: str
@@ -38,10 +38,10 @@ class Origin:
 
 
 def origin(source: str, options: Mapping[str, str | None], arms: Sequence[str]) -> Origin:
-    """Reads the files once, before minutes are spent on the run; raises ``ValueError`` where they are not on this
-    machine, or nothing but plain decoding is to be measured.
+    """Fingerprint the files before a long run.  Raises ``ValueError`` for files that are not on this machine, or if
+    only plain decoding is measured.
 
-    ``options`` say how it is loaded: ``quantize``, ``inflate`` and ``backend``; ``arms`` are specs beside plain
+    ``options`` has the load options ``quantize``, ``inflate`` and ``backend``; ``arms`` are specs beside plain
     decoding.
     """
     if all(arm in ("none", PLAIN) for arm in arms):
@@ -64,13 +64,13 @@ def _drafter(arm: str, source: str) -> str | None:
 
 
 def fingerprint(checksums: Checksums) -> str:
-    """One SHA-256 over the checksums of files, whatever the files are called."""
+    """SHA-256 over the checksums of files, independent of their names."""
     digest = hashlib.sha256("\n".join(sorted(checksums.values())).encode()).hexdigest()
     return f"sha256:{digest}"
 
 
 def without_folders(text: str) -> str:
-    """A spec or a path with the last name of each path alone; ids of the hub stay."""
+    """A spec or path with each local path shortened to its last name; hub ids are kept."""
 
     def short(match: re.Match[str]) -> str:
         path = match[0]
@@ -82,7 +82,6 @@ def without_folders(text: str) -> str:
 
 
 def card_of(result: BenchResult, about: Origin) -> Card:
-    """The card of a run."""
     summary = result.summary
     machine, settings = summary["machine"], summary["settings"]
     hardware, threads = machine["hardware"], machine["threads"]
@@ -145,12 +144,12 @@ def _place(row: Mapping[str, Any]) -> tuple[str, float, int]:
 
 
 def _short(value: float) -> float:
-    """Four digits are more than a benchmark knows."""
+    """The value to four digits, more than a benchmark resolves."""
     return float(f"{value:.4g}")
 
 
 def markdown_card(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """A run's card in Markdown: machine, versions, threads, dtype, weights and load above one table per setting."""
+    """A run's card in Markdown: machine, versions, threads, dtype, weights and load, then one table per setting."""
     return "\n".join([*_head(summary), *_tables(cells, summary), *_notes(summary)]) + "\n"
 
 

@@ -1,1 +1,1 @@
-"""Pictures of a real run: rounds, token trees, where every token came from, and why drafts were rejected."""
+"""Pictures of a run: rounds, token trees, origins of tokens, and reasons for rejections."""

@@ -1,4 +1,4 @@
-"""The HTML page of a run, in one file that loads nothing and runs no script."""
+"""The HTML page of a run: one self-contained file without scripts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foretoken.lab.report.show.texts import visible
 from foretoken.lab.report.show.tree import draw_tree
 
 MOST_ROUNDS = 200
-"""Rounds that are drawn; the text has all of them."""
+"""Maximum number of drawn rounds; the text covers all of them."""
 MOST_REASONS = 16
 
 MEANINGS = {
@@ -24,7 +24,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def render(run: Shown, totals: Sequence[Total] = ()) -> str:
-    """The page, with the rows of a table for a trace with several requests or of an engine that tells totals alone."""
+    """The page of a run.  ``totals`` are table rows for a trace with several requests or without rounds."""
     drawn = run.rounds[:MOST_ROUNDS]
     not_drawn = len(run.rounds) - len(drawn)
     body = join(
@@ -47,7 +47,7 @@ def render(run: Shown, totals: Sequence[Total] = ()) -> str:
 
 
 def legend() -> Markup:
-    """What the colours mean."""
+    """The meanings of the colours."""
     keys = [tag("li", tag("span", name, class_=f"key {name}"), f" {meaning}") for name, meaning in MEANINGS.items()]
     return tag("ul", *keys, class_="legend")
 

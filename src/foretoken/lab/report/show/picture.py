@@ -1,4 +1,4 @@
-"""One SVG picture of a run: the text as a ribbon, and one round with its tree and its reasons."""
+"""An SVG picture of a run: the text as a ribbon, and one round with its tree and reasons."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foretoken.lab.report.show.tree import LETTER, draw_tree
 MARGIN = 16.0
 LINE = 22.0
 LEAST = 660.0
-"""Least width of the picture, in pixels."""
+"""Minimum width of the picture, in pixels."""
 MOST_REASONS = 8
 MOST_LINES = 7
 
@@ -29,7 +29,7 @@ svg { font: 13px system-ui, sans-serif; } .panel { fill: var(--panel); stroke: v
 
 
 def render(run: Shown, round_index: int) -> str:
-    """The picture.  Raises ``ValueError`` where there is no such round."""
+    """The picture of a round.  Raises ``ValueError`` if there is no such round."""
     if not 0 <= round_index < len(run.rounds):
         raise ValueError(f"there is no round {round_index + 1}: the run has {len(run.rounds)}")
     round_ = run.rounds[round_index]
@@ -52,7 +52,7 @@ def render(run: Shown, round_index: int) -> str:
 
 
 def reasons(round_: Round, y: float) -> tuple[list[Markup], float]:
-    """The first reasons of a round, one below the other from ``y`` on, and where they end."""
+    """The first reasons of a round, listed from ``y`` down, and the y below them."""
     parts = []
     for node in round_.reasons[:MOST_REASONS]:
         parts.append(text(MARGIN, y, visible(node.text), "token"))
@@ -62,7 +62,7 @@ def reasons(round_: Round, y: float) -> tuple[list[Markup], float]:
 
 
 def framed(parts: Sequence[Markup], wide: float, high: float, label: str) -> str:
-    """The SVG of parts on a panel; ``label`` is for somebody who cannot see it."""
+    """An SVG of parts on a panel; ``label`` is its accessible text."""
     background = tag("rect", width="100%", height="100%", rx=10, class_="panel")
     return tag(
         "svg", tag("style", Markup(resource("tree.css") + STYLE)), background, *parts,
@@ -72,12 +72,12 @@ def framed(parts: Sequence[Markup], wide: float, high: float, label: str) -> str
 
 
 def text(x: float, y: float, words: str, class_: str) -> Markup:
-    """Words at a place."""
+    """Text at a position."""
     return tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", class_=class_)
 
 
 def _ribbon(run: Shown, y: float, wide: float) -> tuple[list[Markup], float]:
-    """The prompt and what was written, wrapped; too long texts end in an ellipsis."""
+    """The prompt and the output, wrapped; text beyond the last line becomes an ellipsis."""
     words = [Word(run.prompt, "prompt"), *(word for round_ in run.rounds for word in round_.words)]
     room = int((wide - 2 * MARGIN) / LETTER)
     parts: list[Markup] = []
@@ -99,7 +99,7 @@ def _ribbon(run: Shown, y: float, wide: float) -> tuple[list[Markup], float]:
 
 
 def _fitting(text: str, room: int, x: float) -> list[tuple[str, bool]]:
-    """The parts of a text on one line each, and whether one begins a new line; only what fits no line is cut."""
+    """Parts of a text that fit on one line, each with a flag for a new line; only overlong words are split."""
     parts, rest, starts = [], text, False
     space = room - x
     while width(rest) > space:
@@ -131,5 +131,5 @@ def _legend(y: float) -> tuple[list[Markup], float]:
 
 
 def wrapped(words: str, letters: int) -> Sequence[str]:
-    """The words in lines of so many letters; at least one line."""
+    """The text wrapped to lines of ``letters`` characters; at least one line."""
     return textwrap.wrap(words, letters) or [""]

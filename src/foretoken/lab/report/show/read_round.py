@@ -1,4 +1,4 @@
-"""One round of a trace's line: the tree, what was accepted, and what is said of it."""
+"""One round from a line of a trace: its tree, accepted nodes and labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foretoken.lab.report.show.texts import printable
 from foretoken.lab.report.show.why import Status, TraceNode
 
 UNKNOWN = "?"
-"""Text of a token that an engine does not tell."""
+"""Text of a token that an engine does not report."""
 STATUSES = ("accepted", "rejected", "untried", "probe")
 ORIGINS = ("recovered", "bonus", "plain")
 REASONS = {
@@ -26,11 +26,11 @@ MOST_NODES = 4096
 
 
 class Fault(ValueError):
-    """What is wrong with a line; the reader adds the file and the line's number."""
+    """A fault of a line; the reader adds the file and the line number."""
 
 
 def text_of(row: Mapping[str, Any], name: str, default: str) -> str:
-    """A field that is a text.  Raises ``Fault`` where it is something else."""
+    """A string field.  Raises ``Fault`` for another type."""
     value = row.get(name, default)
     if not isinstance(value, str):
         raise Fault(f"'{name}' must be a text")
@@ -38,7 +38,7 @@ def text_of(row: Mapping[str, Any], name: str, default: str) -> str:
 
 
 def number(row: Mapping[str, Any], name: str) -> float | None:
-    """A field that is a number from 0 on, or is not there.  Raises ``Fault`` where it is something else."""
+    """An optional number >= 0.  Raises ``Fault`` for anything else."""
     value = row.get(name)
     if value is None:
         return None
@@ -48,7 +48,7 @@ def number(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def read_round(row: Mapping[str, Any], index: int) -> Round:
-    """A round.  Raises ``Fault`` where a field is not as it must be, or does not fit the others."""
+    """A round from a row.  Raises ``Fault`` for an invalid or inconsistent field."""
     draft = _list(row, "draft", None, (str, type(None)))
     count = len(draft)
     if count > MOST_NODES:
@@ -93,7 +93,7 @@ def _list(row: Mapping[str, Any], name: str, count: int | None, kind: Any) -> li
 
 
 def _optional(row: Mapping[str, Any], name: str, count: int, kind: Any) -> list[Any]:
-    """A list with an entry or ``null`` per draft token; all ``None`` where it is not there."""
+    """A list with an entry or ``null`` per draft token; all ``None`` if missing."""
     values = row.get(name)
     if values is None:
         return [None] * count
@@ -142,7 +142,7 @@ def _origin(row: Mapping[str, Any], nodes: Sequence[TraceNode], accepted: Sequen
 def _words(
     row: Mapping[str, Any], nodes: Sequence[TraceNode], accepted: Sequence[int], next_text: str, origin: str
 ) -> list[Word]:
-    """What the round wrote; a last round may write less than it was given."""
+    """The tokens of the round; the last round may be truncated."""
     pieces = [nodes[node].text for node in accepted] + [next_text]
     if "text" in row:
         pieces = _list(row, "text", None, str)

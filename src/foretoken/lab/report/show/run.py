@@ -1,4 +1,4 @@
-"""What a picture shows: a generation with its rounds, and which round wrote which part of the text."""
+"""Contents of a picture: a generation, its rounds, and the part of the text that each round wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = ("", "rounds", "drafted", "accepted", "rate", "tokens a round", "tokens/
 
 @dataclass(frozen=True)
 class Word:
-    """A token that a round wrote: its text and where it came from."""
+    """An output token: its text and origin."""
 
     text: str
     origin: str
@@ -29,9 +29,9 @@ class Round:
     """One round, ready to be drawn.
 
     Attributes:
-        trace: what the engine wrote down.
+        trace: the engine's record of the round.
         next_token: the target's own token; ``why`` begins with its origin and a colon.
-        words: what it wrote, cut where the text ends.
+        words: its output tokens, truncated at the end of the text.
     """
 
     trace: RoundTrace
@@ -41,7 +41,7 @@ class Round:
 
     @property
     def drafted(self) -> int:
-        """Draft tokens, probes left out."""
+        """Number of draft tokens, without probes."""
         return len(self.nodes) - 1 - len(self.trace.probes)
 
     @property
@@ -59,20 +59,20 @@ class Round:
 
     @property
     def reasons(self) -> list[TraceNode]:
-        """Nodes whose fate needs a reason: those that were accepted or rejected."""
+        """Nodes with a reason: accepted and rejected ones."""
         return [node for node in self.nodes if node.status in ("accepted", "rejected")]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A generation; ``facts`` say what made it, name by name."""
+    """A generation; ``facts`` are the names and values of its settings."""
 
     prompt: str
     facts: Sequence[tuple[str, str]]
     rounds: Sequence[Round]
 
     def best(self) -> int:
-        """The round that shows most: many accepted, and something rejected."""
+        """Index of the most informative round: with a rejection and many accepted tokens."""
 
         def interest(i: int) -> tuple[bool, int, int]:
             round_ = self.rounds[i]
@@ -86,7 +86,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def shown_run(output: Output, tokenizer: Any, prompt: str, facts: Sequence[tuple[str, str]]) -> Shown:
-    """A generation that was made with ``explain=True``.  Raises ``ValueError`` where it was not."""
+    """A generation that was made with ``explain=True``.  Raises ``ValueError`` if it was not."""
     if not output.rounds:
         raise ValueError("nothing to show: generate with explain=True")
     texts = token_texts(tokenizer, output.token_ids, output.text)
@@ -100,7 +100,7 @@ def shown_run(output: Output, tokenizer: Any, prompt: str, facts: Sequence[tuple
 
 
 def own_meaning(origin: str, text: str, p: float | None) -> str:
-    """Where the target's own token came from, in words that begin with ``origin`` and a colon."""
+    """A description of the target's own token that begins with ``origin`` and a colon."""
     meaning = {
         "recovered": "recovered: {} in place of what was rejected",
         "bonus": "bonus: {} on top, every draft of the path was accepted",
@@ -118,19 +118,19 @@ def _round(trace: RoundTrace, tokenizer: Any, words: Sequence[Word]) -> Round:
     meaning = own_meaning(origin, text(trace.next_token), next_p)
     next_node = TraceNode(-1, -1, trace.next_token, text(trace.next_token), "accepted", meaning, next_p, None)
     nodes = nodes_of(trace, text)
-    if trace.verifier == "greedy":  # one-hot distributions: 0 or 1 says no more than the colour
+    if trace.verifier == "greedy":  # one-hot distributions: p of 0 or 1 adds nothing to the colour
         nodes = [replace(node, p=None) for node in nodes]
     return Round(trace, nodes, next_node, words)
 
 
 @dataclass(frozen=True)
 class Total:
-    """Rounds together; ``None`` is not told.
+    """Totals over rounds; ``None`` if not reported.
 
     Attributes:
         name: of the request, or of the interval.
         drafted, accepted: draft tokens.
-        tokens_per_round: accepted ones and the target's own.
+        tokens_per_round: accepted draft tokens and the target's own token.
         acceptance_rate: accepted over drafted.
         per_position: share of the rounds in which at least the first, second, ... draft token was accepted.
     """
@@ -145,7 +145,7 @@ class Total:
     per_position: Sequence[float] = ()
 
     def whole(self) -> Total:
-        """What follows from other figures is worked out."""
+        """A copy in which missing figures are derived from others."""
         rate, length = self.acceptance_rate, self.tokens_per_round
         if rate is None and self.drafted and self.accepted is not None:
             rate = self.accepted / self.drafted
@@ -155,7 +155,7 @@ class Total:
 
     @property
     def cells(self) -> list[str]:
-        """The cells of a table with :data:`HEADS`, of the :meth:`whole` total."""
+        """Table cells under :data:`HEADS`, from the :meth:`whole` total."""
         whole = self.whole()
         rate, length = whole.acceptance_rate, whole.tokens_per_round
         counts = [_as(value, ".0f") for value in (self.rounds, self.drafted, self.accepted)]
@@ -168,7 +168,7 @@ def _as(value: float | None, form: str) -> str:
 
 
 def total_of(name: str, run: Shown) -> Total:
-    """The total of a request whose rounds are known."""
+    """The total of a request with known rounds."""
     accepted = [len(round_.trace.accepted) for round_ in run.rounds]
     count, deepest = len(accepted), max(accepted, default=0)
     shares = [sum(length > depth for length in accepted) / count for depth in range(deepest)]

@@ -1,4 +1,4 @@
-"""Tokens as text: what each added to the output, and how one looks in a picture."""
+"""Text of tokens: the part that each added to the output, and a short form for pictures."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 CONTROL = str.maketrans({code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"} | {127: "␡"})
-"""Control characters, which neither HTML nor SVG may hold, as signs."""
+"""Visible symbols for control characters, which HTML and SVG must not contain."""
 SIGNS = str.maketrans({" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥"})
 LONGEST = 16
-"""Letters of a token in a picture."""
+"""Maximum number of characters of a token in a picture."""
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str]:
-    """The part of ``text`` that each token added; a half-written character belongs to the token that completed it."""
+    """The part of ``text`` that each token added; a partial character belongs to the token that completes it."""
     from foretoken.engine.stopping import Detokenizer
 
     if tokenizer is None:
@@ -24,37 +24,37 @@ def token_texts(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str
     if pieces:
         pieces[-1] += rest
     room, cut = len(text), []
-    for piece in pieces:  # text behind a stop string is not shown
+    for piece in pieces:  # text after a stop string is not shown
         cut.append(piece[:room])
         room -= len(cut[-1])
     return cut
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """One token as text; its id where there is no tokenizer or it has no such token (a probe's own)."""
+    """Text of one token; its id if there is no tokenizer or the tokenizer lacks it (a probe's own)."""
     if tokenizer is None or token >= len(tokenizer):
         return str(token)
     return str(tokenizer.decode([token]))
 
 
 def printable(text: str) -> str:
-    """A text without what pages and pictures may not hold."""
+    """The text without characters that are invalid in pages and pictures."""
     return (
         text.translate(CONTROL).encode("utf-8", "replace").decode("utf-8").replace("\ufffe", "?").replace("\uffff", "?")
     )
 
 
 def visible(text: str) -> str:
-    """A token as a picture shows it: white space as signs, and not too long."""
+    """Short form of a token in a picture: visible white space, limited length."""
     signs = printable(text).translate(SIGNS) if text else "∅"
     return signs if len(signs) <= LONGEST else signs[: LONGEST - 1] + "…"
 
 
 def quoted(text: str) -> str:
-    """A token inside a sentence."""
+    """A token in quotes, for a sentence."""
     return f"'{visible(text)}'"
 
 
 def width(text: str) -> float:
-    """How many letters wide a text is: Chinese signs and their like take nearly two."""
+    """Width of a text in letters; CJK characters and the like count nearly two."""
     return sum(1.75 if ord(sign) > 0x1100 and not 0x2000 <= ord(sign) < 0x2E00 else 1.0 for sign in text)

@@ -1,4 +1,4 @@
-"""Traces as files: JSON Lines that any engine's rounds can be written in (``docs/howto/show.md`` has the fields)."""
+"""Trace files: JSON Lines for the rounds of any engine (``docs/howto/show.md`` lists the fields)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from foretoken.lab.report.show.texts import printable
 
 MARK, VERSION = "foretoken_trace", 1
 ONLY_REQUEST = "1"
-"""Name of the request where a trace names none."""
+"""Name of the request in a trace that names none."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a file of rounds holds.
+    """Contents of a trace file.
 
     Attributes:
-        facts: about the run, name by name; the engine comes first.
+        facts: names and values about the run, the engine first.
         requests: the requests with rounds, by name.
-        other_totals: totals that an engine told without its rounds.
+        other_totals: totals reported without rounds.
     """
 
     facts: Sequence[tuple[str, str]]
@@ -34,12 +34,12 @@ class Trace:
 
     @property
     def totals(self) -> list[Total]:
-        """One per request that has rounds, then what was given."""
+        """One total per request with rounds, then the reported totals."""
         return [*(total_of(name, run) for name, run in self.requests.items()), *self.other_totals]
 
     def choose(self, name: str | None) -> Shown:
-        """The request of that name, which must be there; the first one of ``None``; one without rounds where there are
-        totals alone."""
+        """The request with a name, or the first one; without any rounds, an empty request.  Raises ``ValueError`` for
+        an unknown name."""
         if name is None:
             name = next(iter(self.requests), None)
         if name is None:
@@ -54,7 +54,7 @@ class Trace:
 
 
 def to_lines(run: Shown, engine: str) -> list[str]:
-    """The lines of a trace of one request."""
+    """The lines of a trace with one request."""
     head = {MARK: VERSION, "engine": engine, "facts": dict(run.facts)}
     rows = [head, {"type": "request", "request": ONLY_REQUEST, "prompt": run.prompt}]
     rows += [{"type": "round", "request": ONLY_REQUEST, **_round_fields(round_)} for round_ in run.rounds]
@@ -89,8 +89,7 @@ def _short(value: float | None) -> float | None:
 
 
 def read_trace(file: Path) -> Trace:
-    """Read a trace; what is none, of another version or broken is refused by a ``ValueError`` that names the file and
-    the line."""
+    """Read a trace.  Raises ``ValueError``, with file and line, for other files, other versions and malformed rows."""
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
@@ -126,7 +125,7 @@ def _no_constant(name: str) -> float:
 
 
 class _Reader:
-    """Takes rows one after another, and holds what was read so far; ``facts`` is empty before the first row."""
+    """Collects rows; ``facts`` is empty before the first row."""
 
     def __init__(self) -> None:
         self.facts: list[tuple[str, str]] = []
@@ -135,7 +134,7 @@ class _Reader:
         self.totals: list[Total] = []
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take a row.  Raises ``Fault`` where it is not as it must be."""
+        """Add a row.  Raises ``Fault`` for an invalid one."""
         if not self.facts:
             self._head(row)
             return
@@ -171,7 +170,7 @@ def _request(row: Mapping[str, Any]) -> str:
 
 
 def _total(row: Mapping[str, Any]) -> Total:
-    """Raises Fault: nothing is told, or not by numbers."""
+    """A total from a row.  Raises ``Fault`` for no figures or invalid ones."""
     names = ("rounds", "drafted", "accepted", "tokens_per_round", "acceptance_rate", "tokens_per_s")
     values = {name: number(row, name) for name in names}
     by_position = row.get("per_position", [])

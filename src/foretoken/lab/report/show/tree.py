@@ -1,4 +1,4 @@
-"""A token tree as SVG elements.  Colours come from ``lab/report/tree.css``, so that all pictures look alike."""
+"""A token tree as SVG elements.  Colours come from ``lab/report/tree.css``, shared by all pictures."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from foretoken.lab.report.show.texts import quoted, visible, width
 from foretoken.lab.report.show.why import TraceNode
 
 LETTER = 7.9
-"""Width of a letter of the nodes' font, in pixels."""
+"""Width of a character in the nodes' font, in pixels."""
 SMALL = 6.2
 ROW = 46.0
 HEIGHT = 38.0
 GAP = 30.0
 OWN = 1 << 20
-"""Index of the target's own token, behind those of all nodes."""
+"""Index of the target's own token, after those of all nodes."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """Where a node stands, in pixels."""
+    """Position and width of a node, in pixels."""
 
     x: float
     y: float
@@ -30,7 +30,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Drawn:
-    """SVG elements and the room that they take."""
+    """SVG elements and their size."""
 
     markup: Markup
     width: float
@@ -38,8 +38,10 @@ class Drawn:
 
 
 def draw_tree(nodes: Sequence[TraceNode], next_token: TraceNode) -> Drawn:
-    """A round: its nodes, the root first, and behind the last accepted one the target's own token.  That token's status
-    is not looked at; its ``why`` says where it came from."""
+    """A round: its nodes, root first, with the target's own token after the last accepted one.
+
+    The token's status is ignored; its ``why`` gives the origin.
+    """
     last = max((n.index for n in nodes if n.status == "accepted"), default=0)
     next_node = TraceNode(OWN, last, next_token.token, next_token.text, "accepted", next_token.why, next_token.p, None)
     everyone = [*nodes, next_node]
@@ -58,7 +60,7 @@ def _numbers(node: TraceNode) -> str:
 
 
 def _share(value: float) -> str:
-    """A probability in few letters."""
+    """A short form of a probability."""
     if value >= 0.995 or value == 0.0:
         return f"{value:.0f}"
     return f"{value:.2f}"[1:] if value >= 0.01 else f"{value:.0e}".replace("e-0", "e-")
@@ -69,7 +71,7 @@ def _breadth(node: TraceNode) -> float:
 
 
 def _places(nodes: Sequence[TraceNode]) -> dict[int, Box]:
-    """Depth gives the column; every leaf takes a row, and a parent stands in the row of its first child."""
+    """Boxes of nodes: depth gives the column, every leaf takes a row, and a parent is in the row of its first child."""
     children: dict[int, list[int]] = {n.index: [] for n in nodes}
     depth: dict[int, int] = {}
     for n in nodes:
@@ -77,7 +79,7 @@ def _places(nodes: Sequence[TraceNode]) -> dict[int, Box]:
         if n.parent >= 0:
             children[n.parent].append(n.index)
     by_index = {n.index: n for n in nodes}
-    for below in children.values():  # what was accepted lies on top
+    for below in children.values():  # accepted nodes on top
         below.sort(key=lambda i: by_index[i].status != "accepted")
     columns: dict[int, float] = {}
     for n in nodes:

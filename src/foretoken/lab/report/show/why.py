@@ -1,4 +1,4 @@
-"""What became of every node of a round, and why, in words."""
+"""Outcome of every node of a round, with a reason in words."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ if TYPE_CHECKING:
 
 Status = Literal["root", "accepted", "rejected", "untried", "probe"]
 Test = dict[str, float]
-"""A rule's test: a uniform ``u`` and the ``chance`` that it has to stay below."""
+"""A verifier's test: a uniform ``u`` that must be below ``chance``."""
 
 CHOOSING = frozenset({"greedy", "coupled", "match"})
-"""Rules that take a token of the target's own and look for the child that equals it."""
+"""Verifiers that draw the target's own token and look for an equal child."""
 TRYING = frozenset({"rejection", "multi_round", "without_replacement", "kseq", "point"})
-"""Rules that try the children of a node one after another."""
+"""Verifiers that try the children of a node one after another."""
 
 
 @dataclass(frozen=True)
 class TraceNode:
-    """One node of a round: ``parent`` is the index of the node above (-1 for the root), p the target's probability and
-    q the draft's, where they are known."""
+    """One node of a round.
+
+    ``parent`` is the index of its parent (-1 for the root); p and q are the target's and the draft's probability, if
+    known.
+    """
 
     index: int
     parent: int
@@ -37,7 +40,7 @@ class TraceNode:
 
 
 def nodes_of(trace: RoundTrace, text: Callable[[int], str]) -> list[TraceNode]:
-    """The nodes of a round with what became of them."""
+    """The nodes of a round with their outcomes."""
     met, status = deciding_tests(trace), statuses(trace)
     nodes = []
     for i, token in enumerate(trace.tokens):
@@ -47,11 +50,11 @@ def nodes_of(trace: RoundTrace, text: Callable[[int], str]) -> list[TraceNode]:
 
 
 def statuses(trace: RoundTrace) -> list[Status]:
-    """What became of every node.  Untried: its turn never came, or the token before it was not accepted."""
+    """Outcome of every node.  Untried: it was not its turn, or the token before it was not accepted."""
     accepted, met = set(trace.accepted), deciding_tests(trace)
     chosen = {trace.parents[node]: node for node in trace.accepted}
     whole_paths = trace.verifier not in CHOOSING | TRYING
-    every_test_is_known = trace.verifier in TRYING - {"point"}  # there equal guesses share a test
+    every_test_is_known = trace.verifier in TRYING - {"point"}  # there equal draft tokens share a test
     outcomes: list[Status] = ["root"]
     for i in range(1, len(trace.tokens)):
         above = trace.parents[i]
@@ -61,15 +64,15 @@ def statuses(trace: RoundTrace) -> list[Status]:
             outcomes.append("accepted")
         elif i in trace.probes:
             outcomes.append("probe")
-        elif i in met:  # one that passed and is not kept has an equal sibling, which is
+        elif i in met:  # one that passed but is not on the path has an equal sibling that is
             outcomes.append("untried" if passed(met[i]) else "rejected")
-        else:  # without a test of its own: an equal node's child was accepted first, or no turn came
+        else:  # no own test: an equal node's child was accepted first, or its turn never came
             outcomes.append("rejected" if in_turn and reached and not every_test_is_known else "untried")
     return outcomes
 
 
 def deciding_tests(trace: RoundTrace) -> dict[int, Test]:
-    """Which test was whose, for rules that try children in order."""
+    """Tests by node, for verifiers that try children in order."""
     if trace.verifier not in TRYING:
         return {}
     tests: dict[int, Test] = {}
@@ -81,14 +84,14 @@ def deciding_tests(trace: RoundTrace) -> dict[int, Test]:
         tried: set[int] = set()
         for child in children:
             if trace.verifier == "point" and trace.tokens[child] in tried:
-                continue  # equal guesses are one there
+                continue  # equal draft tokens are tried once there
             tried.add(trace.tokens[child])
             if not tests_left or chosen is not None:
                 break
             tests[child] = tests_left.pop(0)
             if passed(tests[child]):
                 chosen = trace.tokens[child]
-        if chosen is None:  # all failed; what is drawn from the rest may be one of them again (kseq)
+        if chosen is None:  # all failed; the draw from the residual may be one of them again (kseq)
             chosen = next((trace.tokens[child] for child in children if child in trace.accepted), None)
         if chosen is None:
             break
@@ -121,7 +124,7 @@ def _reason(
 
 
 def passed(test: Test) -> bool:
-    """Whether a test let its token through."""
+    """Whether a test accepted its token."""
     return test["u"] < test["chance"]
 
 
@@ -143,7 +146,7 @@ def _chosen(trace: RoundTrace, i: int, status: Status, text: Callable[[int], str
 
 
 def _together(trace: RoundTrace, status: Status) -> str:
-    """For rules that decide over whole paths."""
+    """Reason for verifiers that decide over whole paths."""
     failed = sum(not passed(test) for test in trace.tests)
     if status == "accepted":
         return "accepted: on the path that the rule has kept"
