@@ -1,1 +1,1 @@
-"""The measuring laboratory: benchmarks, tuning, checks of exactness, plans, reports.  The library runs without it."""
+"""Measurement: benchmarks, tuning, parity checks, plans, reports.  The library runs without it."""

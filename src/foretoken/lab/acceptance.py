@@ -1,9 +1,8 @@
-"""How many tokens a round a drafter gives on ordinary text, against the figure that is expected of it.
+"""Tokens per round of a drafter on ordinary text, compared with the expected figure.
 
-A drafter that reads other layers than it was trained on loads, and its text is right: only its drafts are not.  What it
-accepts is therefore compared with what its card or its user says, and the layers beside its own are tried.  One whose
-layers should read a window, and read the whole text, guesses right in short texts only: the same places are tried
-behind texts of several lengths.
+A drafter with wrong layer ids loads and gives correct text, but poor drafts.  Its acceptance is therefore compared with
+the figure from its card or its user, and the neighbouring layers are tried.  A drafter that lacks its layers' attention
+window drafts well in short texts only: the same positions are tried with contexts of several lengths.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ if TYPE_CHECKING:
     from foretoken.training.formats.transfer import Imported
 
 PROMPTS, NEW_TOKENS = 8, 64
-"""Prompts that are answered, and how far."""
+"""Number of prompts and tokens per answer."""
 ENOUGH = 0.8
-"""Share of the expected figure that is enough: text of another kind is accepted a little less."""
+"""Sufficient share of the expected figure: acceptance is a little lower on other kinds of text."""
 LENGTHS = (256, 2048, 8192)
-"""Tokens of text that drafts are tried behind, the first as what the others are compared with."""
+"""Context lengths in tokens; the first is the reference."""
 LONG_TEXTS = 2
-"""Texts of each length."""
+"""Number of texts per length."""
 COLLAPSED = 0.5
-"""Share of the drafts accepted in short texts below which those of long ones count as broken."""
+"""Ratio of draft tokens accepted in long texts to those in short ones, below which a drafter counts as broken."""
 DEPTHS = {"dflash": "taps", "dflash2": "taps", "dspark": "taps", "eagle3": "layers", "peagle": "layers"}
-"""Where a drafter's configuration names depths of the target, by method."""
+"""Configuration keys of the target's layer ids, by method."""
 CHAINS = dict.fromkeys(("dflash", "dflash2", "dspark", "pard", "peagle"), "nodes=256,width=1") | dict.fromkeys(
     ("eagle", "eagle3"), "nodes=5,depth=5,width=1"
 )
-"""Options of a chain, by method; what is not named drafts one by itself."""
+"""Spec options that make a method draft a chain; other methods draft chains by default."""
 _NUMBER = r"(\d+(?:\.\d+)?)\b(?!\s*%)"
 _STATED = re.compile(
     rf"(?:acceptance length|accepted length)[^\d\n]{{0,40}}{_NUMBER}|{_NUMBER}\s+tokens (?:a|per) round", re.IGNORECASE
@@ -56,8 +55,7 @@ _STATED = re.compile(
 
 @dataclass(frozen=True)
 class MeasuredAcceptance:
-    """What was measured: tokens a round, the target's own included, and the share of the rounds whose draft was
-    accepted up to each position."""
+    """Tokens per round, including the target's own, and the share of rounds accepted up to each position."""
 
     tokens_a_round: float
     by_position: tuple[float, ...]
@@ -65,16 +63,16 @@ class MeasuredAcceptance:
 
     @classmethod
     def of(cls, stats: SpecStats, depth: int) -> MeasuredAcceptance:
-        """Of drafts of up to ``depth`` tokens."""
+        """Acceptance from the statistics of drafts up to ``depth`` tokens."""
         reached = [*stats.num_accepted_tokens_per_pos, *[0] * depth][:depth]
         shares = tuple(count / max(stats.num_drafts, 1) for count in reached)
         return cls(stats.mean_acceptance_length, shares, stats.num_drafts)
 
 
 class AcceptanceCheck:
-    """Drafts with a new drafter on ordinary text, greedily and in chains: call it with one.
+    """Runs a new drafter on ordinary text, greedily, with chains.
 
-    ``expect`` is the number of tokens a round, above 1; by default what the card beside the drafter states.
+    ``expect`` is in tokens per round, above 1; defaults to the figure on the drafter's card.
     """
 
     def __init__(self, expect: float | None = None) -> None:
@@ -83,16 +81,16 @@ class AcceptanceCheck:
         self.expect = expect
 
     def __call__(self, new: Imported) -> dict[str, Any]:
-        """``acceptance`` (as :class:`MeasuredAcceptance`, with what was ``expected``, and tokens a round ``by_length``
-        of the text) and ``warnings``.
+        """``acceptance`` (:class:`MeasuredAcceptance` fields, ``expected``, and tokens per round ``by_length`` of the
+        context) and ``warnings``.
 
-        Raises ``ValueError`` where the target has no tokenizer, less than .8 of what was expected is accepted, or
-        drafts fail in long texts where a figure was expected; the message says which layers accept more, or what else
-        may be wrong.
+        Raises ``ValueError`` if the target has no tokenizer, if less than .8 of the expected figure is reached, or if
+        drafts fail in long texts and a figure was expected.  The message names the layers with higher acceptance or
+        other likely causes.
         """
         if new.tokenizer is None:
             raise ValueError(f"{new.target} has no tokenizer, and acceptance is measured on text: leave the check out")
-        most = max(1, new.model.context_length // 2)  # prompts are cut where the context is short
+        most = max(1, new.model.context_length // 2)  # truncates prompts to half of a short context
         prompts = [prompt.encode(new.tokenizer)[-most:] for prompt in prompts_of_kind(new.tokenizer)[:PROMPTS]]
         expected = stated(new.source) if self.expect is None else self.expect
         measured = _measured(new, new.folder, prompts)
@@ -110,7 +108,7 @@ class AcceptanceCheck:
 
 
 def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance:
-    """Answer prompts greedily with a draft of the drafter's own length in every round."""
+    """Acceptance for greedy answers, with drafts of the drafter's full length in every round."""
     return MeasuredAcceptance.of(drafted(target, drafter, prompts, NEW_TOKENS), drafter.max_depth)
 
 
@@ -122,8 +120,10 @@ def drafted(
     controller: str | Controller = "constant",
     **options: Any,
 ) -> SpecStats:
-    """Statistics of answers to prompts, greedy ones unless the ``options`` of ``generate`` say otherwise; as long as
-    the context allows, whatever ends them."""
+    """Statistics of answers to prompts, greedy by default; ``options`` are those of ``generate``.
+
+    Answers have ``new_tokens`` tokens, or as many as the context allows, without an early end.
+    """
     llm = assemble(target, drafter, "auto", controller, None)
     most = max(1, min(new_tokens, target.context_length - max(map(len, prompts))))
     outputs = llm.generate([list(ids) for ids in prompts], max_new_tokens=most, ignore_eos=True, **options)
@@ -131,7 +131,7 @@ def drafted(
 
 
 def stated(folder: Path) -> float | None:
-    """Tokens a round that the card in a folder states, the least where it states several; ``None``: nothing is."""
+    """The lowest number of tokens per round on the card in a folder; ``None`` if it states none."""
     card = folder / "README.md"
     if not folder.is_dir() or not card.is_file():
         return None
@@ -154,8 +154,8 @@ def _measured(new: Imported, folder: Path, prompts: Sequence[Sequence[int]]) -> 
 
 
 def _by_length(new: Imported) -> dict[int, float]:
-    """Tokens a round by the length of the text before, all at the same places; nothing where no two lengths fit."""
-    # An ordinary text that every machine has: a module of Python's standard library
+    """Tokens per round by context length, at the same positions; empty unless two lengths fit."""
+    # Ordinary text on every machine: a module of Python's standard library
     text: list[int] = encode(inspect.getsource(argparse), new.tokenizer)
     room = new.model.context_length - NEW_TOKENS
     lengths = [length for length in LENGTHS if length <= min(room, len(text))]
@@ -169,7 +169,7 @@ def _by_length(new: Imported) -> dict[int, float]:
 
 
 def _fault_of_lengths(by_length: Mapping[int, float]) -> str:
-    """What long texts say against a drafter, in words; empty: nothing."""
+    """The fault that long texts reveal, in words; empty if none."""
     if not by_length:
         return ""
     short, *longer = by_length.items()
@@ -184,11 +184,11 @@ def _fault_of_lengths(by_length: Mapping[int, float]) -> str:
 
 
 def _better_layers(new: Imported, measured: MeasuredAcceptance, prompts: Sequence[Sequence[int]]) -> str:
-    """Which layers beside the drafter's own give clearly more, in words; empty: none do, or it names none."""
+    """Advice to shift the layer ids if neighbouring layers are clearly better, else empty."""
     tried = {by: _shifted(new, by, prompts) for by in (-1, 1)}
     tokens = {by: shifted.tokens_a_round for by, shifted in tried.items() if shifted is not None}
     best = max(tokens, key=tokens.__getitem__, default=0)
-    # How many times the tokens a round other layers must give to be named
+    # Least improvement that counts
     if not best or tokens[best] < 1.1 * measured.tokens_a_round:
         return ""
     return (
@@ -198,7 +198,7 @@ def _better_layers(new: Imported, measured: MeasuredAcceptance, prompts: Sequenc
 
 
 def _shifted(new: Imported, by: int, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance | None:
-    """What the drafter would give if every layer that it reads were the one ``by`` behind; ``None``: there is none."""
+    """Acceptance with every layer id shifted by ``by``; ``None`` without layer ids or outside the target's layers."""
     file = new.folder / CONFIG
     config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     key = DEPTHS.get(config.get("method", ""))

@@ -1,6 +1,6 @@
-"""Prompts of a benchmark: built-in ones, and loaders for the files that people have.
+"""Prompts of a benchmark: built-in ones, and readers of common file formats.
 
-Every format is read from a local file; ``.gz`` is unpacked on the way.
+All formats are local files; ``.gz`` files are decompressed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from foretoken.options import encode
 BUILTIN_FILE = Path(__file__).with_name("builtin_prompts.jsonl")
 CHAT_FILE = Path(__file__).with_name("chat_prompts.jsonl")
 USUAL = ("prose", "code", "agentic", "repetitive")
-"""Categories of the built-in texts that people's own are like."""
+"""Categories of the built-in texts that resemble typical use."""
 FEW = (
     "def fibonacci(n):\n    ",
     "import os\n\nfor name in os.listdir('.'):\n    if name.endswith('.py'):\n        print(name)\n\nfor name in os.",
     "It was a dark night, and the rain had not stopped since the morning. ",
     "one two three four one two three four one two three",
 )
-"""A few short texts of our own."""
+"""A few short built-in texts."""
 TEXT_SUFFIXES = (".txt", ".md")
 Row = Mapping[str, Any]
 T = TypeVar("T")
@@ -36,15 +36,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """One prompt, counted in its ``category``: a conversation (``messages``), or else a ``text``, which is also what is
-    completed where the tokenizer has no chat template."""
+    """One prompt of a ``category``: a conversation (``messages``) or a ``text``.
+
+    The text is completed if there are no messages or the tokenizer has no chat template.
+    """
 
     category: str
     text: str
     messages: tuple[dict[str, Any], ...] = ()
 
     def encode(self, tokenizer: Any, chat: bool = True) -> list[int]:
-        """Token ids: by the chat template where ``chat``, the tokenizer has one, and this is a conversation."""
+        """Token ids, by the tokenizer's chat template if ``chat`` is set and the prompt is a conversation."""
         if chat and self.messages and has_template(tokenizer):
             return render(self.messages, tokenizer)
         return encode(self.text, tokenizer)
@@ -75,7 +77,7 @@ def _humaneval(row: Row) -> BenchPrompt:
 
 
 def _mbpp(row: Row) -> BenchPrompt:
-    """The task and its tests as a docstring at the top of a program."""
+    """The task and its tests as the docstring of a program."""
     tests = row.get("test_list") or []
     if not isinstance(tests, list):
         raise ValueError("'test_list' must be a list")
@@ -89,7 +91,7 @@ def _gsm8k(row: Row) -> BenchPrompt:
 
 
 def _chat(row: Row) -> BenchPrompt:
-    """A transcript up to the last message that an assistant would answer."""
+    """A transcript up to the last message before an assistant's answer."""
     messages = row.get("messages")
     if not isinstance(messages, list):
         raise ValueError("'messages' must be a list of messages")
@@ -107,7 +109,7 @@ def _transcript(row: Row, conversation: list[Any]) -> BenchPrompt:
 
 
 def _content_of(message: Mapping[str, Any]) -> str:
-    """What a message says without a template: its text, or its calls of tools."""
+    """A message without a template: its text, or its tool calls."""
     return str(message["content"]) or json.dumps(message.get("tool_calls", ""))
 
 
@@ -126,7 +128,7 @@ KEYS = "prompt (and category), turns, question and answer, text and code, text, 
 
 
 def _format_of(row: Row) -> str:
-    """The format that a row's keys tell."""
+    """The format implied by a row's keys."""
     if "messages" in row:
         return "chat"
     if "conversations" in row:
@@ -145,13 +147,13 @@ def _format_of(row: Row) -> str:
 
 
 def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]:
-    """Prompts of a file, of all files of a folder, or the built-in ones.  Raises ``ValueError`` for an unknown format,
-    no prompts, and a row of the wrong shape (with file and line).
+    """Prompts of a file, of all files in a folder, or the built-in ones.  Raises ``ValueError`` for an unknown format,
+    no prompts, or a malformed row (with file and line).
 
     Args:
-        source: ``.jsonl``, ``.json``, ``.txt`` or ``.md`` (one prompt a line), each perhaps with ``.gz``; a folder of
+        source: ``.jsonl``, ``.json``, ``.txt`` or ``.md`` (one prompt per line), optionally with ``.gz``; a folder of
             them; ``None`` for the built-in prompts.
-        format: one of :data:`FORMATS`; ``auto`` looks at every row.
+        format: one of :data:`FORMATS`; ``auto`` decides for every row.
     """
     if format not in FORMATS:
         raise unknown(f"unknown prompt format {format!r}", format, FORMATS)
@@ -168,13 +170,15 @@ def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]
 
 
 def read_prompts(file: Path | None) -> list[BenchPrompt]:
-    """Prompts of a file (:func:`load_prompts`); else :data:`FEW` of our own, which no template is for."""
+    """Prompts of a file (:func:`load_prompts`), or :data:`FEW`, which need no template."""
     return [BenchPrompt("parity", text) for text in FEW] if file is None else load_prompts(file)
 
 
 def prompts_of_kind(tokenizer: Any) -> list[BenchPrompt]:
-    """Built-in prompts of the kind that a model is for: questions and tasks, for its chat template, or texts to go on
-    with where it has none.  Any few of them in a row are of several categories."""
+    """Built-in prompts for a kind of model: questions and tasks if it has a chat template, else texts to continue.
+
+    Consecutive prompts are of different categories.
+    """
     if has_template(tokenizer):
         return load_prompts(CHAT_FILE)
     groups = select(load_prompts(None), USUAL)
@@ -189,7 +193,7 @@ def _suffix(file: Path) -> str:
 def _read(file: Path, format: str) -> Iterator[BenchPrompt]:
     text = _contents(file)
     if format == "text" or (format == "auto" and _suffix(file) in TEXT_SUFFIXES):
-        for line in text.replace("\r\n", "\n").split("\n"):  # not splitlines(): texts may hold U+2028
+        for line in text.replace("\r\n", "\n").split("\n"):  # not splitlines(): texts may contain U+2028
             if line.strip():
                 yield BenchPrompt("text", line)
         return
@@ -212,7 +216,7 @@ def _contents(file: Path) -> str:
 
 
 def _rows(file: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Line numbers and JSON values: one a line, or the whole file where it is ``.json``."""
+    """Line numbers and JSON values: one per line, or the whole file if it is ``.json``."""
     if _suffix(file) == ".json":
         value = _parsed(text, file, 1)
         if isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value) and value:
@@ -220,7 +224,7 @@ def _rows(file: Path, text: str) -> Iterator[tuple[int, Any]]:
         for row in value if isinstance(value, list) else [value]:
             yield 1, row
         return
-    # Not splitlines(): JSON strings may hold U+2028 and its like.
+    # Not splitlines(): JSON strings may contain U+2028 and the like.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield number, _parsed(line, file, number)
@@ -239,8 +243,8 @@ def _parsed(text: str, file: Path, line: int) -> Any:
 def select(
     prompts: Sequence[BenchPrompt], categories: Sequence[str] = (), most: int | None = None
 ) -> dict[str, list[BenchPrompt]]:
-    """Prompts by category, in the order in which the categories appear: those of ``categories`` (all if none), and
-    ``most`` of each at most, spread evenly over it.  Raises ``ValueError`` for a category that is not there."""
+    """Prompts by category, in order of appearance: those of ``categories`` (all if empty), at most ``most`` of each,
+    evenly spread.  Raises ``ValueError`` for an unknown category."""
     counts = Counter(prompt.category for prompt in prompts)
     for name in categories:
         if name not in counts:
@@ -254,7 +258,7 @@ def select(
 
 
 def spread(group: list[T], most: int | None) -> list[T]:
-    """At most so many of a list, evenly over it."""
+    """At most ``most`` items of a list, evenly spread."""
     if most is None or len(group) <= most:
         return group
     return [group[i * len(group) // most] for i in range(most)]

@@ -1,4 +1,4 @@
-"""How arms are timed: the laboratory's clock, and turns, so that what else the machine does meets all arms alike."""
+"""Timing of arms: the clock, and interleaving, so that other load affects all arms alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ K = TypeVar("K")
 
 
 class Stopwatch:
-    """Seconds since it was started, read when ``device`` has done everything that it was given."""
+    """Seconds since its start, read after ``device`` has finished all queued work."""
 
     def __init__(self, device: Any = None) -> None:
         self.device = device
@@ -24,9 +24,9 @@ class Stopwatch:
 
 
 def interleave(arms: Sequence[T], turns: int, first: int = 0) -> Iterator[tuple[int, T]]:
-    """Yield (turn, arm): every arm once a turn, another one first in each, beginning with number ``first``.
+    """Yield (turn, arm): every arm once a turn, in rotating order from index ``first``.
 
-    An arm that leaves the sequence is out from the next turn on; without arms it is over.
+    An arm removed from the sequence is skipped from the next turn on; an empty sequence ends the iteration.
     """
     for turn in range(turns):
         if not arms:
@@ -37,7 +37,7 @@ def interleave(arms: Sequence[T], turns: int, first: int = 0) -> Iterator[tuple[
 
 
 def runs_of(arms: Mapping[K, Callable[[], T]], turns: int) -> dict[K, list[T]]:
-    """What every arm returned, in the order of its runs."""
+    """Results of every arm, in the order of its runs."""
     runs: dict[K, list[T]] = {name: [] for name in arms}
     for _, name in interleave(list(arms), turns):
         runs[name].append(arms[name]())
@@ -45,5 +45,5 @@ def runs_of(arms: Mapping[K, Callable[[], T]], turns: int) -> dict[K, list[T]]:
 
 
 def median_run(runs: Sequence[T], key: Callable[[T], Any]) -> T:
-    """The run whose ``key`` is the median; of an even number of runs the lower of the middle two."""
+    """The run with the median ``key``; the lower of the middle two for an even number of runs."""
     return sorted(runs, key=key)[(len(runs) - 1) // 2]

@@ -1,4 +1,4 @@
-"""What is measured: a target (inflated or not) with what belongs to it, and the prompts that every arm decodes."""
+"""Workload of measurements: a target (inflated or not) with its tokenizer and settings, and the prompts."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from foretoken.methods.drafters.base import Drafter
 
 FINAL_RUNS = 5
-"""Interleaved runs of each arm of a tuner's last comparison."""
+"""Interleaved runs per arm in a tuner's final comparison."""
 REFUSALS = (ValueError, OSError, ArithmeticError, MemoryError)
-"""What says that a drafter does not fit; anything else is a bug of ours."""
+"""Errors of a drafter that does not fit; others are bugs."""
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The message of an error in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A target, and what drafters for it are made with.
+    """A target, with the settings for building its drafters.
 
     Attributes:
-        source: what it was loaded from (``builtin``, a path, a hub id, a model): decides which drafters it has.
-        verifier, controller: specs, for arms that name none of their own.
-        device: where draft models run.
+        source: origin of the target (``builtin``, a path, a hub id, a model); decides which drafters it has.
+        verifier, controller: default specs of arms.
+        device: device of draft models.
         allow_lossy: permit verifiers that change the target's distribution.
     """
 
@@ -53,11 +53,11 @@ class Subject:
     allow_lossy: bool = False
 
     def drafter(self, spec: str | None) -> Drafter | None:
-        """The drafter of a spec, which must fit the target; ``None`` for plain decoding."""
+        """The drafter of a spec; ``None`` for plain decoding.  Raises ``ValueError`` if it does not fit the target."""
         return build_drafter(spec, self.target, target_source=self.source, tokenizer=self.tokenizer, device=self.device)
 
     def llm(self, drafter: Drafter | None) -> Llm:
-        """The target with a drafter.  Raises ``ValueError`` for parts that do not fit each other."""
+        """The target with a drafter.  Raises ``ValueError`` for incompatible parts."""
         return assemble(
             self.target, drafter, self.verifier, self.controller, self.tokenizer, allow_lossy=self.allow_lossy
         )
@@ -65,7 +65,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Speed:
-    """What one way to decode did: medians over prompts (and over runs, where there are several)."""
+    """Speed of one arm: medians over prompts (and over runs, if there are several)."""
 
     tokens_per_s: float
     acceptance_rate: float = 0.0
@@ -73,13 +73,13 @@ class Speed:
 
     @classmethod
     def over(cls, stats: Sequence[SpecStats]) -> Speed:
-        """Of one run per prompt: the median speed, the acceptance of all prompts together."""
+        """Median speed over one run per prompt, and the acceptance of all prompts together."""
         total = SpecStats.summed(stats)
         return cls(median(answer.tokens_per_s for answer in stats), total.acceptance_rate, total.mean_acceptance_length)
 
 
 def compared_speeds(arms: Mapping[str, Callable[[], Speed]]) -> dict[str, Speed]:
-    """The median speed of every arm, over runs in which they take turns at going first."""
+    """Median speed of every arm, over interleaved runs."""
     runs = runs_of(arms, FINAL_RUNS)
     return {name: median_run(speeds, lambda speed: speed.tokens_per_s) for name, speeds in runs.items()}
 
@@ -99,7 +99,7 @@ class Workload:
         return self.subject.target
 
     def speed(self, drafter: Drafter | None) -> Speed:
-        """Decode all prompts once, one after the other, ends of text ignored, with whole drafts in every round."""
+        """Decode all prompts once, one by one, ignoring ends of text, with full drafts in every round."""
         llm = assemble(self.target, drafter, "auto", "constant", None)
         options = Options(max_new_tokens=self.new_tokens, temperature=self.temperature, ignore_eos=True)
         with unseeded_from(self.seed):
@@ -107,8 +107,8 @@ class Workload:
 
 
 def fitting_prompts(subject: Subject, prompts: Sequence[BenchPrompt], new_tokens: int, most: int) -> list[list[int]]:
-    """Token ids of at most ``most`` prompts, spread over the list, that leave room for ``new_tokens``.  Raises
-    ``ValueError`` without a tokenizer, and where no prompt fits."""
+    """Token ids of at most ``most`` prompts, evenly spread, that leave room for ``new_tokens``.  Raises ``ValueError``
+    without a tokenizer, and if no prompt fits."""
     if subject.tokenizer is None:
         raise ValueError("the target has no tokenizer beside it: tuning needs one to read the prompts")
     context = subject.target.context_length
@@ -120,14 +120,14 @@ def fitting_prompts(subject: Subject, prompts: Sequence[BenchPrompt], new_tokens
 
 
 def target_name(target: LanguageModel, source: Any) -> str:
-    """How tables and JSON call a target: the source, and what it was inflated to."""
+    """Name of a target in tables and JSON: its source and inflated size."""
     model_name = getattr(getattr(source, "config", None), "_name_or_path", "") or "target"
     name = str(source) if isinstance(source, str | Path) else model_name
     return f"{name}, {target.note}" if isinstance(target, InflatedModel) else name
 
 
 def inflation(target: LanguageModel) -> dict[str, Any] | None:
-    """For JSON: what an inflated target grew to; ``None`` for another one."""
+    """JSON fields about an inflated target; ``None`` for others."""
     if not isinstance(target, InflatedModel):
         return None
     shape = target.shape

@@ -1,1 +1,1 @@
-"""Searches: which drafter, length, tree and layers pay for a target on this machine."""
+"""Searches for the drafter, length, tree and layers that pay for a target on this machine."""

@@ -1,5 +1,4 @@
-"""What a drafter's rounds say: what it costs, how far it is believed, the length that is best for it, and why it does
-not pay."""
+"""Figures from a drafter's rounds: cost, acceptance, best draft length, and the reason why it does not pay."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.lab.tune.race import RaceRound, Standing
 
 NEAR = 0.995
-"""Share of the best predicted speed at which a length counts as the best."""
+"""Share of the best predicted speed at which a length counts as equally good."""
 
 
 @dataclass(frozen=True)
 class Scouted:
-    """A drafter that ran a short race against plain decoding, with its whole budget.
+    """A drafter after a short race against plain decoding, with its full budget.
 
     Attributes:
-        depth: the longest draft that it was asked for.
-        trees: whether its drafts branch, so that a shorter draft is another tree and no piece of the longer one.
-        copies: whether it copies from text instead of running a network.
+        depth: the longest requested draft.
+        trees: whether its drafts branch, so that a shorter draft is another tree and not a prefix of the longer one.
+        copies: whether it copies text instead of running a network.
     """
 
     spec: str
@@ -32,11 +31,11 @@ class Scouted:
 
     @property
     def cost(self) -> DrafterCost:
-        """What it costs and promises."""
+        """Cost and acceptance of the drafter."""
         return cost_of(self.standing.rounds, self.depth, self.copies)
 
     def cost_at(self, depth: int) -> DrafterCost:
-        """The same for drafts of at most so many levels, of which a drafter that ends its own drafts runs fewer."""
+        """The cost of drafts of at most ``depth`` levels; a drafter that ends drafts early runs fewer."""
         cost = self.cost
         depths = [round_.depth for round_ in _roomy(self.standing.rounds, self.depth) if round_.depth > 0]
         if not depths:
@@ -48,11 +47,11 @@ class Scouted:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration: a drafter's spec, and the length of its drafts.
+    """One configuration: a drafter's spec and its draft length.
 
     Attributes:
         predicted: tokens per second over plain decoding's.
-        cost: the drafter's cost that the prediction is made of.
+        cost: the drafter's cost in the prediction.
     """
 
     drafter: str
@@ -62,21 +61,21 @@ class Candidate:
 
     @property
     def controller(self) -> str:
-        """A controller that asks for just this."""
+        """Spec of a controller with this draft length."""
         return f"constant,k={self.depth}"
 
 
 def cost_of(rounds: Sequence[RaceRound], depth: int, copies: bool) -> DrafterCost:
-    """What drafts of ``depth`` cost and promise, from the rounds that had room for them.
+    """Cost and acceptance of drafts of ``depth``, from the rounds with room for them.
 
-    A drafter with a network costs a step per level; one that copies text looks up once, whatever the length.
+    A drafter with a network costs a step per level.  One that copies text does one lookup, whatever the length.
     """
     roomy = _roomy(rounds, depth)
     drafting = [round_ for round_ in roomy if round_.depth > 0]
     survival = survival_of([(rounds, depth)])
     if not drafting:
         return DrafterCost(0.0, 0.0, survival, 0.0, 1.0)
-    proposes = len(drafting) / len(roomy)  # costs are those of a round, with a guess or without
+    proposes = len(drafting) / len(roomy)  # costs are averages over all rounds, with or without a draft
     call_s = proposes * median(round_.draft_s for round_ in drafting) if copies else 0.0
     step_s = 0.0 if copies else proposes * median(round_.draft_s / round_.depth for round_ in drafting)
     per_depth = fmean(round_.nodes - 1 for round_ in drafting) / depth
@@ -84,8 +83,10 @@ def cost_of(rounds: Sequence[RaceRound], depth: int, copies: bool) -> DrafterCos
 
 
 def survival_of(trials: Sequence[tuple[Sequence[RaceRound], int]]) -> list[float]:
-    """Per depth (1 first) the chance that a draft is accepted at least so far, from trials (rounds and the length of
-    their drafts) of several lengths: a round counts up to its own length."""
+    """Probability that at least 1, 2, ... draft tokens are accepted.
+
+    ``trials`` are pairs of rounds and draft length; a round counts up to its own length.
+    """
     survival, chance = [], 1.0
     for depth in range(1, max(length for _, length in trials) + 1):
         reached = [
@@ -101,10 +102,10 @@ def survival_of(trials: Sequence[tuple[Sequence[RaceRound], int]]) -> list[float
 
 
 def best_candidate(tried: Scouted, target: TargetCost, rest_s: float) -> Candidate:
-    """The draft length with the best goodput, by the cost model; the speed that was measured sets the scale.
+    """The draft length with the best goodput by the cost model, scaled to the measured speed.
 
-    A chain's shorter drafts are pieces of its longest one, so that every length can be judged.  A tree with less depth
-    is another tree: of it only what was measured is known.
+    A chain's shorter drafts are prefixes of its longest one, so that every length can be predicted.  A tree of less
+    depth is another tree, so only the measured depth is known.
     """
 
     def modelled(depth: int) -> float:
@@ -113,13 +114,13 @@ def best_candidate(tried: Scouted, target: TargetCost, rest_s: float) -> Candida
     scale = tried.standing.speedup / modelled(tried.depth)
     depths = [tried.depth] if tried.trees else range(1, tried.depth + 1)
     predicted = {depth: scale * modelled(depth) for depth in depths}
-    # The longest of those that are as good as the best: noise must not cut drafts that cost nothing.
+    # The longest of equally good lengths: noise must not cut drafts that cost nothing.
     best = max(depth for depth in depths if predicted[depth] >= NEAR * max(predicted.values()))
     return Candidate(tried.spec, best, predicted[best], tried.cost_at(best))
 
 
 def without_faults(candidate: Candidate, target: TargetCost, rest_s: float) -> tuple[float, float]:
-    """The predicted speed-up if drafting were free, and if scoring more nodes were."""
+    """The predicted speed-up with free drafting, and with free scoring of extra nodes."""
     free = replace(candidate.cost, call_s=0.0, step_s=0.0)
     call_s = target.of(1)
     flat = TargetCost({1: call_s, 2: call_s})
@@ -130,16 +131,15 @@ def without_faults(candidate: Candidate, target: TargetCost, rest_s: float) -> t
 
 
 def why_not(candidate: Candidate, target: TargetCost, rest_s: float) -> str:
-    """One clause that names what a losing drafter suffers from most.
+    """One clause on the main reason why a drafter loses.
 
-    Where rounds hardly give more than one token that is acceptance; else what would help more: free drafting, or nodes
-    that cost nothing.
+    Acceptance, if rounds give hardly more than one token; else whichever would help more: free drafting or free nodes.
     """
     cost, depth = candidate.cost, candidate.depth
     first = cost.survival[0] if cost.survival else 0.0
-    # Tokens a round below which there is little to gain, however cheap drafting and scoring are
+    # Tokens per round below which cheaper drafting and scoring gain little
     if cost.expected_tokens(len(cost.survival)) < 1.25:
-        # Share of the rounds below which guesses count as rare
+        # Share of rounds below which drafts count as rare
         if cost.proposes < 0.5:
             return f"rarely guesses: in {cost.proposes:.0%} of the rounds, and in {first:.0%} something is accepted"
         return f"rarely accepted: the first guess stands in {first:.0%} of the rounds"
@@ -151,5 +151,5 @@ def why_not(candidate: Candidate, target: TargetCost, rest_s: float) -> str:
 
 
 def _roomy(rounds: Sequence[RaceRound], depth: int) -> list[RaceRound]:
-    """The rounds in which the answer had room for a whole draft; all, where there are none."""
+    """The rounds with room for a whole draft, or all rounds if there are none."""
     return [round_ for round_ in rounds if round_.room > depth] or list(rounds)

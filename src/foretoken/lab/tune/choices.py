@@ -1,4 +1,4 @@
-"""Which drafters and which sizes of them a tuner tries."""
+"""Drafters and sizes that a tuner tries."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from foretoken.methods.drafters.sources import SourceDrafter
 from foretoken.registry import Row, convert_options, find, options_of, parse_spec, rows
 
 LIKELY = ("ngram", "suffix,share=false", "quantized,bits=4")
-"""What pays most often without anything to be trained or downloaded."""
+"""Drafters that most often pay without training or downloads."""
 FIRST = ("model", "ngram", "suffix", "recycling")
-"""Drafters that are tried before all others, when there is time for others."""
+"""Drafters that are tried before the others."""
 LENGTH = 8
-"""Draft length that a network is measured at."""
+"""Draft length for measuring a network."""
 TREE_SIZES = (8, 16, 32, 64)
-"""Node counts of trees that are tried."""
+"""Candidate node counts of trees."""
 
 
 def parse_names(text: str) -> list[str]:
-    """The specs of a list ``model,k=8,ngram``: an item ``key=value`` belongs to the spec before it.  Raises
-    ``ValueError`` for an empty item, an option before any drafter, and unknown names and options."""
+    """The specs in a list ``model,k=8,ngram``; an item ``key=value`` belongs to the spec before it.  Raises
+    ``ValueError`` for an empty item, an option before any drafter, and unknown names or options."""
     specs: list[str] = []
     for item in split_outside(text, ","):
         if re.match(r"\s*\w+\s*=", item) and specs:
@@ -46,59 +46,59 @@ def parse_names(text: str) -> list[str]:
 
 
 def default_specs(target_source: Any) -> list[str]:
-    """Everything that a target may have: its trained drafters if it is built in, and all that need no training."""
+    """All candidates of a target: its trained drafters if it is built in, and all drafters without training."""
     builtin = str(target_source) == BUILTIN
-    # Drafters that say nothing about a user's prompts: given tokens, a caller's prediction, one that is being trained
+    # Excluded are drafters that depend on scripted tokens, a caller's prediction or online training
     able = [
         row
         for row in rows("drafter")
         if row.name not in ("scripted", "prediction", "online") and (builtin or not row.needs_training)
     ]
     alone = [row for row in able if not issubclass(row.load(), GroupDrafter)]
-    # What pays most often first: time may run out.
+    # Best candidates first: time may run out.
     alone.sort(key=lambda row: (row.name not in FIRST, not row.needs_training))
     return [row.example for row in alone]
 
 
 def likely(subject: Subject, offers: Sequence[str] = ()) -> list[str]:
-    """What is tried first: what pays most often, what the target brings along, and what is offered for it."""
+    """First candidates: drafters that often pay, the target's own, and ``offers``."""
     brought = brought_drafters(subject.target, subject.source, [parse_spec(spec).name for spec in LIKELY])
     return list(dict.fromkeys((*LIKELY, *brought, *offers)))
 
 
 def further(target_source: Any, tried: Sequence[str]) -> list[str]:
-    """Everything else that a target may have."""
+    """All other candidates of a target."""
     names = {parse_spec(spec).name for spec in tried}
     return [spec for spec in default_specs(target_source) if parse_spec(spec).name not in names]
 
 
 def generous(spec: str, is_chosen: bool) -> str:
-    """The spec with a draft length worth measuring; one that a user chose (``is_chosen``) keeps its own."""
+    """The spec with a draft length worth measuring; a user's choice (``is_chosen``) is kept."""
     parsed = parse_spec(spec)
     row = find("drafter", parsed.name)
     cls, key = row.load(), length_key(row)
     if key is None or (is_chosen and key in parsed.options):
         return spec
-    # Draft length that a drafter which copies text is measured at: its steps are free
+    # Draft length for a drafter that copies text, whose steps are free
     length = 16 if issubclass(cls, SourceDrafter) else LENGTH
     options = options_of(cls)
     for option in (key, "nodes") if key == "depth" else (key,):  # a chain of 8 needs 8 nodes
         value = parsed.options.get(option, options[option].default)
-        if isinstance(value, int | str) and 0 < int(value) < length:  # 0: all that a network guesses at once
+        if isinstance(value, int | str) and 0 < int(value) < length:  # 0: all that a network predicts at once
             spec = with_option(spec, option, length)
     return spec
 
 
 def length_key(row: Row) -> str | None:
-    """The option that says how long a draft is, where any length will do."""
+    """The option for the draft length, if the drafter supports any length."""
     options = options_of(row.load())
-    if "k" in options:  # without a choice of trees, a trained network's own length is all that it knows
+    if "k" in options:  # without trees, a trained network has a fixed draft length
         return "k" if "tree" in options or not row.needs_training else None
     return "depth" if "depth" in options and "width" in options else None
 
 
 def sizes(spec: str, is_chosen: bool) -> list[str]:
-    """A tree drafter with other numbers of nodes; none where its user chose a size or a tree."""
+    """Specs of a tree drafter with other node counts; empty if the user chose a size or tree."""
     parsed = parse_spec(spec)
     options = options_of(find("drafter", parsed.name).load())
     if "nodes" not in options or (is_chosen and {"nodes", "tree"} & set(parsed.options)):
@@ -108,7 +108,6 @@ def sizes(spec: str, is_chosen: bool) -> list[str]:
 
 
 def with_option(spec: str, key: str, value: object) -> str:
-    """A spec with one option set."""
     parsed = parse_spec(spec)
     options = {**parsed.options, key: str(value)}
     head = parsed.name if parsed.path is None else f"{parsed.name}:{parsed.path}"
@@ -120,5 +119,5 @@ def _wrapped(text: str) -> str:
 
 
 def router_spec(network: str, copier: str, costs: Sequence[float]) -> str:
-    """A router over two drafters, with what a draft token of each costs in target steps."""
+    """Spec of a router over two drafters, with their costs per draft token in target steps."""
     return f"router,drafters=({network}|{copier}),costs={'|'.join(f'{cost:.3g}' for cost in costs)}"

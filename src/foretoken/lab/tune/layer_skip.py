@@ -1,4 +1,4 @@
-"""Which sublayers should a target skip when it drafts for itself?  Bayesian optimisation of measured tokens per second.
+"""Bayesian optimisation of the sublayers that a target skips when it drafts for itself, by measured tokens per second.
 
 Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168).
 """
@@ -27,14 +27,14 @@ SUBLAYERS = ("attention", "mlp")
 
 
 def measured(work: Workload, k: int, skips: SkipSet | None) -> Speed:
-    """Decode all prompts once with drafts of up to ``k`` tokens that leave out ``skips``, or plainly."""
+    """Decode all prompts once, plainly or with drafts of up to ``k`` tokens that skip ``skips``."""
     if skips is None:
         return work.speed(None)
     return work.speed(LayerSkipDrafter(work.target, skips.options["attention"], skips.options["mlp"], k))
 
 
 def settings_of(work: Workload, k: int) -> dict[str, Any]:
-    """What must not change between the parts of one search."""
+    """Settings that all parts of one search must share."""
     return {
         "target": fingerprint(work.target),
         "prompts": checksum(json.dumps([list(prompt) for prompt in work.prompts])),
@@ -45,17 +45,18 @@ def settings_of(work: Workload, k: int) -> dict[str, Any]:
 
 
 class LayerSkipStudy:
-    """A search, kept beside its result so that it can go on; trials of another search, or of one that is not to be
-    resumed, are refused by a ``ValueError``.
+    """A search whose trials are stored for resuming.
+
+    Raises ``ValueError`` for trials of another search, or if there are trials and ``resume`` is false.
 
     Args:
-        file: where the best set is written after every improvement.
-        resume: go on with the trials of ``journal``.
+        file: written with the best set after every improvement.
+        resume: continue with the trials of ``journal``.
 
     Attributes:
         journal: the file of all trials.
-        num_before: trials that had been made before.
-        best, best_speed: the best set, and its tokens per second when it was tried.
+        num_before: number of earlier trials.
+        best, best_speed: the best set, and its tokens per second in its trial.
     """
 
     def __init__(self, work: Workload, k: int, file: Path, resume: bool) -> None:
@@ -76,7 +77,7 @@ class LayerSkipStudy:
         if trials and self._study.user_attrs.get("settings") != settings:
             raise ValueError(f"{self.journal} is of a search with another target, other prompts or other options")
         self._study.set_user_attr("settings", settings)
-        # A new stream for every part of a search: the same seed would try the same random sets again.
+        # A new seed for every part of a search: the same one would repeat the random sets.
         self._study.sampler = optuna.samplers.TPESampler(seed=work.seed + len(self._study.trials))
         tried = [(_set_of(trial.params), trial.value or 0.0) for trial in trials]
         for skips in first_sets(self._layers):
@@ -86,7 +87,7 @@ class LayerSkipStudy:
             self._keep(skips, speed)
 
     def _open(self, optuna: Any) -> tuple[Study, list[FrozenTrial]]:
-        """The study of the journal, and the trials that were finished.  Raises ``ValueError`` where it is damaged."""
+        """The study of the journal, and its finished trials.  Raises ``ValueError`` for a damaged journal."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         try:
             backend = optuna.storages.journal.JournalFileBackend(str(self.journal))
@@ -108,7 +109,7 @@ class LayerSkipStudy:
         return True
 
     def step(self) -> float:
-        """Try one more set; returns its tokens per second (0 for a set that leaves nothing to run)."""
+        """Try one more set; returns its tokens per second (0 for a set that skips all sublayers)."""
         trial = self._study.ask()
         names = [f"{kind}.{layer}" for kind in SUBLAYERS for layer in range(self._layers)]
         skips = _set_of({name: trial.suggest_categorical(name, [False, True]) for name in names})
@@ -121,8 +122,8 @@ class LayerSkipStudy:
 
 
 def first_sets(num_layers: int) -> list[SkipSet]:
-    """What is tried first: both sublayers of every second layer, their attentions and their MLPs alone, and all
-    attention but the first and last layer's."""
+    """The first sets: both sublayers of every second layer, their attentions alone, their MLPs alone, and all
+    attentions except in the first and last layer."""
     default = SkipSet.odd(num_layers)
     middle = frozenset(range(1, num_layers - 1))
     sets = [default, SkipSet(attention=default.attention), SkipSet(mlp=default.mlp), SkipSet(attention=middle)]
@@ -150,7 +151,7 @@ def _optuna() -> Any:
 
 @contextmanager
 def _errors_only(optuna: Any) -> Iterator[None]:
-    """Inside the block optuna tells nothing of its studies."""
+    """Silence optuna's log messages except errors."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -161,8 +162,11 @@ def _errors_only(optuna: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TunedSkips:
-    """The last comparison: plain decoding, both sublayers of every second layer (``default``) and the best set,
-    interleaved in one run.  ``default`` is ``chosen`` when the best trial was luck."""
+    """The final interleaved comparison of plain decoding, the ``default`` set (both sublayers of every second layer)
+    and the best set.
+
+    ``default`` is ``chosen`` if the best trial was luck.
+    """
 
     trials: int
     plain: Speed
@@ -175,7 +179,7 @@ class TunedSkips:
         return self.speeds[name].tokens_per_s / self.plain.tokens_per_s
 
     def public(self) -> dict[str, Any]:
-        """As the CLI's JSON prints it."""
+        """Fields of the CLI's JSON."""
         arms = {
             name: {
                 "attention": sorted(skips.attention),
@@ -196,14 +200,16 @@ def tune(
     resume: bool = False,
     on_trial: Callable[[int, float, LayerSkipStudy], None] = lambda number, speed, search: None,
 ) -> TunedSkips:
-    """Search for the fastest set, compare it with the default one and plain decoding, write the faster one to ``file``.
-    Raises ``CapabilityError`` where the target's layers cannot be run in parts, and ``ValueError`` for what
-    :class:`LayerSkipStudy` refuses.
+    """Search for the fastest set, compare it with the default set and plain decoding, and write the faster set to
+    ``file``.
+
+    Raises ``CapabilityError`` if the target's layers cannot be run separately, and ``ValueError`` as
+    :class:`LayerSkipStudy` does.
 
     Args:
         file: for ``layer_skip:FILE``; written after every improvement, so that an interrupt loses nothing.
-        trials: sets to try in all, those of a resumed search included.
-        on_trial: called with the number of trials made, the last one's tokens per second and the search.
+        trials: total number of sets, including those of a resumed search.
+        on_trial: called with the number of trials, the last one's tokens per second and the search.
     """
     if trials < 1:
         raise ValueError(f"tuning needs at least 1 trial, not {trials}")
@@ -239,7 +245,7 @@ def _finish(search: LayerSkipStudy, sets: dict[str, SkipSet], trials: int) -> Tu
 
 
 def compare(work: Workload, k: int, sets: dict[str, SkipSet]) -> tuple[Speed, dict[str, Speed]]:
-    """Plain decoding and every set, taking turns at going first."""
+    """Speeds of plain decoding and every set, interleaved in rotating order."""
     arms: dict[str, SkipSet | None] = {"plain": None, **sets}
     speeds = compared_speeds({name: partial(measured, work, k, skips) for name, skips in arms.items()})
     return speeds.pop("plain"), speeds

@@ -1,4 +1,4 @@
-"""Which fixed tree should a draft model fill?  Acceptance by trial, what nodes and levels cost here, the best shape.
+"""The best fixed tree for a draft model, from measured acceptance and the costs of nodes and levels.
 
 Sequoia, Chen et al. 2024 (arXiv 2402.12374), sections 4.1 and 4.3.
 """
@@ -30,22 +30,22 @@ from foretoken.methods.verifiers.without_replacement import WithoutReplacementVe
 from foretoken.registry import find, options_of, parse_spec
 
 WIDTH = 8
-"""Children of the wide node that is measured."""
+"""Number of measured children of the root."""
 CHAIN = [(0,) * depth for depth in range(1, 5)]
 BUSH = expansion_choices((4, 2, 1, 1))
-"""Two trees of four levels, of 4 and of 28 nodes, whose drafting is timed."""
+"""Two trees of four levels, with 4 and 28 nodes, for timing drafts."""
 
 NODES, DEPTH = 64, 8
-"""Largest tree that is considered in a search of a drafter."""
+"""Size limits of a tree in a search."""
 
 
 class PositionalCount(Verifier):
-    """Recursive rejection that also counts: how likely was each child of the root to be the accepted one?
+    """Recursive rejection that also sums the acceptance probability of each child of the root.
 
-    The chance is taken over the rule's coins, not from their outcome, so that every round tells about all ranks.
+    The probability is computed, not sampled, so that every round informs all ranks.
 
     Attributes:
-        chances: sum over rounds of the chance that the child tried first, second, ... is accepted.
+        chances: sum over rounds of the probability that the child tried first, second, ... is accepted.
         rounds: rounds with a draft.
     """
 
@@ -71,7 +71,7 @@ class PositionalCount(Verifier):
 
 
 def acceptance_chances(tree: TokenTree, scores: Scores, node: int) -> list[float]:
-    """Chance of every child of ``node`` to be the accepted one, in the order in which they are tried."""
+    """Acceptance probability of every child of ``node``, in the order of trial."""
     rest, drawn, likelihood = scores.p(node), SiblingDistributions(tree), 1.0  # rest: [V]
     chances = []
     for child in tree.children[node]:
@@ -85,8 +85,8 @@ def acceptance_chances(tree: TokenTree, scores: Scores, node: int) -> list[float
 
 
 def measured_acceptance(work: Workload, drafter: ModelDrafter, width: int = WIDTH) -> tuple[float, ...]:
-    """[width] chance that the child tried k-th is the accepted one, over text that the target writes; at least one must
-    have been accepted."""
+    """Probability [width] that the child tried k-th is the accepted one, over text that the target writes.  Raises
+    ``ValueError`` if none was ever accepted."""
     counter = PositionalCount(min(width, work.target.vocab_size))
     wide = drafter.reshaped([(rank,) for rank in range(len(counter.chances))])
     llm = assemble(work.target, wide, counter, "constant", None)
@@ -106,9 +106,11 @@ def tune(
     depth: int = 8,
     tell: Callable[[str], None] = lambda _: None,
 ) -> TunedTree:
-    """Measure acceptance and costs, take the shape (``"medusa"`` or ``"sequoia"``) of most tokens per time, of one of
-    these sizes and at most ``depth`` levels, and compare it.  Raises ``ValueError`` where nothing was accepted, or only
-    what trees of these sizes do not hold."""
+    """Measure acceptance and costs, choose the tree with the most tokens per time, and compare it.
+
+    ``shape`` is ``"medusa"`` or ``"sequoia"``; ``sizes`` and ``depth`` limit the tree.  Raises ``ValueError`` if
+    nothing was accepted, or only positions outside trees of these sizes.
+    """
     tell("measuring acceptance by trial")
     acceptance = measured_acceptance(work, drafter)
     rows = [list(acceptance)] * depth
@@ -122,7 +124,7 @@ def tune(
     for size in sizes:
         if shape == "sequoia":
             trees[size] = best_of_size(table, size, scoring[size] + draft.node * size, draft.level)
-        if not trees[size]:  # its places were never right, only those of later children
+        if not trees[size]:  # only later children were ever accepted
             continue
         levels = max(map(len, trees[size]))
         cost = scoring[size] + draft.node * len(trees[size]) + draft.level * levels
@@ -136,14 +138,14 @@ def tune(
 
 
 def best_of_size(table: BestTrees, size: int, cost: float, step: float) -> list[Choice]:
-    """The tree of at most ``size`` nodes whose depth gives most tokens per time; costs in one unit."""
+    """The tree of at most ``size`` nodes and of the depth with the most tokens per time; costs in one unit."""
     depths = range(1, len(table.best))
     return table.choices(size, max(depths, key=lambda d: table.expected_length(size, d) / (cost + step * d)))
 
 
 @torch.inference_mode()
 def draft_costs(work: Workload, drafter: ModelDrafter, text: Sequence[int]) -> DraftCost:
-    """What drafting takes: medians of interleaved drafts of two trees."""
+    """Draft costs from medians of interleaved drafts of two trees."""
     sequence = work.target.open()
 
     def drafted_s(choices: list[Choice]) -> float:
@@ -151,7 +153,7 @@ def draft_costs(work: Workload, drafter: ModelDrafter, text: Sequence[int]) -> D
         sampler = Sampler(SamplingParams(work.temperature), len(text))
         context = Context(0, list(text), len(text), sampler, Rng(0), sequence=sequence)
         arm.start(context)
-        for _ in range(2):  # the first one reads what the prefill left
+        for _ in range(2):  # the first one reads tokens of the prefill
             watch = Stopwatch(getattr(work.target, "device", None))
             arm.propose(context, Budget(arm.max_depth, arm.max_nodes))
             spent = watch.seconds
@@ -170,15 +172,15 @@ def draft_costs(work: Workload, drafter: ModelDrafter, text: Sequence[int]) -> D
 
 
 def can_fill(spec: str) -> bool:
-    """Whether a drafter draws siblings from its own distributions, and was not given a tree."""
+    """Whether a drafter draws siblings from its own distributions and has no tree in its spec."""
     parsed = parse_spec(spec)
     cls = find("drafter", parsed.name).load()
     return issubclass(cls, ModelDrafter) and "tree" in options_of(cls) and "tree" not in parsed.options
 
 
 def measured_shape(work: Workload, drafter: Drafter) -> dict[str, Any]:
-    """What the choice of a tree needs: ``acceptance`` by trial, ``level_s`` and ``node_s`` of drafting.  Raises
-    ``ValueError`` for a drafter that cannot draw siblings, and where nothing was accepted."""
+    """Inputs for choosing a tree: measured ``acceptance``, ``level_s`` and ``node_s`` of drafting.  Raises
+    ``ValueError`` for a drafter that cannot draw siblings, and if nothing was accepted."""
     if not isinstance(drafter, ModelDrafter):
         raise ValueError(f"{drafter.name} draws no siblings")
     acceptance = measured_acceptance(work, drafter)
@@ -187,7 +189,7 @@ def measured_shape(work: Workload, drafter: Drafter) -> dict[str, Any]:
 
 
 def sequoia_spec(spec: str, shape: Mapping[str, Any], target: TargetCost) -> str | None:
-    """The drafter with the tree of most expected tokens per time; ``None`` where that is a chain or no draft at all."""
+    """The drafter's spec with the tree of most expected tokens per time; ``None`` if that is a chain or no draft."""
     trees = solve(shape["acceptance"], NODES, DEPTH)
     nodes, depth, _ = best_shape(trees, lambda n: target.of(n) + shape["node_s"] * (n - 1), shape["level_s"])
     if nodes <= depth:

@@ -1,7 +1,7 @@
-"""Ways of decoding race on the same prompts, block by block in turns: a change of the machine's speed meets all.
+"""Races of arms on the same prompts, in interleaved blocks, so that speed changes of the machine affect all.
 
-Arms that take turns prompt by prompt differ by 8 % (standard deviation) from noise alone, those that alternate in
-short blocks by less than one.
+Arms that alternate by prompt differ by 8 % (standard deviation) from noise alone, those that alternate in short blocks
+by less than one.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from foretoken.llm import assemble
 from foretoken.methods.drafters.base import Drafter
 
 BLOCK = 8
-"""Tokens that an arm writes before the next one's turn."""
+"""Tokens per turn of an arm."""
 PAUSE = 4.0
-"""A round counts at most as this many median rounds with as many nodes: pauses of the machine are no costs."""
+"""Upper limit of a round's time, in medians of rounds with as many nodes: pauses of the machine are not costs."""
 TOLERANCE = 1.05
-"""A round with drafts costs at least a plain one, so no speed-up is above the tokens of a round; up to noise."""
+"""Noise allowance on the bound that no speed-up exceeds the tokens per round, as a drafting round costs at least a
+plain one."""
 FEWEST = 8
-"""Tokens that an arm must have written before its speed says anything."""
+"""Minimum tokens of an arm for a speed estimate."""
 
 
 class RaceRound(NamedTuple):
     """One round of one arm.
 
     Attributes:
-        new_tokens: how many it gave.
-        nodes: rows that the target scored, the root included.
-        depth: levels of the draft; 0 where nothing was guessed.
+        new_tokens: number of tokens it gave.
+        nodes: rows that the target scored, including the root.
+        depth: levels of the draft; 0 without one.
         draft_s, total_s: seconds in the drafter, and of the whole round.
-        room: tokens that the answer could still take before it, one of which is the target's own.
-        tokens: the new tokens, where they are known.
+        room: tokens left for the answer before the round, one of which is the target's own.
+        tokens: the new tokens, if known.
     """
 
     new_tokens: int
@@ -54,9 +55,9 @@ class RaceRound(NamedTuple):
 
 
 class EngineRacer:
-    """A target with a drafter and a controller, run round by round; without a drafter it decodes plainly.
+    """A target with a controller and an optional drafter, run round by round.
 
-    An answer ends at the model's end of text.  ``costs`` are what the controller starts from.
+    An answer ends at the model's end-of-text token.  ``costs`` are the controller's initial costs.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class EngineRacer:
         self._seed, self._last_round = work.seed, RaceRound(0, 1, 0, 0, 0.0, 0.0)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Take the next prompt."""
-        with unseeded_from(self._seed):  # a seed of its own would couple the drafts, and other ones be the best
+        """Start the next prompt."""
+        with unseeded_from(self._seed):  # a seeded request would couple the drafts and change their ranking
             self._engine.add(self._llm.request(list(prompt), **self._options))
         self._seed, self._room = self._seed + 1, self._new_tokens
 
     def advance(self) -> RaceRound | None:
-        """Run one round; ``None`` when the answer has ended.  Raises ``ValueError`` where the round failed."""
+        """Run one round; ``None`` after the answer's end.  Raises the error of a failed round."""
         if not self._engine.busy:
             return None
         ((_, emission),) = self._engine.step()
@@ -90,7 +91,7 @@ class EngineRacer:
         return self._last_round._replace(new_tokens=new_tokens, room=room, tokens=tuple(emission.token_ids))
 
     def cancel(self) -> None:
-        """Drop what is left of the answer."""
+        """Cancel the rest of the answer."""
         self._engine.close()
 
     def _note(
@@ -105,10 +106,10 @@ class EngineRacer:
 def heat(
     racers: Sequence[EngineRacer], prompt: Sequence[int], clock: Callable[[], float], until: float, most: int = 1 << 20
 ) -> list[list[RaceRound]]:
-    """Let all arms decode a prompt in turns; the rounds of each.
+    """Decode a prompt with all arms in turns; returns the rounds of each.
 
-    They write to the end of their answers, ``most`` tokens, or until the clock says ``until``, and have then come about
-    as far in the text as each other.
+    Arms stop at the end of their answers, after ``most`` tokens, or at the time ``until``, at about the same position
+    in the text.
     """
     laps: list[list[RaceRound]] = [[] for _ in racers]
     new_tokens = [0] * len(racers)
@@ -134,11 +135,11 @@ def heat(
 
 @dataclass
 class Standing:
-    """What an arm did, and what plain decoding did on the same prompts beside it.
+    """Results of an arm, and of plain decoding on the same prompts in the same turns.
 
     Attributes:
-        rounds, plain: those of both.
-        texts: how many there were, ``differing`` those that were not the same as far as both went.
+        rounds, plain: rounds of both.
+        texts: number of answers; ``differing`` of them differ from plain decoding's in their common length.
     """
 
     rounds: list[RaceRound] = field(default_factory=list)
@@ -147,7 +148,7 @@ class Standing:
     differing: int = 0
 
     def add(self, rounds: Sequence[RaceRound], plain: Sequence[RaceRound]) -> None:
-        """One prompt more."""
+        """Add the rounds of one prompt."""
         self.rounds += rounds
         self.plain += plain
         pairs = zip(*([token for round_ in arm for token in round_.tokens] for arm in (rounds, plain)), strict=False)
@@ -156,38 +157,38 @@ class Standing:
 
     @property
     def is_known(self) -> bool:
-        """Whether both have written enough to say anything."""
+        """Whether both have written enough tokens for a speed estimate."""
         return all(sum(round_.new_tokens for round_ in rounds) >= FEWEST for rounds in (self.rounds, self.plain))
 
     @property
     def tokens_per_round(self) -> float:
-        """New tokens of a round, the target's own included."""
+        """New tokens per round, including the target's own."""
         return sum(round_.new_tokens for round_ in self.rounds) / max(len(self.rounds), 1)
 
     @property
     def measured(self) -> float:
-        """Tokens per second over plain decoding's, as the clock has it."""
+        """Measured tokens per second over plain decoding's."""
         return tokens_per_s(self.rounds) / tokens_per_s(self.plain)
 
     @property
     def speedup(self) -> float:
-        """The same, and not more than can be: no arm gains more than the tokens of its rounds."""
+        """The measured speed-up, limited to the tokens per round, which no arm can exceed."""
         return min(self.measured, self.tokens_per_round)
 
     @property
     def is_possible(self) -> bool:
-        """Whether the figures agree with each other, up to noise."""
+        """Whether the measured speed-up respects that limit, up to noise."""
         return self.measured <= TOLERANCE * self.tokens_per_round
 
 
 def tokens_per_s(rounds: Sequence[RaceRound]) -> float:
-    """New tokens per second, without the pauses of the machine; 0 where there was no round."""
+    """New tokens per second, excluding pauses of the machine; 0 without rounds."""
     seconds = sum(steady_s(rounds))
     return sum(round_.new_tokens for round_ in rounds) / seconds if seconds > 0 else 0.0
 
 
 def steady_s(rounds: Sequence[RaceRound]) -> list[float]:
-    """Seconds of rounds, none of which counts more than :data:`PAUSE` medians of those with as many nodes."""
+    """Seconds of rounds, each limited to :data:`PAUSE` medians of those with as many nodes."""
     alike: dict[int, list[float]] = defaultdict(list)
     for round_ in rounds:
         alike[round_.nodes].append(round_.total_s)

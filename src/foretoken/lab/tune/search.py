@@ -1,8 +1,8 @@
-"""Which drafter pays for a target on this machine and these prompts, found within a given time.
+"""Time-limited search for the drafter that pays for a target on this machine and these prompts.
 
-Every way of decoding runs in short blocks in turns with plain decoding.  Likely winners come first, each with a short
-share of the time; the best ones then race each other, and half of them go on (successive halving, Jamieson and
-Talwalkar 2016, https://arxiv.org/abs/1502.07943).  There is an answer at any moment.
+Every arm runs in short blocks in turns with plain decoding.  Likely winners come first, each with a short share of the
+time.  The best then race each other and are halved (successive halving, Jamieson and Talwalkar 2016,
+https://arxiv.org/abs/1502.07943).  A result is available at any time.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from foretoken.methods.drafters.sources import SourceDrafter
 from foretoken.registry import parse_spec
 
 COUNTS = ((1, 2, 3, 4, 6, 8, 12, 16, 32, 64), (1, 4, 16))
-"""Node counts at which v is measured, and those where a token takes long for the time there is."""
+"""Node counts for measuring v, and fewer of them for slow targets."""
 REPEATS = 3
 """Timed calls per count."""
 CURVE = 0.05
-"""Share of the time that measuring v may take, as far as can be told before."""
+"""Share of the time for measuring v, as estimated beforehand."""
 SCOUTING, LATEST, FURTHER = 0.35, 0.6, 0.45
-"""Shares of the time: for the likely winners, after which none of them is begun, and none of the others."""
+"""Shares of the time: for the likely winners, and the latest starts of these and of others."""
 SCOUTED, SCOUTS = 32, 2
-"""Tokens of an answer, and prompts, that a drafter is tried on."""
+"""Tokens per answer, and prompts, for trying a drafter."""
 FINALISTS, RUNGS = 3, 2
-"""Fixed ways that race each other, ``auto`` beside them; how often half of them go on."""
+"""Number of fixed configurations that race each other, beside ``auto``; number of rounds of halving."""
 PAYS = 1.02
 """Speed-up below which plain decoding is chosen."""
 GROUPS = ("router", "ensemble")
-"""Drafters that are made of others."""
+"""Drafters composed of others."""
 LATE = "out of time: give more --minutes"
 SLOW = "too slow to be measured in its share of the time: give more --minutes"
 SHORT = "the answers to all prompts together are too short: give more or others (--prompts)"
 
 Tell = Callable[[str, float], None]
-"""Told what comes next, and the share of the time that is over."""
+"""Called with the next step and the elapsed share of the time."""
 
 
 def tune(
     job: TuneJob, tell: Tell = lambda text, share: None, on_row: Callable[[TunedRow], None] = lambda row: None
 ) -> Outcome:
-    """Find what pays; an interrupt ends the search early, with the answer so far, if there is one.
+    """Find the fastest drafter; an interrupt ends the search early, with the result so far, if any.
 
-    ``tell`` is told before every measurement, ``on_row`` of every drafter that was tried.  Raises ``ValueError`` for a
-    drafter that was asked for and does not fit, and where there was no time to measure anything.
+    ``tell`` is called before every measurement, ``on_row`` for every tried drafter.  Raises ``ValueError`` for a
+    requested drafter that does not fit, and if there was no time to measure anything.
     """
     if not (job.minutes > 0 and math.isfinite(job.minutes)):
         raise ValueError(f"--minutes must be above 0, not {job.minutes:g}")
@@ -72,7 +72,7 @@ def tune(
 
 
 class Search:
-    """One search; :meth:`outcome` is the answer at any moment at which something was measured."""
+    """One search; :meth:`outcome` is available once something was measured."""
 
     def __init__(self, job: TuneJob, tell: Tell, on_row: Callable[[TunedRow], None]) -> None:
         self.job, self._tell, self._on_row = job, tell, on_row
@@ -89,7 +89,7 @@ class Search:
         self._end_s = self._began_s + 60 * job.minutes
 
     def run(self) -> None:
-        """All of it, as far as the time goes."""
+        """Run all stages, as far as time allows."""
         self._baseline()
         searched_s = self.job.clock()
         left_s = self._end_s - searched_s
@@ -108,7 +108,7 @@ class Search:
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def _baseline(self) -> None:
-        """Plain decoding, and v(n), as far as there is time for them."""
+        """Measure plain decoding and v(n), as far as time allows."""
         self._say("plain decoding")
         self._plain = self.job.racer(None, "constant")
         if self.job.clock() >= self._end_s:
@@ -125,7 +125,7 @@ class Search:
         self._rest_s = max(0.0, self._token_s - self._curve.of(1))
 
     def _first_rounds(self) -> list[RaceRound]:
-        """Some rounds of plain decoding behind each answer's first two; several answers where they are short."""
+        """Some rounds of plain decoding after each answer's first two; from several answers if they are short."""
         rounds: list[RaceRound] = []
         for prompt in self.job.work.prompts:
             rounds += _warmed(self._plain, prompt, 2 * FEWEST)[2:]
@@ -166,15 +166,15 @@ class Search:
         until = min(self.job.clock() + share_s, self._end_s)
         _warmed(arm, self.job.work.prompts[0])
         standing = self._brief(arm, until)
-        if not standing.is_known and not self.scouted:  # there is no answer yet: a few tokens in up to half of the rest
+        if not standing.is_known and not self.scouted:  # no result yet: a few tokens, in up to half of the rest
             until = self.job.clock() + max(self._end_s - self.job.clock(), 0.0) / 2
             standing.add(*self._heat([arm], 0, self.job.work.prompts[0], until, FEWEST))
-        if standing.is_known and not standing.is_possible:  # a pause at a bad moment: once more
+        if standing.is_known and not standing.is_possible:  # a pause at a bad moment: try again
             standing = self._brief(arm, min(self.job.clock() + share_s, self._end_s))
         return Scouted(spec, depth, drafter.traits.draws_trees, isinstance(drafter, SourceDrafter), standing)
 
     def _brief(self, arm: EngineRacer, until: float) -> Standing:
-        """Some prompts, and more of them while the answers are too short to say anything."""
+        """Race on some prompts, and on more while the answers are too short for an estimate."""
         standing = Standing()
         for place, prompt in enumerate(self.job.work.prompts):
             if self.job.clock() >= until or (place >= SCOUTS and standing.is_known):
@@ -185,29 +185,29 @@ class Search:
     def _heat(
         self, arms: Sequence[EngineRacer], place: int, prompt: Sequence[int], until: float, most: int = 1 << 20
     ) -> list[list[RaceRound]]:
-        """The rounds of some arms on a prompt, and last those of plain decoding beside them."""
+        """The rounds of some arms on a prompt, and last those of plain decoding in the same turns."""
         *laps, plain = heat([*arms, self._plain], prompt, self.job.clock, until, most)
         self._plain_rounds += plain
         self._decoded.add(place)
         return [*laps, plain]
 
     def _shapes(self, share_s: float, latest_s: float) -> Iterator[str]:
-        """The trees of other sizes, or of the best shape, of drafters that are nearly the best."""
+        """Trees of other sizes, or of the best shape, for nearly-best drafters."""
         best = max(tried.standing.speedup for tried in self.scouted.values())
         is_chosen = bool(self.job.drafters)
-        # Share of the best speed-up from which on a drafter's other trees are tried
+        # Share of the best speed-up at which a drafter's other trees are tried
         for tried in [tried for tried in self.scouted.values() if tried.standing.speedup >= 0.7 * best]:
             if tried.trees:
                 yield from sizes(tried.spec, is_chosen)
                 continue
-            # What it takes, at most, to see which of a draft model's choices are accepted, by its own rounds
+            # Upper estimate of the time for measuring a draft model's acceptance by rank, from its own rounds
             shape_s = SCOUTED * sum(steady_s(tried.standing.rounds)) / len(tried.standing.rounds)
             if can_fill(tried.spec) and self.job.clock() + shape_s + share_s < latest_s:
                 self._say(f"{tried.spec}: which choice is accepted")
                 try:
                     brief = replace(self.job.work, prompts=self.job.work.prompts[:1], new_tokens=SCOUTED)
                     shape = measured_shape(brief, self._drafter(tried.spec))
-                except REFUSALS:  # it cannot grow trees, or not for this target
+                except REFUSALS:  # it cannot draft trees, or not for this target
                     continue
                 spec = sequoia_spec(tried.spec, shape, self._curve)
                 yield from [] if spec is None else [spec]
@@ -215,9 +215,9 @@ class Search:
     # -- comparing ---------------------------------------------------------------------------------------------------
 
     def _final(self) -> None:
-        """The best ways against each other: after every rung half of them go on."""
+        """Race the best configurations against each other; half of them continue after every rung."""
         prompts = list(enumerate(self.job.work.prompts))
-        prompts = prompts[SCOUTS:] + prompts[:SCOUTS]  # first those that nothing was tried on
+        prompts = prompts[SCOUTS:] + prompts[:SCOUTS]  # untried prompts first
         racing = [Way(candidate.drafter, candidate.controller) for candidate in self._candidates()[:FINALISTS]]
         racing.append(Way(self._group(), "auto"))
         arms: dict[Way, EngineRacer] = {}
@@ -240,17 +240,17 @@ class Search:
             racing = sorted(measured, key=lambda way: -self.finals[way].speedup)[: (len(measured) + 1) // 2]
 
     def _enter(self, way: Way, arms: dict[Way, EngineRacer]) -> None:
-        """Build an arm and warm it up; what cannot be built takes no part."""
+        """Build an arm and warm it up; one that cannot be built is skipped."""
         try:
             arms[way] = self.job.racer(self._drafter(way.drafter), way.controller, self.costs)
         except REFUSALS as error:
             self.skipped[way.drafter] = reason_of(error)
             return
-        if way.controller != "auto":  # which would learn from it
+        if way.controller != "auto":  # an auto controller would learn from it
             _warmed(arms[way], self.job.work.prompts[0])
 
     def _candidates(self) -> list[Candidate]:
-        """Every drafter in its best shape, the most promising first."""
+        """Every drafter in its best shape, in descending order of predicted speed-up."""
         best: dict[tuple[str, str | None], Candidate] = {}
         for tried in self.scouted.values():
             candidate, parsed = best_candidate(tried, self._curve, self._rest_s), parse_spec(tried.spec)
@@ -260,7 +260,7 @@ class Search:
         return sorted(best.values(), key=lambda tried: -tried.predicted)
 
     def _group(self) -> str:
-        """The best drafter with a network and the best one that copies text, of which each round takes the better."""
+        """A router over the best drafter with a network and the best one that copies text."""
         ranked = self._candidates()
         pair = []
         for copies in (False, True):
@@ -273,12 +273,12 @@ class Search:
 
     @property
     def costs(self) -> RoundCosts:
-        """What was measured, for a controller to start from."""
+        """Measured costs, as a controller's initial costs."""
         drafters = {spec: self._cost(tried) for spec, tried in self.scouted.items()}
         return RoundCosts(self._curve, drafters, self._rest_s)
 
     def _cost(self, tried: Scouted) -> DrafterCost:
-        """What a drafter costs by its try; what is accepted of its drafts by the race, too, which is longer."""
+        """Cost of a drafter from its trial; its acceptance also from the race, which is longer."""
         raced = [
             (standing.rounds, way.depth)
             for way, standing in self.finals.items()
@@ -286,10 +286,10 @@ class Search:
         ]
         return replace(tried.cost, survival=survival_of([(tried.standing.rounds, tried.depth), *raced]))
 
-    # -- telling -----------------------------------------------------------------------------------------------------
+    # -- reporting ---------------------------------------------------------------------------------------------------
 
     def outcome(self) -> Outcome:
-        """The answer so far."""
+        """The result so far."""
         rows = [self._row(way, standing, True) for way, standing in self.finals.items() if standing.is_known]
         rows = [row for row in rows if self.finals[row.way].is_possible]
         compared = {row.way.drafter for row in rows}
@@ -311,7 +311,7 @@ class Search:
         )
 
     def why_nothing(self) -> str:
-        """Why nothing was measured, and what to do."""
+        """Reason why nothing was measured, with advice."""
         reasons = {name: reason for name, reason in self.skipped.items() if "--minutes" not in reason}
         if reasons and len(reasons) == len(self.skipped):
             return "no drafter could be measured: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -347,22 +347,22 @@ class Search:
     # -- drafters ----------------------------------------------------------------------------------------------------
 
     def _drafter(self, spec: str) -> Drafter:
-        """A drafter; one that learns across requests is built anew: it would know a prompt's answer by heart."""
+        """A drafter, rebuilt each time if it learns across requests: it would otherwise know a prompt's answer."""
         drafter = self._built.get(spec) or self.job.build(spec)
         if not drafter.traits.shares_state:
             self._built[spec] = drafter
         return drafter
 
     def _forget(self) -> None:
-        """Keep the weights of the best drafters only."""
+        """Free all drafters except the best."""
         best = {candidate.drafter for candidate in self._candidates()[:FINALISTS]} if self.scouted else set()
         for spec in [spec for spec in self._built if spec not in best]:
             del self._built[spec]
-        gc.collect()  # a model and its lean forward hold each other
+        gc.collect()  # a model and its lean forward form a reference cycle
 
 
 def _warmed(arm: EngineRacer, prompt: Sequence[int], count: int = 2) -> list[RaceRound]:
-    """A few rounds, which are not counted: what is done once is no cost."""
+    """A few uncounted rounds, so that one-time work is not measured."""
     arm.begin(prompt)
     try:
         return [round_ for round_ in (arm.advance() for _ in range(count)) if round_ is not None]
@@ -378,10 +378,10 @@ def _contradiction(standing: Standing) -> str:
 
 
 def _chosen(rows: Sequence[TunedRow]) -> Way | None:
-    """The fastest way, or ``auto`` where it is about as fast; ``None`` where plain decoding is faster."""
+    """The fastest configuration, or ``auto`` if it is about as fast; ``None`` if plain decoding is faster."""
     best = max(rows, key=lambda row: row.speedup)
     if best.speedup < PAYS:
         return None
-    # Share of the fastest way's speed at which ``auto`` is chosen instead: it adapts to other text
+    # Share of the fastest speed at which ``auto`` is preferred, as it adapts to other texts
     adaptive = [row.way for row in rows if row.way.controller == "auto" and row.speedup >= 0.97 * best.speedup]
     return adaptive[0] if adaptive else best.way

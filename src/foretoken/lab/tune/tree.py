@@ -1,4 +1,4 @@
-"""Which tree should heads fill?  Accuracies by head and rank on the target's own text, and what nodes cost here.
+"""The best tree for heads, from their accuracies on the target's own text and the measured cost of nodes.
 
 Medusa, Cai et al. 2024 (arXiv 2401.10774), section 2.3.3, with the size chosen by measured time.
 """
@@ -26,13 +26,13 @@ from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Node counts that are tried."""
+"""Candidate node counts."""
 REPEATS = 15
 """Timed calls per size, interleaved."""
 
 
 class SizeCost(NamedTuple):
-    """What a round with a tree takes, and the tokens that it promises."""
+    """Time of a round with a tree, and its expected tokens."""
 
     round_ms: float
     expected_length: float
@@ -44,7 +44,7 @@ class SizeCost(NamedTuple):
 
 
 class DraftCost(NamedTuple):
-    """Milliseconds of drafting."""
+    """Milliseconds of drafting, per level and per node."""
 
     level: float
     node: float
@@ -52,15 +52,15 @@ class DraftCost(NamedTuple):
 
 @dataclass(frozen=True)
 class TunedTree:
-    """What was found.
+    """Result of a tree search.
 
     Attributes:
-        accuracies: [K][R] chance per level and rank (for a draft model the same row for every level: how often the
-            child tried first, second, ... is the accepted one).
+        accuracies: [K][R] probability per level and rank (for a draft model the same row for every level: the
+            probability that the child tried first, second, ... is accepted).
         speeds: measured, by arm: ``"plain"``, ``"default"`` and ``"tuned"``.
-        shape: how the tree was built.
-        temperature: of the text that was measured on.
-        target: what it was measured with, by ``source`` and ``fingerprint``.
+        shape: method that built the tree.
+        temperature: of the measured text.
+        target: ``source`` and ``fingerprint`` of the measured target.
     """
 
     method: str
@@ -74,7 +74,7 @@ class TunedTree:
     target: Mapping[str, str] | None = None
 
     def public(self) -> dict[str, Any]:
-        """As it is stored, and printed by ``--json``."""
+        """Fields of the stored file and of ``--json``."""
         return {
             "format": 1,
             "method": self.method,
@@ -91,14 +91,14 @@ class TunedTree:
         }
 
     def save(self, file: Path) -> None:
-        """Write the file that ``tree=FILE`` reads, whole or not at all."""
+        """Write the file for ``tree=FILE``, atomically."""
         write_json(file, self.public())
 
 
 def tune(
     work: Workload, drafter: HeadsDrafter, sizes: Sequence[int] = SIZES, tell: Callable[[str], None] = lambda _: None
 ) -> TunedTree:
-    """Measure accuracies on text that the target writes, time every size, take the best tree, and compare it."""
+    """Measure accuracies on text that the target writes, time every size, choose the best tree, and compare it."""
     tell("writing text to measure on")
     texts = _answered(work)
     tell("measuring the heads")
@@ -120,7 +120,7 @@ def target_of(work: Workload) -> dict[str, str]:
 
 
 def _answered(work: Workload) -> list[list[int]]:
-    """The prompts and what the target says to them: what a head must guess is known there."""
+    """The prompts with the target's answers, which are the heads' correct predictions."""
     outs = work.subject.llm(None).generate(
         [list(p) for p in work.prompts], max_new_tokens=work.new_tokens, ignore_eos=True
     )
@@ -128,7 +128,7 @@ def _answered(work: Workload) -> list[list[int]]:
 
 
 def measured_accuracies(work: Workload, drafter: HeadsDrafter, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """[K][R] how often the head's candidate of each rank is what the target says, over whole texts."""
+    """Share [K][R] of positions at which the head's candidate of each rank is the next token."""
     parts = TargetParts(work.target)
     kind: Any = find_recipe(drafter.name)
     settings = {key: str(value) for key, value in asdict(drafter.heads.config).items() if key not in kind.fixed}
@@ -145,7 +145,7 @@ def measured_accuracies(work: Workload, drafter: HeadsDrafter, texts: Sequence[S
 
 
 def target_costs(work: Workload, trees: Mapping[int, Sequence[Choice]], text: Sequence[int]) -> dict[int, float]:
-    """Milliseconds of scoring every tree behind ``text``: medians of interleaved calls, never falling with the size."""
+    """Milliseconds of scoring every tree after ``text``: medians of interleaved calls, non-decreasing with size."""
     shapes = [[-1, *choice_parents(choices)] for choices in trees.values()]
     cost = measure_target(work.target, text[:-1], [len(shape) for shape in shapes], REPEATS, shapes=shapes)
     sizes = sorted(trees)
@@ -154,6 +154,6 @@ def target_costs(work: Workload, trees: Mapping[int, Sequence[Choice]], text: Se
 
 
 def compared(work: Workload, drafter: HeadsDrafter | ModelDrafter, tuned: list[Choice]) -> dict[str, Speed]:
-    """Plain decoding, the drafter as it was and with the new tree, interleaved."""
+    """Speeds of plain decoding, the drafter with its default tree and with the new one, interleaved."""
     arms = {"plain": None, "default": drafter, "tuned": drafter.reshaped(tuned)}
     return compared_speeds({name: partial(work.speed, arm) for name, arm in arms.items()})

@@ -1,4 +1,4 @@
-"""What ``foretoken tune`` is given and what it finds."""
+"""Input and result of ``foretoken tune``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from foretoken.registry import parse_spec
 
 @dataclass(frozen=True)
 class TuneJob:
-    """What is tuned.
+    """Input of a search.
 
     Attributes:
-        work: the target and what it decodes; answers end at the model's end of text.
-        drafters: specs; all that the target has if none.
-        offers: further specs that are tried among the first: what folders hold, what a profile names.
-        minutes: time to spend, from ``began_s`` on.
-        clock: tells seconds.
-        began_s: when the time began, by that clock; ``None``: when the search does.
+        work: the target and its prompts; answers end at the model's end-of-text token.
+        drafters: specs; if empty, all that the target has.
+        offers: further first candidates, from folders and a profile.
+        minutes: time limit, from ``began_s`` on.
+        clock: returns seconds.
+        began_s: start on that clock; ``None``: the start of the search.
     """
 
     work: Workload
@@ -37,14 +37,14 @@ class TuneJob:
     began_s: float | None = None
 
     def build(self, spec: str) -> Drafter:
-        """The drafter of a spec, which must fit the target."""
+        """The drafter of a spec.  Raises ``ValueError`` if it does not fit the target."""
         built = self.work.subject.drafter(spec)
         if built is None:
             raise ValueError(f"{spec!r} is no drafter")
         return built
 
     def racer(self, drafter: Drafter | None, controller: str, costs: RoundCosts | None = None) -> EngineRacer:
-        """A way of decoding these prompts."""
+        """An arm that decodes these prompts."""
         return EngineRacer(self.work, drafter, controller, costs)
 
 
@@ -56,21 +56,21 @@ class Way(NamedTuple):
 
     @property
     def depth(self) -> int | None:
-        """The length of every draft; ``None`` where the controller decides."""
+        """The length of every draft; ``None`` if the controller decides."""
         parsed = parse_spec(self.controller)
         return int(parsed.options["k"]) if parsed.name == "constant" else None
 
 
 @dataclass(frozen=True)
 class TunedRow:
-    """What one way did.
+    """Result of one arm.
 
     Attributes:
-        speedup: tokens per second over plain decoding's beside it.
-        tokens: new tokens that the figures rest on.
-        compared: whether it was one of the best, which ran against each other; else it was tried briefly.
-        why: why it loses; empty where it does not.
-        differing: of the ``texts`` that it wrote, how many are not plain decoding's; sampled ones need not be.
+        speedup: tokens per second over plain decoding's in the same turns.
+        tokens: number of new tokens behind the figures.
+        compared: whether it raced in the final; otherwise it was tried briefly.
+        why: reason why it loses; empty if it does not.
+        differing: number of its ``texts`` that differ from plain decoding's; sampled ones may.
     """
 
     way: Way
@@ -83,21 +83,21 @@ class TunedRow:
     differing: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """As a profile and ``--json`` have it."""
+        """Fields in a profile and ``--json``."""
         return {**self.way._asdict(), **{key: value for key, value in vars(self).items() if key != "way"}}
 
 
 @dataclass
 class Outcome:
-    """What was found.
+    """Result of a search.
 
     Attributes:
-        costs: of the target and of the drafters that were measured.
-        rows: the ways that were measured, the fastest first; those that were compared before those tried briefly.
-        chosen: the one that pays most, ``None`` for plain decoding.
-        skipped: drafters that were not measured, and why.
-        prompts: how many were decoded.
-        spent_s: seconds from the beginning to the end, of which ``before_s`` were over when the search began.
+        costs: of the target and the measured drafters.
+        rows: measured arms: finalists by speed, then those tried briefly.
+        chosen: the fastest arm, ``None`` for plain decoding.
+        skipped: drafters that were not measured, with reasons.
+        prompts: number of decoded prompts.
+        spent_s: total seconds, of which ``before_s`` passed before the search.
     """
 
     job: TuneJob
@@ -113,11 +113,11 @@ class Outcome:
 
     @property
     def speedup(self) -> float:
-        """Measured speed-up of what was chosen."""
+        """Measured speed-up of the chosen arm."""
         return next((row.speedup for row in self.rows if row.way == self.chosen), 1.0)
 
     def profile(self) -> dict[str, Any]:
-        """What ``load(profile=...)`` reads."""
+        """Profile for ``load(profile=...)``."""
         drafter, controller = self.chosen or (None, "auto")
         work, source = self.job.work, self.job.work.subject.source
         name = str(source) if isinstance(source, str | Path) else type(source).__name__
