@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from foretoken.engine.request import Emission, Running
     from foretoken.llm import Llm
 
-FIELDS = ("id", "prompt", "messages", "conversations")
 OPTIONS = tuple(name for name, field in REQUEST_FIELDS.items() if field.in_lines)
 """Generation options that an input line may set."""
 
@@ -163,9 +162,10 @@ def read_jobs(file: Path, options: Mapping[str, Any]) -> list[BatchLine]:
 def _job(row: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
     if not isinstance(row, dict):
         raise ValueError('not an object such as {"id": "a", "prompt": "..."}')
-    unknown = [name for name in row if name not in (*FIELDS, *OPTIONS)]
+    known = ("id", "prompt", "messages", "conversations", *OPTIONS)
+    unknown = [name for name in row if name not in known]
     if unknown:
-        raise ValueError(f"unknown field {unknown[0]!r}: known are {', '.join((*FIELDS, *OPTIONS))}")
+        raise ValueError(f"unknown field {unknown[0]!r}: known are {', '.join(known)}")
     prompt = _prompt_of(row)
     shared = {name: value for name, value in options.items() if value is not None}
     if shared.get("seed") is not None:
@@ -226,9 +226,6 @@ def finished_ids(file: Path) -> set[str]:
     return ids
 
 
-_BEGIN = b'{"id": "'
-_NEXT = (b'", "text": "', b'", "error": "')
-"""Bytes before and after the id in a line that :func:`append` wrote."""
 _STRING = re.compile(rb'(?:[^"\\]|\\.)*')
 """Contents of a JSON string, without the quotes."""
 
@@ -247,14 +244,16 @@ def _answered(line: bytes, file: Path, number: int) -> str:
 
 def _is_torn(tail: bytes) -> bool:
     """Whether these bytes, which have no newline, are the beginning of an answer but not a complete one."""
-    if not tail.startswith(_BEGIN):
-        return tail != b"" and _BEGIN.startswith(tail)
+    # Bytes before and after the id in a line that append() wrote
+    begin, following = b'{"id": "', (b'", "text": "', b'", "error": "')
+    if not tail.startswith(begin):
+        return tail != b"" and begin.startswith(tail)
     try:
         json.JSONDecoder().raw_decode(tail.decode("utf-8", "replace"))
         return False
     except ValueError:
-        behind = _STRING.sub(b"", tail[len(_BEGIN) :], count=1)
-    return behind == b"\\" or any(behind.startswith(key) or key.startswith(behind) for key in _NEXT)
+        behind = _STRING.sub(b"", tail[len(begin) :], count=1)
+    return behind == b"\\" or any(behind.startswith(key) or key.startswith(behind) for key in following)
 
 
 @contextmanager

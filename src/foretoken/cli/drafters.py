@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     from foretoken.lab.bench.fitting import Fit
 
-LONGEST, INDENT = 36, 5
-"""Longest spec that is printed beside its reason; indent of a reason printed below its spec."""
-
 
 @with_common(omit=("drafter", "profile", *COMMAND_LINE), model="own")
 def drafters_command(
@@ -98,11 +95,11 @@ def _print_group(console: Console, title: str, fits: Sequence[Fit]) -> None:
     grid = table(title)
     grid.add_column("--drafter", no_wrap=True, style=style)
     grid.add_column("why", overflow="fold")
-    long = [fit for fit in fits if len(fit.spec) > LONGEST]
+    long = [fit for fit in fits if len(fit.spec) > 36]
     for fit in fits:
         if fit not in long:
             grid.add_row(fit.spec, fit.why)
     console.print(grid, soft_wrap=False)
     for fit in long:
         console.print(f" {fit.spec}", style=style)
-        console.print(Padding(fit.why, (0, 0, fit is long[-1], INDENT)), soft_wrap=False)
+        console.print(Padding(fit.why, (0, 0, fit is long[-1], 5)), soft_wrap=False)

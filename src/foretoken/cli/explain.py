@@ -23,14 +23,6 @@ if TYPE_CHECKING:
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "", "root": ""}
 MARKS = {"accepted": ("[", "]"), "recovered": ("<", ">"), "bonus": ("{", "}"), "plain": ("", "")}
-TREES = 3
-"""Number of rounds whose trees are printed."""
-MEANINGS = {
-    "accepted": "accepted draft token",
-    "recovered": "recovered (a draft was rejected here)",
-    "bonus": "bonus (a whole path was accepted)",
-    "plain": "plain (nothing was drafted)",
-}
 
 
 def explained(output: Output, tokenizer: Any, colour: bool) -> Text:
@@ -59,8 +51,14 @@ def legend(colour: bool) -> Text:
     """The meaning of colours or marks, one line per origin."""
     from rich.text import Text
 
+    meanings = {
+        "accepted": "accepted draft token",
+        "recovered": "recovered (a draft was rejected here)",
+        "bonus": "bonus (a whole path was accepted)",
+        "plain": "plain (nothing was drafted)",
+    }
     result = Text()
-    for origin, meaning in MEANINGS.items():
+    for origin, meaning in meanings.items():
         left, right = MARKS[origin]
         sample = Text("text", STYLES[origin]) if colour else Text(f"{left}text{right}")
         result.append_text(Text("  ")).append_text(sample).append(f"  {meaning}\n")
@@ -174,18 +172,20 @@ def _print_trees(console: Console, output: Output, tokenizer: Any, colour: bool)
     print_rounds(console, shown_run(output, tokenizer, "", ()).rounds, colour, "foretoken show draws them all")
 
 
-def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: str, first: int = 0) -> None:
-    """Print the token trees of a few rounds from round ``first`` (from 0); ``more`` names a way to see the others."""
+def print_rounds(
+    console: Console, rounds: Sequence[Round], colour: bool, more: str, first: int = 0, most: int = 3
+) -> None:
+    """Print the token trees of ``most`` rounds from index ``first``; ``more`` names a way to see the others."""
     from rich.text import Text
 
-    for number, round_ in enumerate(rounds[first : first + TREES], first + 1):
+    for number, round_ in enumerate(rounds[first : first + most], first + 1):
         console.print(Text(f"round {number}: {round_.caption}", "dim"))
         for line in lines_of(round_):
             left, right = MARKS.get(line.kind, ("", ""))
             text = line.text if colour else f"{left}{line.text}{right}"
             shown_line = Text(f"  {line.branch}").append(text, STYLES.get(line.kind, "dim"))
             console.print(shown_line.append(f"  {line.why}" if line.why else "", "dim"))
-    left_over = len(rounds) - first - TREES
+    left_over = len(rounds) - first - most
     if left_over > 0:
         console.print(Text(f"{left_over} more rounds: {more}", "dim"))
 

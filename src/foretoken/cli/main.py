@@ -75,8 +75,6 @@ app.command("export", cls=WordsCommand)(export.export_command)
 app.command("import", cls=WordsCommand)(export.import_command)
 app.command("serve")(serve.serve_command)
 
-USER_ERRORS = (ValueError, OSError, ArithmeticError, MemoryError)
-"""Errors that a user can cause.  Others are bugs and keep their traceback."""
 BAD_INPUT = 2
 
 
@@ -134,7 +132,9 @@ def _report(error: Exception) -> int:
         print(str(error), end="", file=sys.stderr)
         return BAD_INPUT
     describe = getattr(error, "format_message", None)  # set on errors of Typer, such as bad options
-    if describe is None and not isinstance(error, USER_ERRORS) and kind != "OutOfMemoryError":
+    # Errors that a user can cause; others are bugs and keep their traceback
+    by_user = isinstance(error, ValueError | OSError | ArithmeticError | MemoryError) or kind == "OutOfMemoryError"
+    if describe is None and not by_user:
         raise error
     if os.environ.get("FORETOKEN_DEBUG", "") not in ("", "0"):
         raise error

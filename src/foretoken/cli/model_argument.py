@@ -20,7 +20,6 @@ GroupModel = Annotated[str | None, typer.Option("--model", hidden=True)]
 """Hidden option that receives MODEL in :class:`ModelGroup`."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PATH = re.compile(r"(/|\./|\.\./|~/)\S*/?\S+")
-CONFIGS = ("config.json", "adapter_config.json")
 
 
 def one_model(model: str | None, target: str | None) -> str:
@@ -56,7 +55,8 @@ def is_model(text: str) -> bool:
         return True
     try:
         place = Path(text).expanduser()
-        return any((place / file).is_file() for file in CONFIGS) or (place.suffix == ".gguf" and place.is_file())
+        configs = ("config.json", "adapter_config.json")
+        return any((place / file).is_file() for file in configs) or (place.suffix == ".gguf" and place.is_file())
     except (OSError, ValueError, RuntimeError):  # too long for a path, or contains a null byte
         return False
 

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-LEAST = 12
-"""Minimum width of a text column."""
-WIDEST = 10_000
-
 
 def screen(stderr: bool = False, live: bool = False) -> Console:
     """A rich console that prints text unchanged: no markup, no highlighting, line breaks by the terminal.
@@ -69,7 +65,8 @@ def print_table(console: Console, grid: Table) -> None:
     """
     from rich.cells import cell_len
 
-    needed = console.measure(grid, options=console.options.update(width=WIDEST)).maximum
+    needed = console.measure(grid, options=console.options.update(width=10_000)).maximum
+    least = 12  # minimum width of a text column
     for i, column in enumerate(grid.columns):
         head, cells = cell_len(str(column.header)), max((cell_len(str(cell)) for cell in column.cells), default=0)
         whole = max(head, cells)
@@ -77,7 +74,7 @@ def print_table(console: Console, grid: Table) -> None:
             column.no_wrap, column.min_width = True, whole
         else:
             word = max(map(cell_len, str(column.header).split()), default=0)  # a header breaks between its words first
-            column.min_width = max(cells, min(word, LEAST)) if column.justify == "right" else min(whole, LEAST)
+            column.min_width = max(cells, min(word, least)) if column.justify == "right" else min(whole, least)
             needed -= whole - column.min_width
     if needed > console.width:
         grid.width = needed

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _DIFFERENCE = 1
 """Exit code."""
-OPTIONS = ("dtype", "device", "inflate", "quantize")
-"""Load options that a certificate repeats."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,7 @@ def write_certificate(
     from foretoken.core.io.files import write_text
     from foretoken.lab.parity.certificate import certify, to_json
 
-    options = {name: getattr(common, name) for name in OPTIONS}
+    options = {name: getattr(common, name) for name in ("dtype", "device", "inflate", "quantize")}
     write_text(file, to_json(certify(report, settings, target, options, checksums)))
     console.print(f"wrote {file}; another machine repeats it with: foretoken parity --verify {file}")
 

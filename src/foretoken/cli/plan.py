@@ -19,15 +19,6 @@ from foretoken.lab.plan.planner import Plan, plan, summary
 from foretoken.lab.plan.roofline import Roofline
 from foretoken.registry import parse_spec
 
-LEGEND = (
-    "tokens: per round; ops and reads: arithmetic, and reads of the target's weights, per token over plain decoding; "
-    "from α, up to c: where drafting k tokens pays"
-)
-LONGEST = 512
-"""Longest draft in the plan."""
-LEAVES = 4096
-"""Maximum number of leaves of a tree."""
-
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -185,7 +176,11 @@ def _print(result: Plan, name: str | None, plot: Path | None) -> None:
             style="bold" if row is result.best else None,
         )
     print_table(console, grid)
-    console.print(LEGEND, style="dim")
+    console.print(
+        "tokens: per round; ops and reads: arithmetic, and reads of the target's weights, per token over plain "
+        "decoding; from α, up to c: where drafting k tokens pays",
+        style="dim",
+    )
     if result.trees:
         grid = table(None, (), ["tree", "nodes", "tokens", *_heads(result)])
         for tree in result.trees:
@@ -328,22 +323,22 @@ def parse_batches(text: str) -> list[int]:
     return list(dict.fromkeys(_counts(text, ",", rule)))
 
 
-def parse_lengths(text: str) -> list[int]:
+def parse_lengths(text: str, longest: int = 512) -> list[int]:
     """Parse draft lengths such as ``4`` or ``1-16``."""
     low, dash, high = text.partition("-")
     parts = [low, high] if dash else [low, low]
     if not all(part.strip().isdecimal() for part in parts) or int(parts[0]) > int(parts[1]):
         raise ValueError(f"--k must be a length or a range of lengths, for example 4 or 1-16; not {text!r}")
-    if int(parts[1]) > LONGEST:
-        raise ValueError(f"--k goes up to {LONGEST}, not {text!r}")
+    if int(parts[1]) > longest:
+        raise ValueError(f"--k goes up to {longest}, not {text!r}")
     return list(range(int(parts[0]), int(parts[1]) + 1))
 
 
-def parse_widths(text: str) -> list[int]:
+def parse_widths(text: str, most_leaves: int = 4096) -> list[int]:
     """Parse tree widths such as ``3x2x1``."""
     widths = _counts(text, "x", "--tree must be positive child counts per level, for example 3x2x1")
-    if math.prod(widths) > LEAVES:
-        raise ValueError(f"--tree {text!r} has too many nodes: at most {LEAVES} leaves")
+    if math.prod(widths) > most_leaves:
+        raise ValueError(f"--tree {text!r} has too many nodes: at most {most_leaves} leaves")
     return widths
 
 

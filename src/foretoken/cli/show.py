@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from foretoken.lab.report.show.trace_file import Trace
     from foretoken.llm import Llm, Output
 
-KINDS = (".html", ".svg", ".jsonl")
-PAGE = Path("show.html")
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -32,9 +30,6 @@ Words = Annotated[
         show_default=False,
     ),
 ]
-OWN = frozenset({"words", "out", "request", "number", "as_json"})
-"""Options that a trace accepts."""
-MOST_ROWS = 40
 
 
 @with_common(model="own", own_sampling=True)
@@ -66,7 +61,7 @@ def show_command(
     With TRACE.jsonl nothing is run: the file is shown in the terminal, or with --out as a page.
     """
     trace = trace_file(words, common.explicit)
-    kinds = KINDS if trace is None else KINDS[:-1]
+    kinds = (".html", ".svg", ".jsonl") if trace is None else (".html", ".svg")
     if out is not None and out.suffix.lower() not in kinds:
         raise ValueError(f"--out {out} must end in {', '.join(kinds[:-1])} or {kinds[-1]}")
     if trace is not None:
@@ -75,7 +70,7 @@ def show_command(
     if request is not None:
         raise ValueError("--request chooses from a trace: give TRACE.jsonl")
     check_turn(system, raw)
-    out = PAGE if out is None else out
+    out = Path("show.html") if out is None else out
     _check_round(out, number)
     check_out(out)
     row = _row_of(prompt_file)
@@ -176,7 +171,7 @@ def trace_file(words: Sequence[str] | None, names: Collection[str]) -> Path | No
     file = Path(words[0]).expanduser()
     if not file.is_file():
         raise ValueError(f"no such trace: {file}")
-    if wrong := sorted(set(names) - OWN):
+    if wrong := sorted(set(names) - {"words", "out", "request", "number", "as_json"}):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ValueError(f"{file} is a trace, which was run already: leave out {options}")
     return file
@@ -229,7 +224,7 @@ def write_whole(out: Path, text: str) -> None:
         raise ValueError(f"{out} cannot be written: {error.strerror}") from None
 
 
-def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None) -> None:
+def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None, most_rows: int = 40) -> None:
     from rich.text import Text
 
     from foretoken.cli.explain import coloured, legend, print_rounds
@@ -240,15 +235,15 @@ def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None)
         console.print(Text(f"{name}: ", "dim").append(value, ""))
     grid = table()
     totals = trace.totals
-    rows = [total.cells for total in totals[:MOST_ROWS]]
+    rows = [total.cells for total in totals[:most_rows]]
     columns = [i for i in range(len(HEADS)) if any(row[i] for row in rows)]
     for i in columns:
         grid.add_column(HEADS[i], justify="left" if i in (0, len(HEADS) - 1) else "right", overflow="fold")
     for row in rows:
         grid.add_row(*(row[i] for i in columns))
     print_table(console, grid)
-    if len(totals) > MOST_ROWS:
-        console.print(f"{len(totals) - MOST_ROWS} more rows: --out page.html shows them", style="dim")
+    if len(totals) > most_rows:
+        console.print(f"{len(totals) - most_rows} more rows: --out page.html shows them", style="dim")
     if not run.rounds:
         console.print("the engine told totals, not rounds: there is no tree to draw", style="dim")
         return

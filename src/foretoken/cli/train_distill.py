@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from foretoken.training.workshop import Workshop
 
 Draft = Annotated[str, typer.Option(help="Draft model to start from: a folder, or builtin.")]
-BOOST_OMITS = ("mix", "refresh", "places", "mask_token", "taps")
-"""Settings of student-written text and of masks."""
 Corpus = Annotated[Path | None, typer.Option(help="Where encoded and written text is kept; share it by runs.")]
 
 
@@ -70,7 +68,11 @@ def boost_command(
     draft: Draft = "builtin",
     count: Annotated[int, typer.Option(min=1, help="How many draft models, of so many --steps each.")] = 2,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a row that make a place count as matched.")] = 1,
-    config: Annotated[DistillConfig, FromOptions(omit=BOOST_OMITS, fixed={"text": "teacher"})],
+    # Omitted: settings of student-written text and of masks
+    config: Annotated[
+        DistillConfig,
+        FromOptions(omit=("mix", "refresh", "places", "mask_token", "taps"), fixed={"text": "teacher"}),
+    ],
     corpus: Corpus = None,
     intervals: Annotated[Intervals, FromOptions()],
     device: Device = None,

@@ -38,10 +38,8 @@ if TYPE_CHECKING:
     from foretoken.training.recipes.base import Recipe
     from foretoken.training.trainer import Trainer
 
-HELD_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 6, 48, 40
+HELD_PROMPTS, PROMPT_TOKENS = 6, 48
 """Held-out texts for evaluating a drafter during training."""
-PLACES = 256
-"""Positions of a block whose logits are computed at once."""
 
 
 def make_command(method: str) -> Callable[..., None]:
@@ -174,7 +172,8 @@ def needs(recipe: Recipe, config: TrainConfig) -> str:
     numbers = sum(math.prod(shape) * (3 if len(shape) == 2 and config.optimizer == "muon" else 4) for shape in shapes)
     states = 4 * numbers / 2**20
     target = weight_bytes(recipe.parts.network) / 2**20
-    logits = 3 * 4 * PLACES * config.batch_size * recipe.parts.vocab_size / 2**20
+    # 256 positions of a block have their logits computed at once.
+    logits = 3 * 4 * 256 * config.batch_size * recipe.parts.vocab_size / 2**20
     kind = "frozen"
     if recipe.trains_target:
         kind = f"frozen but for an update of rank {recipe.rank}" if recipe.rank else "trained"
@@ -246,7 +245,7 @@ def _held_out(
 ) -> dict[str, Any]:
     from foretoken.lab.acceptance import MeasuredAcceptance, drafted
 
-    total = drafted(model, drafter, prompts, NEW_TOKENS, controller, temperature=temperature, seed=0)
+    total = drafted(model, drafter, prompts, 40, controller, temperature=temperature, seed=0)
     return {
         "mean_acceptance_length": total.mean_acceptance_length,
         "acceptance_rate": total.acceptance_rate,

@@ -22,22 +22,19 @@ if TYPE_CHECKING:
     from foretoken.training.answers import AnswerProgress
     from foretoken.training.loop import Progress
 
-LINE_S = 10.0
-"""Interval of progress lines where stderr is not a terminal."""
-
 
 class ProgressLines:
     """Replaces rich's progress bars without a terminal: prints a line at once, then one every few seconds."""
 
-    def __init__(self, console: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console, self.clock = console, clock
+    def __init__(self, console: Any, clock: Callable[[], float] = time.monotonic, interval_s: float = 10.0) -> None:
+        self.console, self.clock, self.interval_s = console, clock, interval_s
         self._first: list[tuple[float, int]] = []  # per task: time and count of its first update
         self._last: list[float] = []
 
     def add_task(self, description: str, total: int | None = None, visible: bool = True) -> int:
         """Add a task and announce it if ``visible``."""
         self._first.append((self.clock(), 0))
-        self._last.append(-LINE_S)
+        self._last.append(-self.interval_s)
         if visible:
             self.console.print(f"{description} ...", soft_wrap=True)
         return len(self._first) - 1
@@ -50,7 +47,7 @@ class ProgressLines:
         now_s = self.clock()
         if self._last[task] < 0:
             self._first[task] = (now_s, completed)
-        if now_s - self._last[task] < LINE_S and completed != total:
+        if now_s - self._last[task] < self.interval_s and completed != total:
             return
         self._last[task] = now_s
         if not total:

@@ -22,9 +22,6 @@ from foretoken.options import FILTERS
 if TYPE_CHECKING:
     from foretoken.lab.tune.tuned import Outcome, TunedRow, TuneJob
 
-SMALLEST = 24
-"""Minimum answer length: drafts need room."""
-
 
 @dataclass(frozen=True)
 class TuneOptions:
@@ -38,7 +35,7 @@ class TuneOptions:
     prompts: Path | None = setting(
         None, "Text (one prompt a line), JSONL with prompt, turns or messages; built-in ones if none."
     )
-    new_tokens: int = setting(64, "Most tokens of an answer.", SMALLEST)
+    new_tokens: int = setting(64, "Most tokens of an answer.", 24)  # fewer leave no room for drafts
     max_prompts: int = setting(16, MAX_PROMPTS, 1)
     minutes: float = setting(3.0, "Time for everything, loading included.")
 
