@@ -20,8 +20,6 @@ from foretoken.training.written import write_continuations
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 48, 48
 """Number and length of held-out prompts, and tokens generated for each."""
-K = 4
-"""Length of the draft chains."""
 
 
 class Alignment:
@@ -38,12 +36,12 @@ class Alignment:
         drafter = self.drafter(network)
         return {"greedy": self.lengths(drafter, 0.0), "sampled": self.lengths(drafter, 1.0), **self.expected(network)}
 
-    def drafter(self, network: Any) -> Drafter:
-        """A chain drafter of the network, in one forward pass if it was trained with mask tokens."""
+    def drafter(self, network: Any, k: int = 4) -> Drafter:
+        """A drafter of chains of ``k`` tokens, in one forward pass if the network was trained with mask tokens."""
         model = wrap(network, exact="approximate")
         if mask_token(model) is None:
-            return ModelDrafter(model, K, target=self.target)
-        return PardDrafter(model, K, nodes=K, width=1, target=self.target)
+            return ModelDrafter(model, k, target=self.target)
+        return PardDrafter(model, k, nodes=k, width=1, target=self.target)
 
     def together(self, networks: Sequence[Any]) -> dict[str, Any]:
         """``greedy`` and ``sampled`` lengths of several networks as one ensemble."""

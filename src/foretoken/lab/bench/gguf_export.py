@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FAMILIES = ("llama", "mistral")
 NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -43,10 +42,11 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
 
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    if config.model_type not in FAMILIES or rope.get("rope_type", "default") != "default":
+    families = ("llama", "mistral")
+    if config.model_type not in families or rope.get("rope_type", "default") != "default":
         raise ValueError(
             f"cannot write a {config.model_type} model with {rope.get('rope_type', 'default')} positions as GGUF: "
-            f"only {' and '.join(FAMILIES)} with default ones"
+            f"only {' and '.join(families)} with default ones"
         )
     vocabulary = None if tokenizer is None else _vocabulary(tokenizer, int(config.vocab_size), gguf)
     writer = gguf.GGUFWriter(file, "llama")

@@ -20,11 +20,6 @@ from foretoken.lab.prompts import BenchPrompt
 from foretoken.lab.timing import interleave, median_run
 from foretoken.models.call_costs import measure_target
 
-WARM_UP = "The quick brown fox jumps over the lazy dog while the small grey cat looks on and says nothing."
-"""Decoded by every arm before timing; not a benchmark prompt, so that drafters learn nothing from it."""
-WARM_UP_IDS, WARM_UP_TOKENS = 24, 32
-MOST_NODES = 256
-
 OnProgress = Callable[[int, int, str], None]
 
 
@@ -176,7 +171,7 @@ class Bench:
             seconds_by_count = partial.notes.get(name) if partial is not None else None
             if seconds_by_count is None:
                 self.on_progress(len(self.results), self._total, f"measuring v(n), batch {batch}")
-                last = min(MOST_NODES, most * batch)
+                last = min(256, most * batch)
                 counts = [batch * 2**i for i in range(10) if batch * 2**i < 2 * last]
                 cost = measure_target(self.shared.target, middle, counts, 7, batch)
                 seconds_by_count = {str(n): seconds for n, seconds in cost.seconds.items()}
@@ -204,11 +199,13 @@ class Bench:
         self._tell(setting, f"warming up {arm.name}")
         arm.enter(setting)
         shared = self.shared
-        ids = shared.tokenizer(WARM_UP)["input_ids"] if shared.tokenizer is not None else range(1, 1 + WARM_UP_IDS)
+        # Not a benchmark prompt, so that drafters learn nothing from it
+        text = "The quick brown fox jumps over the lazy dog while the small grey cat looks on and says nothing."
+        ids = shared.tokenizer(text)["input_ids"] if shared.tokenizer is not None else range(1, 25)
         room = shared.target.context_length - shared.max_new_tokens
         prompt = [i % shared.target.vocab_size for i in ids][:room]
         each = range(setting[1])
-        unit = Unit("warm-up", 0, each, [prompt for _ in each], each, min(WARM_UP_TOKENS, shared.max_new_tokens))
+        unit = Unit("warm-up", 0, each, [prompt for _ in each], each, min(32, shared.max_new_tokens))
         arm.run(unit, setting, False)
 
     def _run_unit(

@@ -17,8 +17,6 @@ from foretoken.lab.timing import Stopwatch
 from foretoken.loading import BUILTIN, load_model
 from foretoken.models.linear.packing import PackedLinear, plain_linear
 
-SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-
 
 class RoundClock:
     """A streamer that records the time of every round's tokens; Transformers passes the prompt first."""
@@ -112,8 +110,9 @@ class AssistedArm(TransformersArm):
         dtype: str = "float32",
     ) -> None:
         super().__init__(name, shared)
-        if schedule not in SCHEDULES:
-            raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+        schedules = ("constant", "heuristic", "heuristic_transient")
+        if schedule not in schedules:
+            raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(schedules)}")
         self.assistant = load_draft(draft, shared, dtype)
         settings = self.assistant.generation_config
         settings.num_assistant_tokens_schedule = schedule

@@ -18,8 +18,6 @@ RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1
 Forward passes over 1 row and over n rows sum in different orders.  Through a stack of layers their logits differ by a
 few units in the last place: 2**-8 in bfloat16, 2**-11 in float16, 2**-24 in float32.
 """
-LARGEST_EXPONENT = 700.0
-"""exp overflows above this."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def _filtered(sampler: Sampler, logits: Tensor, prefix: Sequence[int], tolerance
     scores = _ranking(sampler, replace(params, temperature=0.0), logits, prefix)
     if sampler.greedy:
         return torch.isfinite(scores), torch.isfinite(scores)
-    factor = math.exp(min(tolerance / params.temperature, LARGEST_EXPONENT))
+    factor = math.exp(min(tolerance / params.temperature, 700.0))  # exp overflows above
     most, least = (
         torch.isfinite(_ranking(sampler, _moved(params, by), logits, prefix)) for by in (factor, 1.0 / factor)
     )

@@ -23,11 +23,8 @@ Beginning = tuple[int, tuple[int, ...]]
 """A prompt and the first tokens of an output."""
 TABLE_TOKENS = 4
 """Length of sampled outputs: long enough for drafts of several tokens, short enough for many samples."""
-BATCH = 32
 BINS, POWER = 20, 0.9
 """Bins of the uniformity test, and the probability with which a test detects the error it claims to detect."""
-LEAST = 10
-"""Minimum number of equal beginnings for a table of their next tokens."""
 
 
 @dataclass
@@ -37,7 +34,7 @@ class Evidence:
     Attributes:
         places: every token's position in its distribution (see
             :func:`foretoken.lab.parity.distribution.uniform_place`).
-        followers: next tokens by beginning (prompt, first tokens), for beginnings of at least ``LEAST`` outputs.
+        followers: next tokens by beginning (prompt, first tokens), for beginnings of at least 10 outputs.
         distributions: the target's distribution [V] after each of these beginnings.
     """
 
@@ -94,7 +91,7 @@ def check_sampled(subject: Tested, limit: float) -> Check | None:
     return check
 
 
-def _sample(subject: Tested, check: Check) -> list[list[list[int]]]:
+def _sample(subject: Tested, check: Check, batch: int = 32) -> list[list[list[int]]]:
     """Sampled outputs of every prompt without a user's seed.
 
     One half has drafts in every round, the other the requested controller.
@@ -107,8 +104,8 @@ def _sample(subject: Tested, check: Check) -> list[list[list[int]]]:
     with unseeded_from(r.settings.seed):
         for half, llm in enumerate((subject.steady, subject.chosen)):
             prompts = [prompt for turn, prompt in jobs if turn % 2 == half]
-            for start in range(0, len(prompts), BATCH):
-                _serve(llm, r, prompts[start : start + BATCH], outputs, check)
+            for start in range(0, len(prompts), batch):
+                _serve(llm, r, prompts[start : start + batch], outputs, check)
     return outputs
 
 
@@ -149,7 +146,7 @@ def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
                 for n, (token, distribution) in enumerate(zip(output, distributions.cpu().double(), strict=True)):
                     evidence.places.append(uniform_place(distribution, token, coins.uniform()))
                     beginning = (i, tuple(output[:n]))
-                    if begin[beginning] >= LEAST:
+                    if begin[beginning] >= 10:
                         evidence.distributions.setdefault(beginning, distribution.clone())
                         evidence.followers.setdefault(beginning, []).append(token)
     finally:

@@ -17,8 +17,6 @@ MODES = ("greedy", "transformers", "batch", "stop", "sampled", "seed")
 """The checks in run order."""
 PLAIN = "none"
 """Name of plain decoding among the drafters."""
-FALSE_ALARM = 1e-3
-"""Probability that a report fails although every distribution is right (shared by its sampled checks)."""
 OUTSIDE = "transformers"
 """The check against kernels of another library."""
 
@@ -33,7 +31,8 @@ class Settings:
         max_new_tokens: length of greedy outputs.
         sampling: temperature, top_k, top_p, min_p of sampled outputs; a repetition_penalty applies to greedy ones too.
         samples: outputs per drafter for the test of the distribution; 0 skips it.
-        false_alarm: see :data:`FALSE_ALARM`.
+        false_alarm: probability that the report fails although every distribution is right (shared by its sampled
+            checks).
         seed: of the first seeded output, incremented for the others; also makes unseeded draws reproducible.
         modes: subset of :data:`MODES` to check.
     """
@@ -47,7 +46,7 @@ class Settings:
     max_new_tokens: int = 64
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
     samples: int = 256
-    false_alarm: float = FALSE_ALARM
+    false_alarm: float = 1e-3
     seed: int = 0
     modes: Sequence[str] = MODES
 

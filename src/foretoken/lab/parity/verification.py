@@ -15,8 +15,6 @@ from foretoken.loading.measured.machine import versions
 from foretoken.models.base import LanguageModel
 from foretoken.models.words import exactness_line
 
-COUNTS = ("prompts", "identical", "ties", "differences")
-
 
 @dataclass(frozen=True)
 class Line:
@@ -131,7 +129,8 @@ def _check(name: str, certified: Mapping[str, Any] | None, check: Check) -> Line
     if not check.compares_texts:
         passed = certified["differences"] == check.differences
         return Line(name, f"{_p_value(certified['p_value'])} there, {_p_value(check.p_value)} here", passed)
-    differing = [key for key in COUNTS if certified[key] != getattr(check, key)]
+    counts = ("prompts", "identical", "ties", "differences")
+    differing = [key for key in counts if certified[key] != getattr(check, key)]
     if not differing:
         return Line(name, f"{check.identical} of {check.prompts} texts equal, there and here", True)
     return Line(

@@ -10,8 +10,6 @@ from foretoken.core.io.checkpoints import ZOO, is_adapter, is_builtin, resolve
 from foretoken.loading.adapters import read_adapter
 from foretoken.registry import parse_spec, rows, split_specs
 
-PATTERNS = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "drafter.json")
-"""Files of a folder that determine its results."""
 BUILT_IN = dict.fromkeys(("model", "ahead", "online", "shared_vocab", "retokenize", "cascade", "staged"), "draft")
 """Drafters that default to the built-in draft model."""
 Checksums = dict[str, str]
@@ -68,7 +66,8 @@ def _checksums(place: Path) -> Checksums:
     """Checksums of a file, or of a folder's files that determine its results (all files if there are no weights)."""
     if place.is_file():
         return {place.name: _sha256(place)}
-    files = sorted({file for pattern in PATTERNS for file in place.glob(pattern)})
+    patterns = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "drafter.json")
+    files = sorted({file for pattern in patterns for file in place.glob(pattern)})
     return {file.name: _sha256(file) for file in files or sorted(place.iterdir()) if file.is_file()}
 
 

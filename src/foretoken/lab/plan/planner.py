@@ -15,9 +15,6 @@ from foretoken.lab.plan.assumptions import Assumptions, CallCost, Flat, Measured
 from foretoken.lab.plan.roofline import Roofline
 from foretoken.lab.plan.speedup import branching_parents, positional_success, tree_expected_tokens, trial_acceptance
 
-MAX_BATCH = 4096
-"""Upper limit of the search for the batch size at which drafting stops paying."""
-
 
 @dataclass(frozen=True)
 class PlanRow:
@@ -194,7 +191,7 @@ def _limits(assumptions: Assumptions, k: int, batch: int, search: bool = True) -
     c, overhead = assumptions.c + spare / per_step, assumptions.overhead + spare * plain
     too_many = None
     if search and spare > 0:
-        sizes = (2**i for i in range(MAX_BATCH.bit_length()))
+        sizes = (2**i for i in range(13))  # up to a batch of 4096
         too_many = next((size for size in sizes if size > batch and assumptions.speedup(k, size) < 1.0), None)
     alpha = theory.alpha_for_tokens(assumptions.cost(k, nodes, batch), k, assumptions.guesses)
     return BreakEven(alpha, c if c >= 0 else None, overhead if overhead >= 0 else None, too_many)

@@ -11,11 +11,6 @@ from foretoken.lab.plan.planner import Plan
 from foretoken.lab.report.charts import Guide, LineChart, Series
 from foretoken.lab.report.plots import write_charts
 
-SHIFTS = (0.0, 0.1, 0.2, -0.1, -0.2)
-"""Offsets from the plan's acceptance, one line each."""
-BATCHES = tuple(2**i for i in range(9))
-COSTS = 33
-"""Number of draft costs per line."""
 SPEEDUP = "speed-up over plain decoding"
 
 
@@ -28,7 +23,7 @@ def _against_k(plan: Plan) -> LineChart:
     """Chart with one line per acceptance; trees at their depth."""
     batch, ks = plan.batches[0], range(max(8, plan.rows[-1].k) + 1)
     lines: dict[object, Series] = {}
-    for shift in SHIFTS:
+    for shift in (0.0, 0.1, 0.2, -0.1, -0.2):
         case = plan.assumptions.shifted(shift)
         if case.acceptance not in lines:  # several offsets may be clipped to the same value
             points = [(k, case.speedup(k, batch)) for k in ks]
@@ -43,13 +38,13 @@ def _against_k(plan: Plan) -> LineChart:
     return LineChart(title, "k, draft tokens per round", SPEEDUP, [*lines.values(), *trees], [_plain(0, ks[-1])])
 
 
-def _against_c(plan: Plan) -> LineChart:
+def _against_c(plan: Plan, points: int = 33) -> LineChart:
     """Chart of the best k at every draft cost, and of the plan's k."""
     assumptions, batch, k = plan.assumptions, plan.batches[0], _drafting_k(plan)
     ks = [row.k for row in plan.rows]
     edge = plan.limits.c if plan.limits and plan.limits.c is not None else 0.0
     last = max(0.2, 1.3 * edge, 1.5 * assumptions.c)
-    cases = [replace(assumptions, c=last * i / (COSTS - 1)) for i in range(COSTS)]
+    cases = [replace(assumptions, c=last * i / (points - 1)) for i in range(points)]
     best = [(case.c, case.speedup(case.best_k(ks, batch), batch)) for case in cases]
     same = [(case.c, case.speedup(k, batch)) for case in cases]
     return LineChart(
@@ -63,7 +58,8 @@ def _against_batch(plan: Plan) -> LineChart:
     """Chart of the best k at every batch size, and of the plan's k."""
     assumptions, plan_k = plan.assumptions, _drafting_k(plan)
     ks = [row.k for row in plan.rows]
-    sizes = sorted({*BATCHES, *plan.batches})
+    powers = tuple(2**i for i in range(9))
+    sizes = sorted({*powers, *plan.batches})
     best = [assumptions.best_k(ks, size) for size in sizes]
     series = [
         Series(
@@ -73,7 +69,7 @@ def _against_batch(plan: Plan) -> LineChart:
         Series(f"k = {plan_k} kept", [(size, assumptions.speedup(plan_k, size)) for size in sizes], 0),
     ]  # fmt: skip
     title = "What larger batches leave of it"
-    return LineChart(title, "requests per batch", SPEEDUP, series, [_plain(1, sizes[-1])], log_x=True, x_ticks=BATCHES)
+    return LineChart(title, "requests per batch", SPEEDUP, series, [_plain(1, sizes[-1])], log_x=True, x_ticks=powers)
 
 
 def _plain(first: float, last: float) -> Guide:

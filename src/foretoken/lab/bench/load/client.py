@@ -14,13 +14,6 @@ import httpx
 
 from foretoken.lab.bench.load.settings import Ask, LoadSettings, Server, ServerArm
 
-COUNTERS = {
-    "rounds": "spec_decode_num_drafts",
-    "drafted": "spec_decode_num_draft_tokens",
-    "accepted": "spec_decode_num_accepted_tokens",
-}
-_DONE = b"[DONE]"
-
 
 @dataclass
 class Drafts:
@@ -283,7 +276,7 @@ def _reason(body: bytes) -> str:
 async def _read(sample: Sample, answer: httpx.Response) -> None:
     async for data in _events(answer):
         now_s = perf_counter()
-        if data == _DONE:
+        if data == b"[DONE]":
             sample.done = True
             continue
         event = json.loads(data)
@@ -315,7 +308,11 @@ async def counters(http: httpx.AsyncClient, server: Server) -> Drafts | None:
 def read_counters(lines: Sequence[str]) -> Drafts | None:
     """Sums of the counters with the first engine prefix (a server may export two)."""
     sums: dict[str, dict[str, float]] = {}
-    names = {f"{name}_total": key for key, name in COUNTERS.items()}
+    names = {
+        "spec_decode_num_drafts_total": "rounds",
+        "spec_decode_num_draft_tokens_total": "drafted",
+        "spec_decode_num_accepted_tokens_total": "accepted",
+    }
     for line in lines:
         match = re.match(r"(\w+):(\w+)(?:\{.*\})? ([-+0-9.eE]+)", line)
         if match and match[2] in names:

@@ -15,8 +15,6 @@ from foretoken.lab.bench.load.settings import LARGEST_TIE, Level, LoadSettings, 
 
 CURVE = tuple(range(0, 101, 2))
 """Percentiles of a curve."""
-EXAMPLES = 5
-"""Maximum number of differences to report."""
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
@@ -139,7 +137,7 @@ def equality(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]
         "compared": len(compared),
         "different": len(different),
         "ties": sum(sample.gap is not None and sample.gap <= LARGEST_TIE for sample, _ in different),
-        "examples": [_difference(sample, other) for sample, other in different[:EXAMPLES]],
+        "examples": [_difference(sample, other) for sample, other in different[:5]],
     }
 
 

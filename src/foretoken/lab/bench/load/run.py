@@ -23,9 +23,6 @@ from foretoken.lab.bench.load.settings import PLAIN, SERVER, SPECULATIVE, Ask, L
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.models.native.library import cpu_info
 
-MOST_ASKED, TOP = 32, 20
-"""Maximum number of differing answers to query, and of top log-probabilities to request."""
-
 
 @dataclass(frozen=True)
 class LoadResult:
@@ -234,8 +231,9 @@ async def find_gaps(
     asks: Sequence[Ask],
     baseline: Sequence[Pass],
     others: Sequence[Pass],
+    most: int = 32,
 ) -> None:
-    """Set :attr:`Sample.gap` of greedy answers that differ from the baseline's, if token ids are known."""
+    """Set :attr:`Sample.gap` of at most ``most`` greedy answers that differ from the baseline's, given token ids."""
     if settings.temperature or settings.chat:
         return
     different = [
@@ -243,7 +241,7 @@ async def find_gaps(
         for sample, other in figures.pairs(others, baseline)
         if sample.token_ids and sample.token_ids != other.token_ids
     ]
-    for sample, other in different[:MOST_ASKED]:
+    for sample, other in different[:most]:
         sample.gap = await _gap(http, others[0].arm.server, asks[sample.number].prompt.text, other, sample)
 
 
@@ -260,7 +258,7 @@ async def _gap(http: httpx.AsyncClient, server: Server, prompt: str, sample: Sam
         )
         prefix = [*answer.json()["tokens"], *sample.token_ids[:place]]
         body = {
-            "model": server.model, "prompt": prefix, "max_tokens": 1, "temperature": 0, "logprobs": TOP,
+            "model": server.model, "prompt": prefix, "max_tokens": 1, "temperature": 0, "logprobs": 20,
             "return_tokens_as_token_ids": True, "speculative": {"enabled": False},
         }  # fmt: skip
         answer = await http.post(f"{server.url}/v1/completions", json=body, headers=headers_of(server))
