@@ -15,9 +15,6 @@ from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_name,
 from foretoken.registry import parse_spec
 
 COST_PARTS = ("draft", "target", "verify", "overhead")
-ALL = "all categories"
-BAND = 0.1
-"""Relative tolerance between measured and predicted speed-up."""
 
 Cell = Mapping[str, Any]
 
@@ -94,11 +91,12 @@ def speedups(run: Run, setting: Setting) -> list[BarChart]:
     groups: list[tuple[str, Sequence[Cell]]] = [
         (category, [c for c in run.at(setting) if c["category"] == category]) for category in run.categories
     ]
+    together_title = "all categories"
     if len(groups) > 1:
-        groups.insert(0, (ALL, run.at(setting)))
+        groups.insert(0, (together_title, run.at(setting)))
     panels = []
     for title, cells in groups:
-        bars = [bar for arm in run.rivals if (bar := _bar(run, arm, cells, title == ALL)) is not None]
+        bars = [bar for arm in run.rivals if (bar := _bar(run, arm, cells, title == together_title)) is not None]
         if bars:
             panels.append(BarChart(title, "speed-up over plain decoding", bars, line=1.0))
     end = max((panel.x_end for panel in panels), default=0.0)
@@ -249,7 +247,8 @@ def predictions(run: Run) -> LineChart | None:
         return None
     end = 1.1 * max(max(point) for s in series for point in s.points)
     equal = Guide("measured = predicted", [(0.0, 0.0), (end, end)])
-    band = [(0.0, 0.0), (end, (1 + BAND) * end), (end, (1 - BAND) * end)]
+    # Within 10 % of the prediction
+    band = [(0.0, 0.0), (end, 1.1 * end), (end, 0.9 * end)]
     title = "Predicted and measured speed-up"
     return LineChart(title, "predicted speed-up", "measured speed-up", series, [equal], band=band)
 

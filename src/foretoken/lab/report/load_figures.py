@@ -11,7 +11,6 @@ from foretoken.lab.report.read import Run, number
 Cell = Mapping[str, Any]
 MEASURES = {"ttft_ms": "Time to first token", "tpot_ms": "Time per output token", "e2e_ms": "Latency to the end"}
 AXES = {"rate": "requests per second that arrive", "concurrency": "requests at a time"}
-THROUGHPUT = {"tokens_per_s": "tokens per second", "requests_per_s": "requests per second"}
 
 
 def colour_of(run: Run, arm: str) -> int:
@@ -59,7 +58,7 @@ def throughputs(run: Run, shape: str) -> list[LineChart | BarChart]:
     """Charts of tokens and requests per second: curves over levels, or bars for a single level."""
     charts: list[LineChart | BarChart] = []
     places = levels(run, shape)
-    for name, words in THROUGHPUT.items():
+    for name, words in {"tokens_per_s": "tokens per second", "requests_per_s": "requests per second"}.items():
         title = words[0].upper() + words[1:]
         curves = {
             arm: [(float(c["level"]), v) for c in cells_of(run, shape, arm) if (v := number(c.get(name))) is not None]

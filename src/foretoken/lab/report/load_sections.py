@@ -11,7 +11,6 @@ from foretoken.lab.report.read import Run, number
 from foretoken.lab.report.sections import download, head, header_of, number_cell, panels, section, sortable
 from foretoken.lab.report.verdict import Remark
 
-WORDS = {"rate": "Requests that arrive by chance", "concurrency": "Clients that wait for each answer"}
 COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("level", "level", 2),
     ("burst", "together", 0),
@@ -120,7 +119,8 @@ def throughput(run: Run) -> Markup | None:
 def latency(run: Run) -> Markup | None:
     """Latencies over rate and concurrency."""
     charts_by_shape = [(shape, figures.latencies(run, shape)) for shape in figures.AXES]
-    parts = [tag("div", tag("h3", WORDS[shape]), panels(charts)) for shape, charts in charts_by_shape if charts]
+    titles = {"rate": "Requests that arrive by chance", "concurrency": "Clients that wait for each answer"}
+    parts = [tag("div", tag("h3", titles[shape]), panels(charts)) for shape, charts in charts_by_shape if charts]
     explanation = (
         "Time per output token is the time from the first text to the end, divided by the tokens behind the first: a "
         "chunk of a stream carries a whole verified block, so that times between chunks say nothing of tokens. "

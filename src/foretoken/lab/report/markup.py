@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from html import escape
 
-VOID = frozenset({"br", "input", "meta"})
-"""Elements without an end tag."""
-
 
 class Markup(str):
     """Text that is already markup and must not be escaped again."""
@@ -31,5 +28,5 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None
     )
-    end = "" if name in VOID else f"</{name}>"
+    end = "" if name in ("br", "input", "meta") else f"</{name}>"
     return Markup(f"<{name}{rendered}>{join(*children)}{end}")

@@ -15,18 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 GREY = "#565d66"
-MARKERS = "os^DvPX|"
-PARTS = ("#2e93fd", "#aeb6c0", "#720d82", "#d76d75")
 SOLID = ("-", "--", ":")
-STYLE: Any = {
-    "font.size": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.parse_math": False,
-}
 DPI = 300
-COLUMN = 3.4
-"""Width of one chart in inches: a column of a paper."""
 
 
 def write_plots(run_file: Path, folder: Path) -> list[Path]:
@@ -67,7 +57,13 @@ def write_charts(charts: Sequence[Chart], file: Path, most_columns: int = 2) -> 
         from matplotlib import rc_context
     except ImportError:
         raise ValueError("plots need matplotlib: pip install 'foretoken[bench]'") from None
-    with rc_context(STYLE):
+    style: Any = {
+        "font.size": 8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.parse_math": False,
+    }
+    with rc_context(style):
         return _write(charts, file, min(most_columns, len(charts)))
 
 
@@ -76,7 +72,8 @@ def _write(charts: Sequence[Chart], file: Path, columns: int) -> Path:
 
     rows = -(-len(charts) // columns)
     height = max(map(_height, charts))
-    picture = Figure((columns * COLUMN * (1.0 if columns > 1 else 1.35), rows * height), layout="constrained")
+    # A chart is 3.4 inches wide: a column of a paper.
+    picture = Figure((columns * 3.4 * (1.0 if columns > 1 else 1.35), rows * height), layout="constrained")
     axes = list(picture.subplots(rows, columns, squeeze=False).flat)
     for chart, ax in zip(charts, axes, strict=False):
         _draw(chart, ax)
@@ -131,10 +128,11 @@ def _bars(chart: BarChart, ax: Axes) -> None:
 
 
 def _stack(chart: StackChart, ax: Axes) -> None:
+    colours = ("#2e93fd", "#aeb6c0", "#720d82", "#d76d75")
     starts = [0.0] * len(chart.rows)
     for i, part in enumerate(chart.parts):
         values = [max(row[i], 0.0) for _, row in chart.rows]
-        ax.barh(range(len(values)), values, 0.62, starts, color=PARTS[i], label=part)
+        ax.barh(range(len(values)), values, 0.62, starts, color=colours[i], label=part)
         starts = [a + b for a, b in zip(starts, values, strict=True)]
     _name_rows(ax, [label for label, _ in chart.rows])
     ax.legend(ncols=len(chart.parts), fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 0.98))
@@ -150,8 +148,9 @@ def _lines(chart: LineChart, ax: Axes) -> None:
         )
     for x, name, _ in chart.marks:
         ax.axvline(x, color="black", linewidth=0.9, linestyle="-.", label=name)
+    markers = "os^DvPX|"
     for series in chart.series:
-        marker = "." if series.colour == NEUTRAL else MARKERS[series.colour % len(MARKERS)]
+        marker = "." if series.colour == NEUTRAL else markers[series.colour % len(markers)]
         line = SOLID[max(series.colour, 0) // len(LIGHT) % len(SOLID)] if series.joined else ""
         ax.plot(
             *zip(*series.points, strict=True), color=colour(series.colour), marker=marker, markersize=4, linewidth=1.3,

@@ -25,10 +25,6 @@ from foretoken.lab.report.markup import Markup, join, tag
 
 WIDTH = 620
 ROW, TOP = 26, 8.0
-LETTER = 7.3
-"""Width of a character in labels, in pixels."""
-LONGEST = 32
-"""Maximum number of characters of a label; the tooltip shows the full label."""
 SHAPES = (
     "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0Z",
     "M-3.7,-3.7h7.4v7.4h-7.4Z",
@@ -40,7 +36,6 @@ SHAPES = (
     "M-2.5,-5h5v10h-5Z",
 )
 """Marker shapes, which distinguish series without colour."""
-PLAIN_MARK = "M-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0Z"
 
 
 def draw(chart: Chart) -> Markup:
@@ -60,9 +55,9 @@ def colour_class(colour: int) -> str:
     return "cn" if colour == NEUTRAL else f"c{colour % len(LIGHT)}"
 
 
-def cut(label: str) -> str:
-    """A label, truncated to fit."""
-    return label if len(label) <= LONGEST else label[: LONGEST - 1] + "…"
+def cut(label: str, longest: int = 32) -> str:
+    """A label, truncated to fit; the tooltip shows all of it."""
+    return label if len(label) <= longest else label[: longest - 1] + "…"
 
 
 def _at(value: float) -> str:
@@ -104,7 +99,7 @@ def _in_rows(
     content: Callable[[float, float], list[Markup]],
 ) -> Markup:
     """A chart of rows with free space to the ``right``; ``content`` draws onto its grid, from left edge and scale."""
-    left = 12 + LETTER * max((len(cut(label)) for label in labels), default=0)
+    left = 12 + 7.3 * max((len(cut(label)) for label in labels), default=0)
     bottom, end = TOP + ROW * len(labels), max(end, 1e-9) * 1.02
     scale = (WIDTH - left - right) / end
     to_x = lambda value: left + scale * value  # noqa: E731
@@ -150,11 +145,9 @@ def _bar_words(chart: BarChart, bar: Bar, y: float, left: float, scale: float) -
     parts = [_text(left - 8, middle, cut(bar.label), "name", "end", hint=bar.label)]
     parts.append(_text(end + 7, middle, f"{bar.value:.2f}", "value"))
     if bar.badge:
-        parts.append(_text(end + 38, middle, BADGES[bar.badge], f"badge {bar.badge}"))
+        badges = {"identical": "= same", "ties": "≈ ties", "differs": "≠ differs"}
+        parts.append(_text(end + 38, middle, badges[bar.badge], f"badge {bar.badge}"))
     return join(*parts)
-
-
-BADGES = {"identical": "= same", "ties": "≈ ties", "differs": "≠ differs"}
 
 
 # -- stacked bars ----------------------------------------------------------------------------------------------------
@@ -276,7 +269,8 @@ def _dashes(series: Series) -> str:
 
 
 def _shape(series: Series) -> str:
-    return PLAIN_MARK if series.colour == NEUTRAL else SHAPES[series.colour % len(SHAPES)]
+    small_circle = "M-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0Z"
+    return small_circle if series.colour == NEUTRAL else SHAPES[series.colour % len(SHAPES)]
 
 
 def _symbol(series: Series) -> Markup:

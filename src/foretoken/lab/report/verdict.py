@@ -10,9 +10,6 @@ from typing import Any, Literal
 from foretoken.lab.report.figures import Speedup, equality, overall
 from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_name, setting_of
 
-FEW = 0.3
-"""Below this number of accepted tokens per round, acceptance is called low."""
-
 
 @dataclass(frozen=True)
 class Remark:
@@ -127,7 +124,7 @@ def why(run: Run, setting: Setting, arm: str) -> str:
     if length is None:
         return cost
     gain = length - 1
-    if gain < FEW:
+    if gain < 0.3:
         rate = _mean(run, setting, arm, "acceptance_rate")
         few = f"few drafts are accepted ({gain:.2f} tokens per round" + (f", {rate:.0%} of them)" if rate else ")")
         return f"{few} while {cost}" if cost else few

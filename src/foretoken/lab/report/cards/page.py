@@ -14,8 +14,6 @@ from foretoken.lab.report.markup import Markup, join, tag
 from foretoken.lab.report.page import resource, whole_page
 from foretoken.lab.report.sections import sortable
 
-MATRIX = ("amx_fp16", "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512f", "avx2")
-"""Instruction sets by importance; a CPU is labelled by the first that it has."""
 FILTERS = ("cpu", "model", "method")
 COLUMNS = {
     "model": "model", "method": "method", "speedup": "speed-up", "interval": "95 %", "speed": "tokens/s",
@@ -23,7 +21,6 @@ COLUMNS = {
     "setting": "setting", "cpu": "CPU", "threads": "threads", "drafter": "drafter",
     "versions": "foretoken / torch", "written": "date", "card": "card",
 }  # fmt: skip
-NUMBERS = ("threads", "plain", "speed", "speedup", "length", "first")
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,8 @@ def render(cards: Sequence[tuple[str, Card]], faults: Sequence[str] = ()) -> str
 
 def matrix_name(matrix: Sequence[str]) -> str:
     """The most important matrix or vector instruction set of a CPU, in usual spelling."""
-    best = next((name for name in MATRIX if name in matrix), None)
+    by_importance = ("amx_fp16", "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512f", "avx2")
+    best = next((name for name in by_importance if name in matrix), None)
     return "no AVX2" if best is None else best.upper().replace("_", "-").removesuffix("F")
 
 
@@ -161,4 +159,4 @@ def _table(rows: Sequence[CardRow]) -> Markup:
 
 
 def _class(name: str) -> str | None:
-    return None if name in NUMBERS else "words"
+    return None if name in ("threads", "plain", "speed", "speedup", "length", "first") else "words"

@@ -12,15 +12,6 @@ from foretoken.lab.report.show.tree import draw_tree
 
 MOST_ROUNDS = 200
 """Maximum number of drawn rounds; the text covers all of them."""
-MOST_REASONS = 16
-
-MEANINGS = {
-    "accepted": "an accepted draft token",
-    "recovered": "the target's token in place of a rejected one",
-    "bonus": "the target's token after a whole accepted path",
-    "plain": "the target's token where nothing was drafted",
-}
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def render(run: Shown, totals: Sequence[Total] = ()) -> str:
@@ -35,10 +26,11 @@ def render(run: Shown, totals: Sequence[Total] = ()) -> str:
         *(_section(i, round_) for i, round_ in enumerate(drawn)),
         tag("p", f"{not_drawn} more rounds are not drawn.", class_="caption") if not_drawn else "",
     )
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
     head = join(
         tag("meta", charset="utf-8"),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         tag("title", "foretoken show"),
         tag("style", Markup(resource("tree.css") + resource("show/show.css"))),
     )
@@ -48,7 +40,13 @@ def render(run: Shown, totals: Sequence[Total] = ()) -> str:
 
 def legend() -> Markup:
     """The meanings of the colours."""
-    keys = [tag("li", tag("span", name, class_=f"key {name}"), f" {meaning}") for name, meaning in MEANINGS.items()]
+    meanings = {
+        "accepted": "an accepted draft token",
+        "recovered": "the target's token in place of a rejected one",
+        "bonus": "the target's token after a whole accepted path",
+        "plain": "the target's token where nothing was drafted",
+    }
+    keys = [tag("li", tag("span", name, class_=f"key {name}"), f" {meaning}") for name, meaning in meanings.items()]
     return tag("ul", *keys, class_="legend")
 
 
@@ -75,7 +73,7 @@ def _ribbon(run: Shown) -> Markup:
     return tag("div", *parts, class_="ribbon")
 
 
-def _section(i: int, round_: Round) -> Markup:
+def _section(i: int, round_: Round, most_reasons: int = 16) -> Markup:
     tree = draw_tree(round_.nodes, round_.next_token)
     label = f"token tree of round {i + 1}: {round_.caption}"
     picture = tag("svg", tree.markup, width=f"{tree.width:.0f}", height=f"{tree.height:.0f}", role="img",
@@ -83,10 +81,10 @@ def _section(i: int, round_: Round) -> Markup:
     reasons = round_.reasons
     items = [
         tag("li", tag("code", visible(node.text)), " ", tag("span", node.why, class_=node.status))
-        for node in reasons[:MOST_REASONS]
+        for node in reasons[:most_reasons]
     ]
-    if len(reasons) > MOST_REASONS:
-        items.append(tag("li", f"and {len(reasons) - MOST_REASONS} more"))
+    if len(reasons) > most_reasons:
+        items.append(tag("li", f"and {len(reasons) - most_reasons} more"))
     return tag(
         "section",
         tag("h2", f"Round {i + 1}"),

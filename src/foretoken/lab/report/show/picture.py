@@ -15,8 +15,6 @@ MARGIN = 16.0
 LINE = 22.0
 LEAST = 660.0
 """Minimum width of the picture, in pixels."""
-MOST_REASONS = 8
-MOST_LINES = 7
 
 STYLE = """
 svg { font: 13px system-ui, sans-serif; } .panel { fill: var(--panel); stroke: var(--edge); }
@@ -51,10 +49,10 @@ def render(run: Shown, round_index: int) -> str:
     return framed([*parts, *explained, *legend], wide, y, f"round {round_index + 1}: {round_.caption}")
 
 
-def reasons(round_: Round, y: float) -> tuple[list[Markup], float]:
-    """The first reasons of a round, listed from ``y`` down, and the y below them."""
+def reasons(round_: Round, y: float, most: int = 8) -> tuple[list[Markup], float]:
+    """The first ``most`` reasons of a round, listed from ``y`` down, and the y below them."""
     parts = []
-    for node in round_.reasons[:MOST_REASONS]:
+    for node in round_.reasons[:most]:
         parts.append(text(MARGIN, y, visible(node.text), "token"))
         parts.append(text(MARGIN + 140, y, node.why, "soft"))
         y += 19
@@ -76,7 +74,7 @@ def text(x: float, y: float, words: str, class_: str) -> Markup:
     return tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", class_=class_)
 
 
-def _ribbon(run: Shown, y: float, wide: float) -> tuple[list[Markup], float]:
+def _ribbon(run: Shown, y: float, wide: float, most_lines: int = 7) -> tuple[list[Markup], float]:
     """The prompt and the output, wrapped; text beyond the last line becomes an ellipsis."""
     words = [Word(run.prompt, "prompt"), *(word for round_ in run.rounds for word in round_.words)]
     room = int((wide - 2 * MARGIN) / LETTER)
@@ -89,9 +87,9 @@ def _ribbon(run: Shown, y: float, wide: float) -> tuple[list[Markup], float]:
             for part, starts_line in _fitting(piece, room, x):
                 if starts_line:
                     x, line = 0.0, line + 1
-                if line >= MOST_LINES:
-                    parts.append(text(MARGIN + x * LETTER, y + LINE * MOST_LINES + 2, "…", "soft"))
-                    return parts, y + LINE * MOST_LINES + 8
+                if line >= most_lines:
+                    parts.append(text(MARGIN + x * LETTER, y + LINE * most_lines + 2, "…", "soft"))
+                    return parts, y + LINE * most_lines + 8
                 if part:
                     parts += _word(part, word.origin, MARGIN + x * LETTER, y + LINE * line)
                     x += width(part)

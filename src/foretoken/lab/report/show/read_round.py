@@ -13,7 +13,6 @@ from foretoken.lab.report.show.why import Status, TraceNode
 
 UNKNOWN = "?"
 """Text of a token that an engine does not report."""
-STATUSES = ("accepted", "rejected", "untried", "probe")
 ORIGINS = ("recovered", "bonus", "plain")
 REASONS = {
     "root": "the last token of the text: the target reads it now",
@@ -22,7 +21,6 @@ REASONS = {
     "untried": "not reached: the token before it was not accepted",
     "probe": "probe: scored for the drafter, never a candidate",
 }
-MOST_NODES = 4096
 
 
 class Fault(ValueError):
@@ -47,12 +45,12 @@ def number(row: Mapping[str, Any], name: str) -> float | None:
     return float(value)
 
 
-def read_round(row: Mapping[str, Any], index: int) -> Round:
+def read_round(row: Mapping[str, Any], index: int, most_nodes: int = 4096) -> Round:
     """A round from a row.  Raises ``Fault`` for an invalid or inconsistent field."""
     draft = _list(row, "draft", None, (str, type(None)))
     count = len(draft)
-    if count > MOST_NODES:
-        raise Fault(f"'draft' has {count} tokens, and at most {MOST_NODES} can be shown")
+    if count > most_nodes:
+        raise Fault(f"'draft' has {count} tokens, and at most {most_nodes} can be shown")
     parents = _list(row, "parents", count, int) if "parents" in row else list(range(count))
     for place, parent in enumerate(parents):
         if not 0 <= parent <= place:
@@ -121,7 +119,9 @@ def _status(row: Mapping[str, Any], parents: Sequence[int], accepted: Sequence[i
     for i, parent in enumerate(parents):
         derived: Status = "accepted" if i + 1 in path else "rejected" if parent in path else "untried"
         status = stored[i] or derived
-        if status not in STATUSES or (status == "accepted") != (derived == "accepted"):
+        if status not in ("accepted", "rejected", "untried", "probe") or (status == "accepted") != (
+            derived == "accepted"
+        ):
             raise Fault(f"'status' of node {i + 1} is {status!r}, which does not fit 'accepted'")
         statuses.append(status)
     return statuses

@@ -8,8 +8,6 @@ from typing import Any
 CONTROL = str.maketrans({code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"} | {127: "␡"})
 """Visible symbols for control characters, which HTML and SVG must not contain."""
 SIGNS = str.maketrans({" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥"})
-LONGEST = 16
-"""Maximum number of characters of a token in a picture."""
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str]:
@@ -44,10 +42,10 @@ def printable(text: str) -> str:
     )
 
 
-def visible(text: str) -> str:
-    """Short form of a token in a picture: visible white space, limited length."""
+def visible(text: str, longest: int = 16) -> str:
+    """Short form of a token in a picture: visible white space, at most ``longest`` characters."""
     signs = printable(text).translate(SIGNS) if text else "∅"
-    return signs if len(signs) <= LONGEST else signs[: LONGEST - 1] + "…"
+    return signs if len(signs) <= longest else signs[: longest - 1] + "…"
 
 
 def quoted(text: str) -> str:

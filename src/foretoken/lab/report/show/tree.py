@@ -11,12 +11,8 @@ from foretoken.lab.report.show.why import TraceNode
 
 LETTER = 7.9
 """Width of a character in the nodes' font, in pixels."""
-SMALL = 6.2
-ROW = 46.0
 HEIGHT = 38.0
 GAP = 30.0
-OWN = 1 << 20
-"""Index of the target's own token, after those of all nodes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,8 @@ def draw_tree(nodes: Sequence[TraceNode], next_token: TraceNode) -> Drawn:
     The token's status is ignored; its ``why`` gives the origin.
     """
     last = max((n.index for n in nodes if n.status == "accepted"), default=0)
-    next_node = TraceNode(OWN, last, next_token.token, next_token.text, "accepted", next_token.why, next_token.p, None)
+    own = 1 << 20  # an index after those of all nodes
+    next_node = TraceNode(own, last, next_token.token, next_token.text, "accepted", next_token.why, next_token.p, None)
     everyone = [*nodes, next_node]
     boxes = _places(everyone)
     edges = [_edge(boxes[n.parent], boxes[n.index], n.status == "accepted") for n in everyone[1:]]
@@ -67,7 +64,8 @@ def _share(value: float) -> str:
 
 
 def _breadth(node: TraceNode) -> float:
-    return max(width(visible(node.text)) * LETTER, len(_numbers(node)) * SMALL) + 14
+    # Characters of the numbers are 6.2 pixels wide.
+    return max(width(visible(node.text)) * LETTER, len(_numbers(node)) * 6.2) + 14
 
 
 def _places(nodes: Sequence[TraceNode]) -> dict[int, Box]:
@@ -90,7 +88,7 @@ def _places(nodes: Sequence[TraceNode]) -> dict[int, Box]:
         x += columns[level] + GAP
     rows: dict[int, int] = {}
     _fill_rows(0, children, rows)
-    return {n.index: Box(left[depth[n.index]], 4.0 + ROW * rows[n.index], _breadth(n)) for n in nodes}
+    return {n.index: Box(left[depth[n.index]], 4.0 + 46.0 * rows[n.index], _breadth(n)) for n in nodes}
 
 
 def _fill_rows(root: int, children: dict[int, list[int]], rows: dict[int, int]) -> None:
