@@ -37,10 +37,6 @@ ENOUGH = 0.8
 """Sufficient share of the expected figure: acceptance is a little lower on other kinds of text."""
 LENGTHS = (256, 2048, 8192)
 """Context lengths in tokens; the first is the reference."""
-LONG_TEXTS = 2
-"""Number of texts per length."""
-COLLAPSED = 0.5
-"""Ratio of draft tokens accepted in long texts to those in short ones, below which a drafter counts as broken."""
 DEPTHS = {"dflash": "taps", "dflash2": "taps", "dspark": "taps", "eagle3": "layers", "peagle": "layers"}
 """Configuration keys of the target's layer ids, by method."""
 CHAINS = dict.fromkeys(("dflash", "dflash2", "dspark", "pard", "peagle"), "nodes=256,width=1") | dict.fromkeys(
@@ -153,7 +149,7 @@ def _measured(new: Imported, folder: Path, prompts: Sequence[Sequence[int]]) -> 
     return measure_acceptance(new.model, drafter, prompts)
 
 
-def _by_length(new: Imported) -> dict[int, float]:
+def _by_length(new: Imported, texts: int = 2) -> dict[int, float]:
     """Tokens per round by context length, at the same positions; empty unless two lengths fit."""
     # Ordinary text on every machine: a module of Python's standard library
     text: list[int] = encode(inspect.getsource(argparse), new.tokenizer)
@@ -161,7 +157,7 @@ def _by_length(new: Imported) -> dict[int, float]:
     lengths = [length for length in LENGTHS if length <= min(room, len(text))]
     if len(lengths) < 2:
         return {}
-    ends = [len(text) - i * (len(text) - lengths[-1]) // max(LONG_TEXTS - 1, 1) for i in range(LONG_TEXTS)]
+    ends = [len(text) - i * (len(text) - lengths[-1]) // max(texts - 1, 1) for i in range(texts)]
     return {
         length: _measured(new, new.folder, [text[end - length : end] for end in ends]).tokens_a_round
         for length in lengths
@@ -173,7 +169,8 @@ def _fault_of_lengths(by_length: Mapping[int, float]) -> str:
     if not by_length:
         return ""
     short, *longer = by_length.items()
-    wrong = [(length, tokens) for length, tokens in longer if tokens - 1 < COLLAPSED * (short[1] - 1)]
+    # A drafter is broken if long texts have less than half of the draft tokens accepted that short ones have.
+    wrong = [(length, tokens) for length, tokens in longer if tokens - 1 < 0.5 * (short[1] - 1)]
     if not wrong:
         return ""
     (length, tokens), *_ = wrong

@@ -18,17 +18,8 @@ from foretoken.core.conversation import from_sharegpt, has_template, render, to_
 from foretoken.core.names import unknown
 from foretoken.options import encode
 
-BUILTIN_FILE = Path(__file__).with_name("builtin_prompts.jsonl")
-CHAT_FILE = Path(__file__).with_name("chat_prompts.jsonl")
 USUAL = ("prose", "code", "agentic", "repetitive")
 """Categories of the built-in texts that resemble typical use."""
-FEW = (
-    "def fibonacci(n):\n    ",
-    "import os\n\nfor name in os.listdir('.'):\n    if name.endswith('.py'):\n        print(name)\n\nfor name in os.",
-    "It was a dark night, and the rain had not stopped since the morning. ",
-    "one two three four one two three four one two three",
-)
-"""A few short built-in texts."""
 TEXT_SUFFIXES = (".txt", ".md")
 Row = Mapping[str, Any]
 T = TypeVar("T")
@@ -157,7 +148,7 @@ def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]
     """
     if format not in FORMATS:
         raise unknown(f"unknown prompt format {format!r}", format, FORMATS)
-    file = BUILTIN_FILE if source is None else source
+    file = Path(__file__).with_name("builtin_prompts.jsonl") if source is None else source
     if file.is_dir():
         suffixes = (".jsonl", ".json", *TEXT_SUFFIXES)
         files = [f for f in sorted(file.iterdir()) if f.is_file() and _suffix(f) in suffixes]
@@ -170,8 +161,17 @@ def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]
 
 
 def read_prompts(file: Path | None) -> list[BenchPrompt]:
-    """Prompts of a file (:func:`load_prompts`), or :data:`FEW`, which need no template."""
-    return [BenchPrompt("parity", text) for text in FEW] if file is None else load_prompts(file)
+    """Prompts of a file (:func:`load_prompts`), or a few short built-in texts, which need no template."""
+    if file is not None:
+        return load_prompts(file)
+    texts = (
+        "def fibonacci(n):\n    ",
+        "import os\n\nfor name in os.listdir('.'):\n    if name.endswith('.py'):\n        print(name)\n\n"
+        "for name in os.",
+        "It was a dark night, and the rain had not stopped since the morning. ",
+        "one two three four one two three four one two three",
+    )
+    return [BenchPrompt("parity", text) for text in texts]
 
 
 def prompts_of_kind(tokenizer: Any) -> list[BenchPrompt]:
@@ -180,7 +180,7 @@ def prompts_of_kind(tokenizer: Any) -> list[BenchPrompt]:
     Consecutive prompts are of different categories.
     """
     if has_template(tokenizer):
-        return load_prompts(CHAT_FILE)
+        return load_prompts(Path(__file__).with_name("chat_prompts.jsonl"))
     groups = select(load_prompts(None), USUAL)
     rows = zip_longest(*(groups[name] for name in USUAL))
     return [prompt for row in rows for prompt in row if prompt is not None]

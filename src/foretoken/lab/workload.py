@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from foretoken.llm import Llm
     from foretoken.methods.drafters.base import Drafter
 
-FINAL_RUNS = 5
-"""Interleaved runs per arm in a tuner's final comparison."""
 REFUSALS = (ValueError, OSError, ArithmeticError, MemoryError)
 """Errors of a drafter that does not fit; others are bugs."""
 
@@ -78,9 +76,9 @@ class Speed:
         return cls(median(answer.tokens_per_s for answer in stats), total.acceptance_rate, total.mean_acceptance_length)
 
 
-def compared_speeds(arms: Mapping[str, Callable[[], Speed]]) -> dict[str, Speed]:
-    """Median speed of every arm, over interleaved runs."""
-    runs = runs_of(arms, FINAL_RUNS)
+def compared_speeds(arms: Mapping[str, Callable[[], Speed]], turns: int = 5) -> dict[str, Speed]:
+    """Median speed of every arm, over ``turns`` interleaved runs."""
+    runs = runs_of(arms, turns)
     return {name: median_run(speeds, lambda speed: speed.tokens_per_s) for name, speeds in runs.items()}
 
 

@@ -9,9 +9,6 @@ from statistics import fmean, median
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.lab.tune.race import RaceRound, Standing
 
-NEAR = 0.995
-"""Share of the best predicted speed at which a length counts as equally good."""
-
 
 @dataclass(frozen=True)
 class Scouted:
@@ -115,7 +112,7 @@ def best_candidate(tried: Scouted, target: TargetCost, rest_s: float) -> Candida
     depths = [tried.depth] if tried.trees else range(1, tried.depth + 1)
     predicted = {depth: scale * modelled(depth) for depth in depths}
     # The longest of equally good lengths: noise must not cut drafts that cost nothing.
-    best = max(depth for depth in depths if predicted[depth] >= NEAR * max(predicted.values()))
+    best = max(depth for depth in depths if predicted[depth] >= 0.995 * max(predicted.values()))
     return Candidate(tried.spec, best, predicted[best], tried.cost_at(best))
 
 

@@ -16,12 +16,6 @@ from foretoken.registry import Row, convert_options, find, options_of, parse_spe
 
 LIKELY = ("ngram", "suffix,share=false", "quantized,bits=4")
 """Drafters that most often pay without training or downloads."""
-FIRST = ("model", "ngram", "suffix", "recycling")
-"""Drafters that are tried before the others."""
-LENGTH = 8
-"""Draft length for measuring a network."""
-TREE_SIZES = (8, 16, 32, 64)
-"""Candidate node counts of trees."""
 
 
 def parse_names(text: str) -> list[str]:
@@ -56,7 +50,8 @@ def default_specs(target_source: Any) -> list[str]:
     ]
     alone = [row for row in able if not issubclass(row.load(), GroupDrafter)]
     # Best candidates first: time may run out.
-    alone.sort(key=lambda row: (row.name not in FIRST, not row.needs_training))
+    first = ("model", "ngram", "suffix", "recycling")
+    alone.sort(key=lambda row: (row.name not in first, not row.needs_training))
     return [row.example for row in alone]
 
 
@@ -79,8 +74,8 @@ def generous(spec: str, is_chosen: bool) -> str:
     cls, key = row.load(), length_key(row)
     if key is None or (is_chosen and key in parsed.options):
         return spec
-    # Draft length for a drafter that copies text, whose steps are free
-    length = 16 if issubclass(cls, SourceDrafter) else LENGTH
+    # Steps of a drafter that copies text are free.
+    length = 16 if issubclass(cls, SourceDrafter) else 8
     options = options_of(cls)
     for option in (key, "nodes") if key == "depth" else (key,):  # a chain of 8 needs 8 nodes
         value = parsed.options.get(option, options[option].default)
@@ -104,7 +99,7 @@ def sizes(spec: str, is_chosen: bool) -> list[str]:
     if "nodes" not in options or (is_chosen and {"nodes", "tree"} & set(parsed.options)):
         return []
     nodes = parsed.options.get("nodes", options["nodes"].default)
-    return [with_option(spec, "nodes", n) for n in TREE_SIZES if str(n) != str(nodes)]
+    return [with_option(spec, "nodes", n) for n in (8, 16, 32, 64) if str(n) != str(nodes)]
 
 
 def with_option(spec: str, key: str, value: object) -> str:

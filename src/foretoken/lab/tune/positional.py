@@ -29,15 +29,6 @@ from foretoken.methods.verifiers.base import Coins, SiblingDistributions, Verifi
 from foretoken.methods.verifiers.without_replacement import WithoutReplacementVerifier
 from foretoken.registry import find, options_of, parse_spec
 
-WIDTH = 8
-"""Number of measured children of the root."""
-CHAIN = [(0,) * depth for depth in range(1, 5)]
-BUSH = expansion_choices((4, 2, 1, 1))
-"""Two trees of four levels, with 4 and 28 nodes, for timing drafts."""
-
-NODES, DEPTH = 64, 8
-"""Size limits of a tree in a search."""
-
 
 class PositionalCount(Verifier):
     """Recursive rejection that also sums the acceptance probability of each child of the root.
@@ -84,7 +75,7 @@ def acceptance_chances(tree: TokenTree, scores: Scores, node: int) -> list[float
     return chances
 
 
-def measured_acceptance(work: Workload, drafter: ModelDrafter, width: int = WIDTH) -> tuple[float, ...]:
+def measured_acceptance(work: Workload, drafter: ModelDrafter, width: int = 8) -> tuple[float, ...]:
     """Probability [width] that the child tried k-th is the accepted one, over text that the target writes.  Raises
     ``ValueError`` if none was ever accepted."""
     counter = PositionalCount(min(width, work.target.vocab_size))
@@ -146,6 +137,8 @@ def best_of_size(table: BestTrees, size: int, cost: float, step: float) -> list[
 @torch.inference_mode()
 def draft_costs(work: Workload, drafter: ModelDrafter, text: Sequence[int]) -> DraftCost:
     """Draft costs from medians of interleaved drafts of two trees."""
+    # Two trees of four levels, with 4 and 28 nodes
+    chain, bush = [(0,) * depth for depth in range(1, 5)], expansion_choices((4, 2, 1, 1))
     sequence = work.target.open()
 
     def drafted_s(choices: list[Choice]) -> float:
@@ -163,12 +156,12 @@ def draft_costs(work: Workload, drafter: ModelDrafter, text: Sequence[int]) -> D
 
     try:
         work.target.prefill(sequence, list(text[:-1]))
-        times = runs_of({len(choices): partial(drafted_s, choices) for choices in (CHAIN, BUSH)}, REPEATS)
+        times = runs_of({len(choices): partial(drafted_s, choices) for choices in (chain, bush)}, REPEATS)
     finally:
         work.target.release(sequence)
-    few, many = (1e3 * median(times[len(choices)]) for choices in (CHAIN, BUSH))
-    node = max(0.0, (many - few) / (len(BUSH) - len(CHAIN)))
-    return DraftCost(max(0.0, few / len(CHAIN) - node), node)
+    few, many = (1e3 * median(times[len(choices)]) for choices in (chain, bush))
+    node = max(0.0, (many - few) / (len(bush) - len(chain)))
+    return DraftCost(max(0.0, few / len(chain) - node), node)
 
 
 def can_fill(spec: str) -> bool:
@@ -190,7 +183,7 @@ def measured_shape(work: Workload, drafter: Drafter) -> dict[str, Any]:
 
 def sequoia_spec(spec: str, shape: Mapping[str, Any], target: TargetCost) -> str | None:
     """The drafter's spec with the tree of most expected tokens per time; ``None`` if that is a chain or no draft."""
-    trees = solve(shape["acceptance"], NODES, DEPTH)
+    trees = solve(shape["acceptance"], 64, 8)
     nodes, depth, _ = best_shape(trees, lambda n: target.of(n) + shape["node_s"] * (n - 1), shape["level_s"])
     if nodes <= depth:
         return None

@@ -23,8 +23,6 @@ from foretoken.methods.drafters.base import Drafter
 
 BLOCK = 8
 """Tokens per turn of an arm."""
-PAUSE = 4.0
-"""Upper limit of a round's time, in medians of rounds with as many nodes: pauses of the machine are not costs."""
 TOLERANCE = 1.05
 """Noise allowance on the bound that no speed-up exceeds the tokens per round, as a drafting round costs at least a
 plain one."""
@@ -187,10 +185,10 @@ def tokens_per_s(rounds: Sequence[RaceRound]) -> float:
     return sum(round_.new_tokens for round_ in rounds) / seconds if seconds > 0 else 0.0
 
 
-def steady_s(rounds: Sequence[RaceRound]) -> list[float]:
-    """Seconds of rounds, each limited to :data:`PAUSE` medians of those with as many nodes."""
+def steady_s(rounds: Sequence[RaceRound], limit: float = 4.0) -> list[float]:
+    """Seconds of rounds, at most ``limit`` medians of those with as many nodes: pauses of the machine are not costs."""
     alike: dict[int, list[float]] = defaultdict(list)
     for round_ in rounds:
         alike[round_.nodes].append(round_.total_s)
-    most = {nodes: PAUSE * median(seconds) for nodes, seconds in alike.items()}
+    most = {nodes: limit * median(seconds) for nodes, seconds in alike.items()}
     return [min(round_.total_s, most[round_.nodes]) for round_ in rounds]

@@ -39,11 +39,7 @@ FINALISTS, RUNGS = 3, 2
 """Number of fixed configurations that race each other, beside ``auto``; number of rounds of halving."""
 PAYS = 1.02
 """Speed-up below which plain decoding is chosen."""
-GROUPS = ("router", "ensemble")
-"""Drafters composed of others."""
 LATE = "out of time: give more --minutes"
-SLOW = "too slow to be measured in its share of the time: give more --minutes"
-SHORT = "the answers to all prompts together are too short: give more or others (--prompts)"
 
 Tell = Callable[[str, float], None]
 """Called with the next step and the elapsed share of the time."""
@@ -151,7 +147,11 @@ class Search:
             self.skipped[name] = reason_of(error)
             return
         if not tried.standing.is_known:
-            self.skipped[name] = SLOW if self.job.clock() >= until else SHORT
+            self.skipped[name] = (
+                "too slow to be measured in its share of the time: give more --minutes"
+                if self.job.clock() >= until
+                else "the answers to all prompts together are too short: give more or others (--prompts)"
+            )
         elif not tried.standing.is_possible:
             self.skipped[name] = _contradiction(tried.standing)
         else:
@@ -261,11 +261,11 @@ class Search:
 
     def _group(self) -> str:
         """A router over the best drafter with a network and the best one that copies text."""
-        ranked = self._candidates()
+        ranked, composed = self._candidates(), ("router", "ensemble")
         pair = []
         for copies in (False, True):
             same = [candidate for candidate in ranked if self.scouted[candidate.drafter].copies is copies]
-            pair += [candidate for candidate in same if parse_spec(candidate.drafter).name not in GROUPS][:1]
+            pair += [candidate for candidate in same if parse_spec(candidate.drafter).name not in composed][:1]
         if len(pair) < 2:
             return ranked[0].drafter
         per_token = [candidate.cost.seconds(candidate.depth) / candidate.depth / self._token_s for candidate in pair]
