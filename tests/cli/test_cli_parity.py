@@ -163,7 +163,7 @@ def test_sampling_options_reach_the_checks(run: Any, target: str) -> None:
     more = ("--temperature", "0.7", "--top-k", "20", "--top-p", "0.9", "--min-p", "0.02", "--repetition-penalty", "1.2")
     result = parity(run, target, "--drafter", "ngram", "--drafter", "suffix", *more)
     assert result.code == 0
-    assert "found with a chance of 0.9" in result.out and "1e-06" in result.out
+    assert "found with a probability of 0.9" in result.out and "1e-06" in result.out
     for wrong in (("--repetition-penalty", "0"), ("--false-alarm", "2"), ("--mode", "nosuch")):
         bad = parity(run, target, "--drafter", "ngram", *wrong)
         assert bad.code == 2 and bad.err.count("\n") == 1

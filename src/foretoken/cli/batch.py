@@ -40,8 +40,8 @@ def batch_command(
         list[str],
         typer.Argument(
             metavar="[MODEL] IN OUT",
-            help='IN: JSON lines, {"id": "a", "prompt": "..."}, messages or conversations. OUT: an answer each; ids '
-            f"in it are not asked again. MODEL: {HELP}",
+            help='IN: JSON lines, {"id": "a", "prompt": "..."}, messages or conversations. OUT: an answer '
+            f"each; ids in it are skipped. MODEL: {HELP}",
         ),
     ],
     max_running: Annotated[int, typer.Option(help="Requests that run together.", min=1)] = 16,
@@ -51,9 +51,9 @@ def batch_command(
 ) -> None:
     """Answer every line of IN, several at once, and append each finished answer to OUT.
 
-    Run it again after Ctrl-C, a kill or a power cut: it goes on with what is missing.  A line may set its own options
+    Run it again after Ctrl-C, a kill or a power cut to answer the missing lines.  A line may set its own options
     (max_new_tokens, temperature, seed, stop, prediction, ...).  With --seed, line i (from 0) has the seed plus i.
-    Exit code 1: some lines failed; their answers say why.
+    Exit code 1: some lines failed; their answers give the reason.
     """
     model, files = model_before(words, "IN OUT")
     common, (source, out) = common.of(model), map(Path, files)

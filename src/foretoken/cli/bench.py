@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     cls=ModelGroup,
-    help="Measure what speculation brings on your prompts and machine.",
+    help="Measure the gain from speculative decoding on your prompts and machine.",
     subcommand_metavar="[MODEL] | COMMAND [ARGS]...",
     no_args_is_help=False,
 )
@@ -46,9 +46,9 @@ class BenchOptions:
     temperature: list[str] | None = setting(None, "Temperatures, joined by commas or given several times; 0 is greedy.")
     batch: list[str] | None = setting(None, "Batch sizes, joined by commas or given several times.")
     inflate: str | None = setting(
-        None, "Make the target one of this size with the same outputs: 300m, 1b, 3b, 7b or a number."
+        None, "Inflate the target to this size, with the same outputs: 300m, 1b, 3b, 7b or a number."
     )
-    repeat: int = setting(1, "Runs per prompt; the one of median time counts.", 1)
+    repeat: int = setting(1, "Runs per prompt; the one with the median time counts.", 1)
     stop_at_eos: bool = flag("Let outputs end early; by default all have the same length.")
     no_chat_template: bool = flag("Complete conversations as plain text.")
     out: Path | None = setting(None, "File for the run (JSON lines); OUT.partial while it runs.")
@@ -68,7 +68,7 @@ def bench_command(
         typer.Option(
             "--drafter",
             "--arm",
-            help=f"May be given several times. {DRAFTER_HELP} Perhaps with @CONTROLLER behind it; or another engine: "
+            help=f"May be given several times. {DRAFTER_HELP} @CONTROLLER after it sets a controller. Other engines: "
             f"{OTHER_ENGINES}. Plain decoding is always measured.",
         ),
     ] = None,

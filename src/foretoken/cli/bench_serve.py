@@ -47,7 +47,8 @@ def serve_command(
         list[str] | None, typer.Option(help="Clients at a time, joined by commas or given several times [1,8].")
     ] = None,
     rate: Annotated[
-        list[str] | None, typer.Option(help="Requests per second, arriving by chance; joined or given several times.")
+        list[str] | None,
+        typer.Option(help="Requests per second (Poisson arrivals); joined by commas or given several times."),
     ] = None,
     burst: Annotated[int, typer.Option(min=1, help="With --rate: requests that arrive together.")] = 1,
     load: Annotated[LoadSettings, FromOptions()],
@@ -65,7 +66,7 @@ def serve_command(
     ] = False,
     extra_body: Annotated[str, typer.Option(help="JSON object that is added to every request.")] = "{}",
     model: Annotated[
-        list[str] | None, typer.Option(help="What requests name, one for all servers or one for each [as listed].")
+        list[str] | None, typer.Option(help="Model name in requests, one for all servers or one each [as listed].")
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -75,9 +76,9 @@ def serve_command(
     out: Annotated[Path | None, typer.Option(help="File for the run (JSON lines), for foretoken bench report.")] = None,
     as_json: Lines = False,
 ) -> None:
-    """Send requests to a server and tell latency, throughput and acceptance as its clients see them.
+    """Send requests to a server and report latency, throughput and acceptance as clients see them.
 
-    Ctrl-C and SIGTERM end it early and tell what was measured.
+    Ctrl-C and SIGTERM end it early and report the measurements so far.
     """
     passes = 2 if compare or len(urls) > 1 else 1
     lines_out = as_json or (out is None and not sys.stdout.isatty())

@@ -57,12 +57,12 @@ REPEAT, NEW_TOKENS = 3, 64
 
 
 def demo_command(
-    fetch: Annotated[bool, typer.Option("--fetch", help=f"Fetch {NAME} first, if it is not here.")] = False,
+    fetch: Annotated[bool, typer.Option("--fetch", help=f"Fetch {NAME} first if it is missing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show one answer, plain and speculative: the same words, the speed of both, and what was compared.
+    """Show one answer, plain and speculative: the same words, and the speed of both.
 
-    The model is smollm2 where it has been fetched, or can be with --fetch, and else the built-in one.
+    The model is smollm2 if it was fetched (--fetch), otherwise the built-in one.
     """
     with json_only(as_json):
         show = _chosen(fetch)

@@ -24,7 +24,7 @@ def doctor_command(
     *,
     common: Common,
 ) -> None:
-    """Measure what scoring and drafting cost on this machine, and say what follows from it."""
+    """Measure the cost of scoring and drafting on this machine, and recommend settings."""
     common.check()
     if repeat < 1:
         raise ValueError(f"--repeat must be at least 1, not {repeat}")

@@ -35,9 +35,10 @@ def drafters_command(
     *,
     common: Common,
 ) -> None:
-    """List the drafters that work for a target without a download, what fits in folders, and what is refused and why.
+    """List the drafters that work for a target without a download and those in FOLDERs that fit; name a reason for
+    each that does not.
 
-    `foretoken tune MODEL --draft FOLDER` finds out which of them pays.
+    `foretoken tune MODEL --draft FOLDER` measures which of them pays.
     """
     if measure:
         model, *folders = words or ["MODEL"]

@@ -61,19 +61,17 @@ def import_command(
     expect: Annotated[
         float | None,
         typer.Option(
-            help="Tokens a round that it must give with MODEL on ordinary text, as a chain; .8 of them are enough."
+            help="Tokens a round expected with MODEL on ordinary text, as a chain; less than .8 of them is an error."
         ),
     ] = None,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check", help="Draft with it on ordinary text, and show tokens a round: what its card states is expected."
-        ),
+        typer.Option("--check", help="Draft with it on ordinary text, and compare tokens a round with its card."),
     ] = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Read a drafter that another project trained, check it against its target, and keep it as one of ours."""
+    """Read a drafter that another project trained, check it against its target, and store it in our layout."""
     model, (source,) = model_before(words, "SOURCE")
     chosen = existing_model(model, target)
     with json_only(as_json):

@@ -46,7 +46,7 @@ def _say_version(is_asked: bool) -> None:
 
 
 Version = Annotated[
-    bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and leave.")
+    bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
 ]
 
 

@@ -14,7 +14,7 @@ ROLES = ("drafter", "verifier", "tree", "controller")
 
 
 def methods_command(
-    name: Annotated[str | None, typer.Argument(help="Say all of one method.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show one method in full.")] = None,
     role: Annotated[str | None, typer.Option(help=f"Only one role: {', '.join(ROLES)}.")] = None,
     as_json: Json = False,
 ) -> None:

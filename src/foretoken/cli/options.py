@@ -49,16 +49,18 @@ class Common:
     drafter: str = setting("auto", DRAFTER_HELP)
     verifier: str = setting("auto", "auto or NAME, such as coupled, block or traversal; `foretoken methods` lists all.")
     controller: str = setting("auto", "auto or NAME, such as goodput or constant,k=4; `foretoken methods` lists all.")
-    profile: Path | None = setting(None, "JSON file with drafter, verifier and controller for what is left at auto.")
+    profile: Path | None = setting(
+        None, "Profile of `foretoken tune`: its drafter, verifier and controller replace auto."
+    )
     dtype: str = setting("auto", "auto (the checkpoint's), float32, float64, bfloat16 or float16.")
-    device: str = setting("auto", "auto (the first of cuda, mps and cpu that is there), cpu, cuda, cuda:1, mps.")
+    device: str = setting("auto", "auto (the first available of cuda, mps and cpu), cpu, cuda, cuda:1, mps.")
     inflate: str | None = setting(
         None, "For measuring: the target's outputs at the cost of 300m, 1b, 3b, 7b parameters."
     )
     quantize: str | None = setting(
-        None, "Quantise the target's weights on the cpu: int8, int4, int8-a8 or int4-a8. It is then another."
+        None, "Quantise the target's weights on the cpu: int8, int4, int8-a8 or int4-a8. Its output changes."
     )
-    backend: str = setting("auto", "What runs a GGUF file: auto (native where it is covered), native or llama.cpp.")
+    backend: str = setting("auto", "Backend of a GGUF file: auto (native if supported), native or llama.cpp.")
     allow_lossy: bool = flag("Permit verifiers that change the target's distribution.")
 
     sampling: Mapping[str, Any] = field(default_factory=lambda: {name: FIELDS[name].default for name in COMMAND_LINE})

@@ -42,11 +42,11 @@ class ParityOptions:
     mode: list[str] | None = setting(
         None, "Check only this: transformers, greedy, batch, stop, sampled, seed. May be repeated."
     )
-    samples: int = setting(128, "Outputs per drafter for the test of the distribution; 0 leaves it out.")
-    false_alarm: float = setting(1e-3, "Chance that the whole report fails although every distribution is right.")
+    samples: int = setting(128, "Outputs per drafter for the distribution test; 0 skips it.")
+    false_alarm: float = setting(1e-3, "Probability that the report fails although every distribution is right.")
     repetition_penalty: float = setting(1.0, "Above 1 discourages tokens seen before.")
     certificate: Path | None = setting(None, "Write the run to this file, for another machine to repeat it.")
-    verify: Path | None = setting(None, "Run the checks of this certificate again, and say what is equal.")
+    verify: Path | None = setting(None, "Repeat the checks of this certificate, and compare.")
 
 
 @with_common(omit=("drafter",), max_new_tokens=32)
@@ -54,8 +54,8 @@ class ParityOptions:
 def parity_command(*, options: Annotated[ParityOptions, FromOptions()], as_json: Json = False, common: Common) -> None:
     """Compare speculative decoding with plain decoding on a target, greedy and sampled.
 
-    Greedy outputs, and sampled ones of a seed, must be plain decoding's token by token.  Exit code 1 when
-    there is a difference that rounding does not explain.  Ctrl-C and SIGTERM print what was checked so far.
+    Greedy outputs, and sampled outputs with a seed, must equal plain decoding's token by token.  Exit code 1 when
+    there is a difference that rounding does not explain.  Ctrl-C and SIGTERM print the checks so far.
     """
     common.check()
     for spec in options.drafter or ():
@@ -174,9 +174,9 @@ def _print_power(console: Console, report: Report, settings: Settings) -> None:
         return
     span = f"{min(sees):.2f}" if f"{min(sees):.2f}" == f"{max(sees):.2f}" else f"{min(sees):.2f} to {max(sees):.2f}"
     console.print(
-        f"distribution tests: {settings.samples} outputs each; one that is right fails with a chance of "
+        f"distribution tests: {settings.samples} outputs each; a correct one fails with a probability of "
         f"{settings.false_alarm / len(sees):.2g} (all together {settings.false_alarm:.2g}), one that is off by a "
-        f"total variation of {span} or more between the merged cells of every table is found with a chance of 0.9",
+        f"total variation of {span} or more between the merged cells of every table is found with a probability of 0.9",
     )
 
 

@@ -39,10 +39,12 @@ class PlanOptions:
         None, "Arithmetic of a draft token over that of a target token; as --c if not given."
     )
     profile: Path | None = setting(None, "Costs and acceptance from a file of `foretoken tune`; options replace them.")
-    drafter: str | None = setting(None, "Which drafter of the profile; the one that it names if not given.")
+    drafter: str | None = setting(None, "Drafter in the profile [the profile's choice].")
     batch: str = setting("1", "Batch sizes, e.g. 1,4,16; the first one decides the plan.")
     tree: list[str] | None = setting(None, "A tree to compare, children per level: 3x2x1.")
-    positions: str | None = setting(None, "For trees: chance of the first, second, ... sibling, e.g. 0.6,0.15,0.05.")
+    positions: str | None = setting(
+        None, "For trees: probability of the first, second, ... sibling, e.g. 0.6,0.15,0.05."
+    )
     ahead: int | None = setting(None, "Draft during verification for so many tokens after each accepted length.", 1)
     contention: float = setting(
         1.0, "With --ahead: how much slower each is while both run; 1: two devices, 2: all is shared."
@@ -52,7 +54,7 @@ class PlanOptions:
 
 @with_settings
 def plan_command(*, options: Annotated[PlanOptions, FromOptions()], as_json: Json = False) -> None:
-    """Work out how much to draft, how much faster that is, and what would break it.  No model is loaded."""
+    """Work out the best draft length, its speed-up, and the limits at which it stops paying.  No model is loaded."""
     lengths, batches = parse_lengths(options.k), parse_batches(options.batch)
     shapes = [parse_widths(text) for text in options.tree or ()]
     siblings = None if options.positions is None else parse_chances(options.positions, "--positions")

@@ -26,7 +26,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[MODEL] [PROMPT] | TRACE.jsonl",
-        help="MODEL and PROMPT as of `foretoken generate`; or a trace of any engine, which is shown as it was run.",
+        help="MODEL and PROMPT as of `foretoken generate`; or a trace of any engine.",
         show_default=False,
     ),
 ]
@@ -48,15 +48,13 @@ def show_command(
     request: Annotated[str | None, typer.Option(help="Which request of a trace.", show_default="the first")] = None,
     number: Annotated[
         int | None,
-        typer.Option(
-            "--round", help="Round, from 1, that an .svg draws (the most telling) or that is printed (the first)."
-        ),
+        typer.Option("--round", help="Round to draw as .svg [the most telling] or to print [the first], from 1."),
     ] = None,
     as_json: Json = False,
     *,
     common: Common,
 ) -> None:
-    """Answer or complete a prompt and draw what happened: rounds, token trees, and why drafts were rejected.
+    """Answer or complete a prompt and draw its rounds: token trees, and the reason for each rejection.
 
     With TRACE.jsonl nothing is run: the file is shown in the terminal, or with --out as a page.
     """
@@ -245,7 +243,7 @@ def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None,
     if len(totals) > most_rows:
         console.print(f"{len(totals) - most_rows} more rows: --out page.html shows them", style="dim")
     if not run.rounds:
-        console.print("the engine told totals, not rounds: there is no tree to draw", style="dim")
+        console.print("the engine recorded totals, not rounds: there is no tree to draw", style="dim")
         return
     console.print(legend(colour), end="")
     words = [(word.origin, word.text) for round_ in run.rounds for word in round_.words]

@@ -50,13 +50,13 @@ def train_lm_command(
         Path | None, typer.Option(help="Learn this model's distribution (for a draft model, with --tokenizer-from it).")
     ] = None,
     teacher_weight: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of the teacher in the loss; the text has the rest.")
+        float, typer.Option(min=0.0, max=1.0, help="Share of the teacher in the loss; the rest is the text's.")
     ] = TEACHER_WEIGHT,
     config: Annotated[LmConfig, FromOptions()],
     compile: Annotated[bool, typer.Option(help="torch.compile the loss (needs a C++ compiler on CPU).")] = False,
     intervals: Annotated[Intervals, FromOptions(omit=("eval_every",))],
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or mps.")] = "cpu",
-    data_note: Annotated[str, typer.Option(help="Where the text comes from, for the model card.")] = "",
+    data_note: Annotated[str, typer.Option(help="Source of the text, for the model card.")] = "",
     licence: Annotated[str, typer.Option(help="SPDX name of the weights' licence, for the model card.")] = "",
 ) -> None:
     """Train a small Llama-architecture language model on text; resumes by itself from OUT/checkpoints."""

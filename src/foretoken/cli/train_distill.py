@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foretoken.training.workshop import Workshop
 
 Draft = Annotated[str, typer.Option(help="Draft model to start from: a folder, or builtin.")]
-Corpus = Annotated[Path | None, typer.Option(help="Where encoded and written text is kept; share it by runs.")]
+Corpus = Annotated[Path | None, typer.Option(help="Folder of encoded and written text; runs can share it.")]
 
 
 @with_settings
@@ -66,8 +66,10 @@ def boost_command(
     out: Annotated[Path, typer.Option(help="Folder; the models are OUT/1, OUT/2, ...")],
     target: Target = None,
     draft: Draft = "builtin",
-    count: Annotated[int, typer.Option(min=1, help="How many draft models, of so many --steps each.")] = 2,
-    length: Annotated[int, typer.Option(min=1, help="Tokens in a row that make a place count as matched.")] = 1,
+    count: Annotated[int, typer.Option(min=1, help="Number of draft models, --steps each.")] = 2,
+    length: Annotated[
+        int, typer.Option(min=1, help="Consecutive equal tokens that make a position count as matched.")
+    ] = 1,
     # Omitted: settings of student-written text and of masks
     config: Annotated[
         DistillConfig,

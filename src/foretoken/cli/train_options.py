@@ -16,8 +16,8 @@ Data = Annotated[
     list[Path],
     typer.Option(
         help="Text folder or JSONL file (may be given several times). Rows have text, or are chats: messages "
-        "(role, content) or ShareGPT's conversations (from, value). The target's template writes chats; only what "
-        "the assistant says is learned."
+        "(role, content) or ShareGPT's conversations (from, value). The target's template writes chats; only the "
+        "assistant's text is learned."
     ),
 ]
 Answers = Annotated[
@@ -27,11 +27,11 @@ Answers = Annotated[
         "OUT/answers.jsonl; rows may then have turns, prompt or question instead)."
     ),
 ]
-Corpus = Annotated[Path | None, typer.Option(help="Where the encoded text is kept; share it by runs.")]
+Corpus = Annotated[Path | None, typer.Option(help="Folder of the encoded text; runs can share it.")]
 Features = Annotated[
-    Path | None, typer.Option(help="Keep the target's hidden states here; share them by runs of one target.")
+    Path | None, typer.Option(help="Folder of the target's hidden states; runs of one target can share it.")
 ]
-WeightBits = Annotated[int, typer.Option(help="Store the drafter's weights in 16 bits, or in 8 for half the room.")]
+WeightBits = Annotated[int, typer.Option(help="Store the drafter's weights in 16 bits, or in 8 for half the size.")]
 Device = Annotated[str | None, typer.Option(help="auto (the default), cpu, cuda, cuda:1 or mps.")]
 Report = Annotated[bool, typer.Option("--json", help="Print the report as the last line.")]
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4

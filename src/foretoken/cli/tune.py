@@ -128,8 +128,8 @@ def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
 class TreeOptions:
     """Candidate trees and their workload."""
 
-    drafter: str = setting("medusa", "What fills the tree: heads (medusa[:FOLDER], hydra[:FOLDER]) or model[:PATH].")
-    shape: str = setting("", "How it is built: medusa (greedily) or sequoia (for draft models, their default).")
+    drafter: str = setting("medusa", "Drafter of the tree: heads (medusa[:FOLDER], hydra[:FOLDER]) or model[:PATH].")
+    shape: str = setting("", "Method: medusa (greedy) or sequoia (for draft models, their default).")
     prompts: Path | None = setting(None, PROMPTS)
     new_tokens: int = setting(64, "Tokens that the target writes per prompt.", 8)
     max_prompts: int = setting(8, MAX_PROMPTS, 1)
@@ -147,7 +147,7 @@ def tree_command(
     as_json: Json = False,
     common: Common,
 ) -> None:
-    """Choose a tree from how often its places are right, and from what nodes and levels cost on this machine."""
+    """Choose a tree by the acceptance of its positions and the cost of nodes and levels on this machine."""
     with json_only(as_json):
         check_out(out, new_folders=True)
         outcome = _tuned_tree(common, options)

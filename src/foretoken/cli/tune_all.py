@@ -28,7 +28,7 @@ class TuneOptions:
     """Candidates, workload and time limit of a search."""
 
     out: Path | None = setting(None, "File for the profile, which --profile FILE reads [MODEL.profile.json, here].")
-    drafters: str = setting("", "Drafters to try and no others, as model,k=8,ngram; the likely ones first if none.")
+    drafters: str = setting("", "Try only these drafters, as model,k=8,ngram [all, the likely ones first].")
     draft: list[Path] | None = setting(
         None, "Folder or file with draft models or trained drafters to try, too; may be given again."
     )

@@ -45,7 +45,7 @@ class ServerSettings:
     """
 
     model: str = "builtin"
-    served_name: str = setting("", "What clients call the model.")
+    served_name: str = setting("", "Model name for clients.")
     host: str = setting("127.0.0.1", "Address to listen on [127.0.0.1].")
     port: int = setting(8000, "Port to listen on [8000].")
     drafter: str = setting("auto", "Spec of the drafter, auto or none [auto].")
@@ -55,22 +55,22 @@ class ServerSettings:
     dtype: str = setting("auto", "float32, float64, bfloat16 or float16 [the checkpoint's].")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1 or mps [auto].")
     quantize: str = setting("", "int8 or int4 weights (int8-a8, int4-a8: 8-bit activations too), on the cpu.")
-    backend: str = setting("auto", "What runs a GGUF file: auto, native or llama.cpp [auto].")
+    backend: str = setting("auto", "Backend of a GGUF file: auto, native or llama.cpp [auto].")
     exact: str = setting(
-        "distribution", "bitwise: equal texts whatever is drafted and served beside, or no start [distribution]."
+        "distribution", "bitwise: the same text whatever is drafted and served beside it, else no start [distribution]."
     )
     tensor_parallel: int = setting(1, "Processes of this machine, on CUDA devices, that the model is split over [1].")
     max_running: int = setting(16, "Requests that run together [16].")
-    max_queued: int = setting(256, "Requests that wait besides; more get 503 [256].")
+    max_queued: int = setting(256, "Further requests that wait; more get 503 [256].")
     kv_memory: str = setting("", "Memory of keys and values, as 2GiB [no limit].")
     default_max_tokens: int = setting(0, "Most tokens of an answer whose request names no limit [what fits].")
     prefill_chunk: int = setting(256, "Prompt tokens read between two rounds [256].")
-    prefill_time: float = setting(0.1, "Seconds for this while others wait; 0: no limit [0.1].")
+    prefill_time: float = setting(0.1, "Seconds of such reading while others wait; 0: no limit [0.1].")
     prefix_cache: bool = setting(True, "Reuse texts with the same beginning [yes].")
     prefix_memory: str = setting("256MiB", "Memory of reused texts, as 256MiB [256MiB].")
     api_keys: tuple[str, ...] = setting((), "Key that opens every route; may be given again.", shown=False)
     key_running: int = setting(0, "Choices of one key that run together [no limit].")
-    key_queued: int = setting(-1, "Choices of one key that wait besides [no limit].")
+    key_queued: int = setting(-1, "Further choices of one key that wait [no limit].")
     key_tokens_per_minute: int = setting(0, "Tokens of one key [no limit].")
     allowed_host: tuple[str, ...] = setting(
         (), "Another name that clients may call the server; may be given again; * for all."
@@ -94,7 +94,7 @@ class ServerSettings:
     root_path: str = setting("", "Where a proxy has put the server.")
     chat_template: str = setting("", "File with a chat template.")
     online: bool = setting(False, "The draft model learns while it serves.")
-    online_save: str = setting("", "Folder for the draft model that has learned.")
+    online_save: str = setting("", "Folder for the trained draft model.")
 
     def __post_init__(self) -> None:
         for name in ("max_running", "tensor_parallel", "prefill_chunk", "max_body", "stream_interval", "max_unread"):
@@ -147,7 +147,7 @@ class ServerSettings:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """Model name for clients."""
         return self.served_name or Path(self.model).name or self.model
 
     @property

@@ -24,8 +24,8 @@ TEXTS = ("fixed", "teacher", "policy", "mixed")
 
 TEACHER_WEIGHT = 0.7
 """Share of the teacher in the loss of a language model that has one."""
-OPTIMIZER_HELP = "muon (AdamW for what is no matrix) or adamw (faster on most CPUs)."
-PRECISION_HELP = "Of products: bfloat16, or float32 (faster on CPUs without bfloat16)."
+OPTIMIZER_HELP = "muon (AdamW for all but matrices) or adamw (faster on most CPUs)."
+PRECISION_HELP = "Precision of matrix products: bfloat16, or float32 (faster on CPUs without bfloat16)."
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunConfig:
     lr: float = setting(1e-3, "Peak learning rate.", 0.0)
     warmup: float = 0.05
     decay: float = 0.4
-    seed: int = setting(0, "Of the order of the data and of everything drawn.")
+    seed: int = setting(0, "Seed of the data order and of all random draws.")
 
     @property
     def tokens(self) -> int:
@@ -64,8 +64,8 @@ class LmConfig(RunConfig):
     batch_size: int = setting(8, "Blocks per step.", 1)
     context: int = setting(1024, "Tokens per block and the model's context.", 8)
     lr: float = setting(4e-3, "Peak learning rate.", 0.0)
-    warmup: float = setting(0.02, "Share of the steps in which the rate rises.", 0.0, 1.0)
-    decay: float = setting(0.35, "Share in which it falls to zero.", 0.0, 1.0)
+    warmup: float = setting(0.02, "Share of the steps with a rising learning rate.", 0.0, 1.0)
+    decay: float = setting(0.35, "Share of the steps in which it falls to zero.", 0.0, 1.0)
     hidden: int = setting(384, "Width of the residual stream.", 8)
     layers: int = setting(8, "Decoder layers.", 1)
     heads: int = setting(6, "Attention heads of a layer.", 1)
@@ -97,8 +97,8 @@ class TrainConfig(RunConfig):
         precision: of products, ``"bfloat16"`` (by autocast) or ``"float32"``.
     """
 
-    text: str = setting("fixed", "fixed (the corpus) or target (what the target writes).")
-    written_blocks: int = setting(256, "Blocks that the target writes.", 1)
+    text: str = setting("fixed", "fixed (the corpus) or target (text that the target writes).")
+    written_blocks: int = setting(256, "Blocks for the target to write.", 1)
     written_temperature: float = setting(1.0, "Temperature at which it writes.", 0.0)
     optimizer: str = setting("muon", OPTIMIZER_HELP)
     precision: str = setting("bfloat16", PRECISION_HELP)
@@ -127,11 +127,11 @@ class DistillConfig(RunConfig):
     text: str = setting("fixed", "fixed, teacher, policy or mixed.")
     mix: float = setting(0.5, "Share of the student's own rows in mixed text.", 0.0, 1.0)
     beta: float = setting(0.5, "Share of the target in the mean distribution of jsd.")
-    temperature: float = setting(1.0, "At which models write; 0 writes the most likely tokens.", 0.0)
+    temperature: float = setting(1.0, "Temperature of written text; 0 writes the most likely tokens.", 0.0)
     prompt: int = setting(0, "Tokens of a row given to a writing model; 0: a quarter.", 0)
-    written: int = setting(1024, "Rows that the target writes, used again and again.", 1)
-    refresh: int = setting(8, "Steps that share one writing of the student.", 1)
-    places: int = setting(1, "Guess so many places in one pass, by masks (PARD: 8).", 1)
+    written: int = setting(1024, "Rows for the target to write; they are reused.", 1)
+    refresh: int = setting(8, "Steps between two writings of the student.", 1)
+    places: int = setting(1, "Draft this many tokens in one pass, by masks (PARD: 8).", 1)
     mask_token: int = setting(-1, "Id of the mask; -1: as configured, else a new token.")
     taps: str = setting("", "With --places: hidden states of the target read beside the tokens (PARD-2): usual.")
 
@@ -188,7 +188,7 @@ class Intervals:
     """How often a run is saved and measured."""
 
     save_every: int = setting(100, "Steps between two checkpoints.", 1)
-    save_minutes: float = setting(5.0, "A checkpoint after so many minutes, too; and on SIGTERM and Ctrl-C.", 0.0)
+    save_minutes: float = setting(5.0, "Minutes between two checkpoints; SIGTERM and Ctrl-C write one, too.", 0.0)
     eval_every: int = setting(100, "Steps between two measurements on held-out text.", 1)
 
 
