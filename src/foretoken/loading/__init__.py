@@ -1,4 +1,4 @@
-"""Names and paths -> models, tokenizers, drafters: everything that can be wrong is found here, before any work."""
+"""Models, tokenizers and drafters from names and paths.  Every error is found here, before any work."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Low-rank updates of a model on disk, in the layout of the PEFT library: two files that name a base model.
+"""LoRA adapters on disk, in the layout of the PEFT library: two files that name a base model.
 
 ``adapter_config.json`` holds r, lora_alpha, target_modules and the base; ``adapter_model.safetensors`` holds
-``base_model.model.<layer>.lora_A.weight`` [r, in] and ``...lora_B.weight`` [out, r] for every updated layer.  The
-update is merged when it is loaded: W + lora_alpha / r * B A.
+``base_model.model.<layer>.lora_A.weight`` [r, in] and ``...lora_B.weight`` [out, r] for every updated layer.  Loading
+merges the update: W + lora_alpha / r * B A.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ VARIANTS = (
 )  # fmt: skip
 """Settings of PEFT that change what the tensors mean; all of them are off in a plain LoRA."""
 PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT")
-"""Kinds of PEFT's adapters that are no update of weights."""
+"""PEFT's adapter kinds that do not update weights."""
 PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
-"""The same with the values that a plain LoRA has; other starts (``"pissa"``, ``"olora"``) change the base model too."""
+"""Values of a plain LoRA for two more settings.  Other initialisations (``"pissa"``, ``"olora"``) also change the base
+model."""
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What is used of ``adapter_config.json``.
+    """The settings of ``adapter_config.json`` that are used.
 
     Attributes:
-        base: the model that is updated: ``builtin``, a folder or a hub id.
+        base: the model to update: ``builtin``, a folder or a hub id.
         scale: factor of B A.
         modules: endings of the names of the updated layers; empty when the file does not list them.
     """
@@ -55,7 +56,8 @@ class AdapterConfig:
 
 
 def read_adapter(folder: Path) -> AdapterConfig:
-    """The description of an update.  Raises ``LoadError`` where it is damaged, or no plain LoRA of a whole model."""
+    """The settings of an adapter.  Raises ``LoadError`` if they are damaged or do not describe a plain LoRA of a whole
+    model."""
     file = folder / ADAPTER_CONFIG
     try:
         settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -88,7 +90,7 @@ def read_adapter(folder: Path) -> AdapterConfig:
 
 @torch.no_grad()
 def merge_adapter(network: nn.Module, folder: Path, config: AdapterConfig) -> None:
-    """Put a stored update into the weights of its base model.  Raises ``LoadError`` where it does not fit."""
+    """Merge a stored adapter into the weights of its base model.  Raises ``LoadError`` if it does not fit."""
     factors = _read_factors(folder / WEIGHTS)
     layers = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     for name, pair in sorted(factors.items()):
@@ -110,7 +112,7 @@ def merge_adapter(network: nn.Module, folder: Path, config: AdapterConfig) -> No
 
 
 def _read_factors(file: Path) -> dict[str, dict[str, Tensor]]:
-    """Both factors by the name of the layer."""
+    """A and B by layer name."""
     try:
         tensors = load_file(file)
     except FileNotFoundError:
@@ -134,10 +136,10 @@ def _read_factors(file: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def save_adapter(folder: Path, factors: Mapping[str, tuple[Tensor, Tensor]], base: str, dtype: torch.dtype) -> None:
-    """Write an update; every file appears whole or not at all.
+    """Write an adapter; every file appears whole or not at all.
 
     Args:
-        factors: A [r, in] and B [out, r] by the name of the layer.
+        factors: A [r, in] and B [out, r] by layer name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}

@@ -1,4 +1,4 @@
-"""Spec strings -> controllers, and the trained networks that they need."""
+"""Controllers from spec strings, with the trained networks they need."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TRAIN = f"foretoken train {METHOD}"
 
 
 class ControllerContext:
-    """Loads what controllers ask for."""
+    """Loads the networks of controllers."""
 
     def stop_head(self, path: str | None) -> tuple[nn.Module, Any]:
-        """The head in a folder, or the built-in draft model's; and the fingerprint of the model that it reads.  Raises
-        ``ValueError`` where there is no trained one."""
+        """The head in a folder (default: the built-in draft model's), and the fingerprint of the model that it reads.
+        Raises ``ValueError`` if there is no trained head."""
         folder = ZOO / METHOD if path is None else Path(path).expanduser()
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder with a trained stop head: make one with `{TRAIN}`")
@@ -31,6 +31,6 @@ class ControllerContext:
 
 
 def build_controller(spec: str) -> Controller:
-    """A controller from its spec string."""
+    """The controller of a spec string."""
     built: Controller = make("controller", spec, ControllerContext())
     return built

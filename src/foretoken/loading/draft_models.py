@@ -1,4 +1,4 @@
-"""The draft models of drafters that have one, checked against the target."""
+"""Draft models for drafters, checked against the target."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from foretoken.models.linear.quantised_linear import KINDS
 
 NONE = "none"
 QUANTIZE = (AUTO, NONE, *KINDS)
-"""What a draft model's weights are quantised to: what is fastest on this CPU, nothing, or one kind.  ``auto`` leaves
-small models as they are, of which a step is calls, and models that are to be trained."""
+"""Choices for the weights of a draft model: the fastest on this CPU, no quantisation, or one kind.  ``auto`` leaves
+small models, whose step is mostly call overhead, and models to be trained as they are."""
 COMPILED_ROWS = 32
-"""Rows up to which a packed draft model's products are compiled when it is loaded: eight requests with a new token and
-three of the last draft each."""
+"""Largest number of rows whose kernels are compiled when a packed draft model is loaded: eight requests with a new
+token and three tokens of the last draft each."""
 
 
 def build_draft_model(
@@ -40,10 +40,10 @@ def build_draft_model(
     packed: bool = True,
     quantize: str = NONE,
 ) -> LanguageModel:
-    """The draft model of a ``model:PATH`` spec (or of another ``drafter`` with one), checked against the target.
+    """The draft model of a ``model:PATH`` spec (or another ``drafter`` with one), checked against the target.
 
-    It is loaded on ``device``, or on the target's where that is ``None``.  Unless it is ``packed``, its weights stay
-    where they can be trained.  ``quantize`` is one of :data:`QUANTIZE`.
+    It is loaded on ``device``, or the target's device if that is ``None``.  Without ``packed`` its weights stay
+    trainable.  ``quantize`` is one of :data:`QUANTIZE`.
     """
     path = _required_path(drafter, path, target_source, "of the same tokenizer")
     draft = _load_draft_model(path, target, device, packed, quantize)
@@ -54,7 +54,7 @@ def build_draft_model(
 
 
 def given_draft_model(draft_source: Any, target: LanguageModel, tokenizer: Any | None) -> LanguageModel:
-    """A draft model that is handed in, checked against the target like one from a folder.
+    """A draft model passed as an object, checked against the target like one from a folder.
 
     Args:
         draft_source: a ``PreTrainedModel``, which may be the target's own network, or a :class:`LanguageModel`.
@@ -80,9 +80,9 @@ def build_foreign_draft_model(
     device: Any,
     quantize: str = NONE,
 ) -> tuple[LanguageModel, Any]:
-    """The draft model of a ``name:PATH`` spec and its own tokenizer, which may be another than the target's.
+    """The draft model of a ``name:PATH`` spec and its tokenizer, which may differ from the target's.
 
-    It is loaded on ``device``, or on the target's where that is ``None``.
+    It is loaded on ``device``, or the target's device if that is ``None``.
     """
     path = _required_path(name, path, target_source, "and its tokenizer")
     if tokenizer is None:
@@ -103,8 +103,8 @@ def _required_path(drafter: str, path: str | None, target_source: Any, hint: str
 
 
 def windowed(draft: LanguageModel, window: Window) -> LanguageModel:
-    """A draft model that reads a window of the text, the model itself where that is all of it.  One that can read only
-    the whole text is refused by a ``CapabilityError``."""
+    """A draft model that reads a window of the sequence; the model itself if the window is the whole sequence.  Raises
+    ``CapabilityError`` for a model that can only read the whole sequence."""
     if not window.size:
         return draft
     if not isinstance(draft, HuggingFaceModel):
@@ -117,9 +117,9 @@ def _load_draft_model(
 ) -> LanguageModel:
     if quantize not in QUANTIZE:
         raise ValueError(f"quantize must be one of {', '.join(QUANTIZE)} for a draft model, not {quantize!r}")
-    # A draft model's distribution may be anything: small ones run in bfloat16 where the CPU has products of that in
-    # which a step is faster than in float32 (docs/log.md).  A few bits of packed ones depend on the batch, so that only
-    # a target that is like that itself gets one.
+    # A draft model may have any distribution, so small ones run in bfloat16 if a step is faster than in float32 on this
+    # CPU (docs/log.md).  A few bits of packed products depend on the batch, so only a target with the same property
+    # gets a packed draft model.
     device = getattr(target, "device", None) if device is None else device
     on_cpu = device is None or str(device) == "cpu"
     small = on_cpu and _is_small(path)
@@ -139,8 +139,8 @@ def _load_draft_model(
 
 
 def _compile(draft: LanguageModel) -> None:
-    """Run calls with one row, two rows, and so on: oneDNN makes a kernel for every number of rows, which takes two to
-    three times as long as a small model's call, and who costs drafts by the first ones would think them expensive."""
+    """Run calls of one row, two rows, and so on.  For every number of rows oneDNN compiles a kernel, which takes two to
+    three times as long as a small model's call.  Timing the first drafts would make them look too expensive."""
     with opened(draft, [0]) as (sequence,):
         for rows in range(1, min(COMPILED_ROWS, draft.context_length - 1) + 1):
             draft.forward([Feed(sequence, [0] * rows)])
@@ -148,7 +148,7 @@ def _compile(draft: LanguageModel) -> None:
 
 
 def _files(path: str) -> list[Path]:
-    """Weights in a local folder."""
+    """Weight files of a local folder."""
     return sorted(Path(resolve(path, "draft")).glob("*.safetensors"))
 
 
@@ -157,7 +157,7 @@ def _is_small(path: str) -> bool:
 
 
 def _steps_faster_in_bfloat16(path: str) -> bool:
-    """By what products of one row take here; an embedding stands for the vocabulary projection that is tied to it."""
+    """Judged by the time of one-row products here.  An embedding stands for the vocabulary projection tied to it."""
     if not pays_packed(torch.empty(2, 2, dtype=torch.bfloat16)):
         return False
     shapes: list[tuple[int, ...]] = []
@@ -165,7 +165,7 @@ def _steps_faster_in_bfloat16(path: str) -> bool:
         try:
             with safe_open(file, "pt") as tensors:
                 shapes += [tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()]  # noqa: SIM118
-        except SafetensorError:  # who loads it is told what is wrong
+        except SafetensorError:  # loading reports the error
             return False
     matrices = [shape for shape in shapes if len(shape) == 2]
     return step_s(torch.bfloat16, matrices) < step_s(torch.float32, matrices)

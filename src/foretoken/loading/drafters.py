@@ -1,4 +1,4 @@
-"""Spec strings -> drafters and lists of drafters, and what they are built from."""
+"""Drafters and lists of drafters from spec strings, with everything that building them needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.registry import construct, find, parse_spec, read_spec, rows, split_specs
 
 Part = str | Drafter | LanguageModel | nn.Module
-"""What a drafter can be given as."""
+"""Anything that a drafter can be made from."""
 ACCEPTED = 'give a spec string ("ngram,k=8", "model:PATH"), a drafter, a draft model, a list of these, or None'
 FORESIGHT = "let the property foresight give an object that has it"
 NOW_DATA = {
@@ -45,14 +45,14 @@ NOW_DATA = {
     "free_for": "write traits = Traits(free_for=FUNCTION)",
     "observes": "write traits = Traits(learns=False) where observe does nothing, and nothing where it does",
 }
-"""Methods that drafters had before, and what takes their place: a drafter from outside may still have them."""
+"""Methods that drafters had before, with their replacements.  An external drafter may still have them."""
 OBJECTS = {"verifier": check_verifier, "controller": check_controller}
-"""What looks at an object that was given instead of a name."""
+"""Checks of objects passed instead of names."""
 DEFAULT_GROUP = "router,drafters=(model,k=8|ngram,k=10)"
 
 
 class LoadingContext(BuildContext):
-    """Loads what drafters ask for."""
+    """Loads the models and networks of drafters."""
 
     @property
     def inner_rule(self) -> Verify:
@@ -86,7 +86,7 @@ class LoadingContext(BuildContext):
         return built
 
     def _made(self, cls: type[Any], path: str | None, options: dict[str, Any]) -> Drafter:
-        """A drafter that is none of ours, if it can be made and says what it is."""
+        """An external drafter, checked."""
         place = f"{cls.__name__} ({line_of(cls)})"
         try:
             built = construct(cls, path, self, options)
@@ -101,12 +101,12 @@ class LoadingContext(BuildContext):
         return built
 
     def members(self, specs: str | None, most: int | None = None) -> list[Drafter]:
-        """By default what ``auto`` chooses from, and what copies."""
+        """The drafters of ``specs``; by default those that ``auto`` chooses from, and those that copy text."""
         chosen = default_members(self.target, self.source)[:most] if specs is None else split_specs(specs)
         return self.group(chosen)
 
     def part(self, spec: Part | None) -> Drafter | None:
-        """The drafter that a spec, a drafter or a draft model stands for."""
+        """The drafter for a spec, a drafter or a draft model."""
         if spec is None:
             return None
         if isinstance(spec, Drafter):
@@ -124,7 +124,7 @@ class LoadingContext(BuildContext):
         raise ValueError(f"{with_article(type(spec).__name__)} is no drafter: {ACCEPTED}")
 
     def group(self, specs: Sequence[Part | None]) -> list[Drafter]:
-        """The drafters of a list of specs, drafters and draft models."""
+        """The drafters for a list of specs, drafters and draft models."""
         drafters = [self.part(spec) for spec in specs]
         if None in drafters:
             raise ValueError("a list of drafters cannot hold 'none': leave it out")
@@ -155,14 +155,14 @@ class LoadingContext(BuildContext):
 
 
 def check_outside(drafter: Drafter) -> None:
-    """Refuse a drafter from outside, or member of a group, that does not say what it is, by a ``DrafterError``."""
+    """Raise ``DrafterError`` for an external drafter, or member of a group, without the required attributes."""
     for member in drafter.drafters:
         check_outside(member)
     if not is_outside(type(drafter)):
         return
     try:
         _check_facts(drafter)
-        _ = drafter.limits  # an engine asks for them: what a constructor forgot is missing here
+        _ = drafter.limits  # an engine needs them; attributes that the constructor did not set are missing here
     except Exception as error:
         blame = blamed(error)
         if blame is error:
@@ -171,7 +171,7 @@ def check_outside(drafter: Drafter) -> None:
 
 
 def _check_facts(drafter: Drafter) -> None:
-    """What a drafter says of itself."""
+    """Check the attributes of an external drafter."""
     cls = type(drafter)
     place = f"{cls.__name__} ({line_of(cls)})"
     if fault := fault_of(drafter, Drafter, "drafter"):
@@ -182,7 +182,7 @@ def _check_facts(drafter: Drafter) -> None:
         if hasattr(cls, name) and not (replacement is FORESIGHT and drafter.foresight is not None):
             raise DrafterError(f"{place} has a method {name}, which nobody asks any more: {replacement}")
     if isinstance(drafter, ModelDrafter) and drafter.draws_together:
-        for name in ("_expand", "_add_children", "_candidates"):  # rounds of several requests would pass it by
+        for name in ("_expand", "_add_children", "_candidates"):  # rounds of several requests would bypass it
             if getattr(cls, name) is not getattr(ModelDrafter, name):
                 raise DrafterError(f"{place} draws in a way of its own ({name}): write draws_together = False")
     if not isinstance(drafter.traits, Traits):
@@ -194,8 +194,8 @@ def _check_facts(drafter: Drafter) -> None:
 
 
 def check_specs(*, allow_lossy: bool, **specs: Any) -> None:
-    """Find what is wrong with spec strings, by role, before a model is loaded for them, and with verifiers and
-    controllers that are objects."""
+    """Check spec strings, by role, before a model is loaded for them, and verifiers and controllers that are
+    objects."""
     for role, role_specs in specs.items():
         if role in OBJECTS and not (role_specs is None or isinstance(role_specs, str)):
             OBJECTS[role](role_specs)
@@ -215,10 +215,11 @@ def build_drafter(
     device: str | torch.device | None = None,
     known: bool = False,
 ) -> Drafter | None:
-    """A drafter from a spec string or a draft model; the ensemble of a list of spec strings, drafters and draft models.
+    """The drafter for a spec string or a draft model; an ensemble for a list of spec strings, drafters and draft
+    models.
 
     Args:
-        known: draft what a grammar forces and what a caller predicts before it.
+        known: first draft the tokens that a grammar forces or a caller predicts.
     """
     context = LoadingContext(target, target_source, tokenizer, device)
     if isinstance(spec, list | tuple):
@@ -229,9 +230,9 @@ def build_drafter(
 
 
 def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
-    """What ``drafter="auto"`` means: for the built-in target its draft model and n-grams; for a named model what its
-    entry says; for any other what is free (:class:`~foretoken.methods.drafters.base.Traits`).  Of several the
-    controller picks one, or none.
+    """The drafter of ``drafter="auto"``: draft model and n-grams for the built-in target, the entry's drafter for a
+    named model, and the free ones (:class:`~foretoken.methods.drafters.base.Traits`) for any other target.  The
+    controller picks one of several, or none.
 
     Plain decoding (``None``) for a target whose state cannot be rolled back.
     """
@@ -247,8 +248,8 @@ def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
 
 
 def free_drafters(target: LanguageModel, target_source: Any, besides: Sequence[str] = ()) -> list[str]:
-    """Names of the drafters that a target has for nothing and that are expected to pay; those that run a network first,
-    because what copies text has a guess only now and then.  Those of ``besides`` are not asked."""
+    """Names of the drafters that cost nothing to get for a target and are expected to pay, except ``besides``.  Those
+    that run a network come first, because those that copy text only draft now and then."""
     context = LoadingContext(target, target_source)
     offers = [(row, row.load().traits.free_for) for row in rows("drafter") if row.name not in besides]
     free = [row for row, is_free in offers if is_free is not None and is_free(context)]
@@ -256,31 +257,31 @@ def free_drafters(target: LanguageModel, target_source: Any, besides: Sequence[s
 
 
 def default_members(target: LanguageModel, target_source: Any) -> list[str]:
-    """What a group of drafters is made of when no members are given: what ``auto`` chooses from, and what copies."""
+    """Default members of a group of drafters: those that ``auto`` chooses from, and those that copy text."""
     first = brought_drafters(target, target_source)
     return list(dict.fromkeys((*first, "ngram", "suffix,share=false")))
 
 
 def brought_drafters(target: LanguageModel, target_source: Any, besides: Sequence[str] = ()) -> list[str]:
-    """What a target brings along: the built-in one its draft model, any other what it has for nothing."""
+    """Drafters that come with a target: the draft model of the built-in one, the free drafters of any other."""
     return ["model"] if _has_draft(target_source) else free_drafters(target, target_source, besides)
 
 
 def _has_draft(target_source: Any) -> bool:
-    """Whether the built-in draft model belongs to the target: the built-in one, or an update of it."""
+    """Whether the built-in draft model belongs to the target: the built-in model, or an adapter of it."""
     if not is_builtin(target_source) or not (ZOO / "draft" / "config.json").exists():
         return False
     return str(target_source) == BUILTIN or is_adapter(Path(resolve(target_source)))
 
 
 def has_drafter(name: str, target_source: Any, target: LanguageModel | None = None) -> bool:
-    """Whether the library ships a trained drafter of this method for a target: the built-in one, or a named model by
-    its name or, once it is loaded, by its weights."""
+    """Whether the library ships a trained drafter of this method for a target: the built-in model, or a named model,
+    recognised by its name or, once loaded, by its weights."""
     return _shipped(name, target_source, target) is not None
 
 
 def _shipped(name: str, target_source: Any, target: LanguageModel | None = None) -> Path | None:
-    """The folder of a trained drafter that comes with the library for a target."""
+    """Folder of a trained drafter that the library ships for a target."""
     if str(target_source) == BUILTIN:
         folders = [ZOO]
     elif (entry := named_model(target_source)) is not None:
@@ -292,7 +293,7 @@ def _shipped(name: str, target_source: Any, target: LanguageModel | None = None)
 
 
 def _trained_for(folder: Path, target: Any) -> bool:
-    """Whether the weights of a target are those that the drafters in a folder of the zoo were trained for."""
+    """Whether the drafters in a folder of the zoo were trained for the target's weights."""
     try:
         parts = TargetParts(target)
     except CapabilityError:
@@ -302,9 +303,9 @@ def _trained_for(folder: Path, target: Any) -> bool:
 
 
 def drafter_folder(name: str, path: str | None, target_source: Any, target: LanguageModel | None = None) -> Path:
-    """Where a trained drafter of a ``NAME[:FOLDER]`` spec is: the folder, or the one that comes with the library.
+    """Folder of the trained drafter of a ``NAME[:FOLDER]`` spec; without one, the folder that the library ships.
 
-    ``NAME:MODEL`` is the one for a named model.
+    ``NAME:MODEL`` means the drafter shipped for a named model.
     """
     if path is None:
         shipped = _shipped(name, target_source, target)

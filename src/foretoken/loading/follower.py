@@ -1,8 +1,8 @@
 """A process that holds a part of a split model: ``python -m foretoken.loading.follower '{"rank": 1, ...}'``.
 
-It is started by :mod:`foretoken.loading.parallel`, says on its standard output when it can join and when it has loaded
-its part, and then makes the calls that come in on its standard input.  When that closes the leader is gone, and it ends
-at once, whatever it is doing.
+:mod:`foretoken.loading.parallel` starts it.  The process reports on its standard output when it can join and when its
+part is loaded.  Then it makes the calls that arrive on its standard input.  When that closes, the leader is gone and
+the process exits at once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ def _listen(calls: queue.Queue[str]) -> None:
 
 
 def main() -> None:
-    """Follow the leader."""
     calls: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(calls,), daemon=True).start()
-    stdout, sys.stdout = sys.stdout, sys.stderr  # nobody else may write where the leader reads
+    stdout, sys.stdout = sys.stdout, sys.stderr  # the leader reads this stream: nothing else may write to it
     settings = json.loads(sys.argv[1])
 
     def say(**fields: object) -> None:
@@ -55,4 +54,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # at once: the leader waits in the middle of a sum
+        os._exit(1)  # at once, because the leader waits inside a reduction

@@ -1,6 +1,6 @@
-"""What a model's ``generation_config.json`` says of sampling: the defaults of requests that say nothing.
+"""Sampling defaults from a model's ``generation_config.json``, for requests that leave options out.
 
-Field by field as vLLM takes it, and with Transformers' rule that ``do_sample`` decides: without it a model is greedy.
+Each field is taken as vLLM takes it.  Transformers' rule for ``do_sample`` applies: without it a model is greedy.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from foretoken.options import FIELDS, FILTERS
 
 FILE = "generation_config.json"
 SAMPLED = ("temperature", *FILTERS)
-"""Fields that mean something only where sampling is on."""
+"""Fields that only matter when sampling is on."""
 NEUTRAL = {
     name: field.default if field.neutral is None else field.neutral for name, field in FIELDS.items() if field.sampling
 }
 NEUTRAL["min_tokens"] = 0
-"""Values that change nothing, which need not be named."""
+"""Values that change nothing and need not be listed."""
 RANGES = {
     name: field.configured
     for name, field in sorted(FIELDS.items(), key=lambda row: not row[1].sampling)
     if field.configured is not None
 }
-"""Fields that are looked at, those of sampling first."""
+"""Allowed values of the fields that are read, sampling fields first."""
 THEIR_NAMES = {"min_tokens": "min_new_tokens"}
-"""What Transformers calls fields that have another name here."""
+"""Transformers' names of fields that have another name here."""
 NOT_APPLIED: Mapping[str, Any] = {
     "num_beams": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1,
     "min_length": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
@@ -42,39 +42,39 @@ NOT_APPLIED: Mapping[str, Any] = {
     "exponential_decay_length_penalty": None, "watermarking_config": None, "dola_layers": None,
     "stop_strings": None, "max_time": None, "token_healing": False,
 }  # fmt: skip
-"""Fields that change ``generate``'s text and that nothing here does by itself, with the values that change nothing;
-neither do ``None`` and what is empty."""
+"""Fields that change the output of ``generate`` and are not applied here, with their neutral values.  ``None`` and
+empty values are neutral too."""
 NOT_APPLIED_SAMPLED: Mapping[str, Any] = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
-"""The same for those that mean something only where sampling is on."""
+"""The same for fields that only matter when sampling is on."""
 NOT_APPLIED_GREEDY: Mapping[str, Any] = {"penalty_alpha": 0.0}
-"""The same for those that mean something only where it is off."""
+"""The same for fields that only matter when sampling is off."""
 MOST = 2**63
-"""Whole numbers in JSON have no end, and no field means one that is longer than this."""
+"""JSON integers are unbounded; no field has a sensible value from here on."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Options of a generation that a model comes with.
+    """Default generation options of a model.
 
     Attributes:
-        sampling: options of :meth:`foretoken.llm.Llm.generate` by name; empty where the model says nothing.
-        source: where they are from.
+        sampling: options of :meth:`foretoken.llm.Llm.generate` by name; empty if the model sets none.
+        source: their origin.
     """
 
     sampling: dict[str, Any] = field(default_factory=dict)
     source: str = ""
 
     def __str__(self) -> str:
-        """One line: what they are, and where they are from."""
+        """The options and their origin in one line."""
         settings = ", ".join(f"{name} {value}" for name, value in self.sampling.items())
         return f"{settings} from {self.source}" if settings else ""
 
 
 def read_defaults(source: Any) -> GenerationDefaults:
-    """The defaults of what :func:`foretoken.load` is given: a folder's, a hub id's, or a handed-in model's.
+    """The defaults of a source of :func:`foretoken.load`: a folder, a hub id or a model object.
 
-    A low-rank update has those of its base.  Raises ``LoadError`` where the file is damaged or a value impossible, or
-    the hub does not answer.
+    An adapter has those of its base model.  Raises ``LoadError`` if the file is damaged, a value is impossible or the
+    hub does not answer.
     """
     if isinstance(source, LanguageModel) or is_gguf(source):
         return GenerationDefaults()
@@ -99,14 +99,14 @@ def read_defaults(source: Any) -> GenerationDefaults:
 
 
 def _file_of(source: str) -> Path | None:
-    """The file beside a model's weights, in its folder or in the hub's cache; ``None`` where there is none."""
+    """The file beside a model's weights, in its folder or in the hub's cache; ``None`` if there is none."""
     folder = Path(resolve(source)).expanduser()
     if is_adapter(folder):
         return _file_of(read_adapter(folder).base)
     if folder.is_dir():
         return folder / FILE if (folder / FILE).is_file() else None
     if folder.exists() or str(source).startswith((".", "/", "~")):
-        return None  # no model: loading says so
+        return None  # not a model: loading reports it
     place = place_of(str(source))
     if Path(place).is_dir():
         return _file_of(place)
@@ -114,13 +114,13 @@ def _file_of(source: str) -> Path | None:
 
     try:
         cached = cached_file(place, FILE, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError):  # no such model, or one that may not be read: loading says which
+    except (OSError, ValueError):  # a missing or unreadable model: loading reports which
         return None
     return None if cached is None else Path(cached)
 
 
 def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationDefaults:
-    """Defaults from fields; ``place`` is named where they are refused, ``source`` where they are used."""
+    """Defaults from fields.  Errors name ``place``; the result names ``source``."""
     stated = {name: values.get(THEIR_NAMES.get(name, name)) for name in RANGES}
     settings = {name: value for name, value in stated.items() if value is not None}
     for name, value in settings.items():
@@ -137,7 +137,7 @@ def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationD
         logging.getLogger("foretoken").warning("%s has %s, but %s: greedy, as generate does it", place, fields, reason)
     if not sampled:
         settings = {name: value for name, value in settings.items() if name not in SAMPLED}
-        if sampling_settings:  # what was said holds wherever a request leaves it out, a server's included
+        if sampling_settings:  # applies to every request that leaves it out, also in a server
             settings = {"temperature": 0.0, **settings}
     elif "temperature" not in settings:
         settings = {"temperature": 1.0, **settings}
@@ -146,7 +146,7 @@ def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationD
 
 
 def _tell_not_applied(values: Mapping[str, Any], sampled: bool, place: str) -> None:
-    """One line about the fields with which ``generate`` of Transformers would write another text."""
+    """Warn in one line about fields that would change the output of Transformers' ``generate``."""
     neutral = {**NOT_APPLIED, **(NOT_APPLIED_SAMPLED if sampled else NOT_APPLIED_GREEDY)}
     stated = {name: values.get(name) for name in neutral}
     unsupported = [
@@ -172,7 +172,7 @@ def _check(name: str, value: Any, place: str) -> None:
 
 
 def _check_ends(value: Any, place: str) -> None:
-    """Ids that are none would end no text, or stop the load with an error that names nothing."""
+    """Refuse invalid ids: they would end no sequence, or fail the load with an error that names nothing."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
         raise LoadError(_wrong("eos_token_id", value, place))

@@ -1,6 +1,6 @@
-"""GGUF files: how they are told from other checkpoints, what runs them, and which options they take.
+"""GGUF files: recognising them, choosing what runs them, and checking their options.
 
-Files of covered architectures become Transformers models with the file's own numbers (:mod:`foretoken.models.gguf`);
+Files of covered architectures become Transformers models with the file's own numbers (:mod:`foretoken.models.gguf`).
 llama.cpp runs the others, and any file on request.
 """
 
@@ -18,7 +18,7 @@ from foretoken.core.io.checkpoints import LoadError, cause_of, resolve
 from foretoken.core.io.checkpoints import is_gguf as is_gguf
 
 BACKENDS = ("auto", "native", "llama.cpp")
-"""What runs a GGUF file: our own reader where it covers the file and else llama.cpp, or one of them."""
+"""Backends for a GGUF file.  ``auto`` is our own reader if it covers the file, else llama.cpp."""
 REASONS = {
     "dtype": "its weights are stored as they run; choose a file with other weights",
     "device": "it runs where llama.cpp was built for",
@@ -27,19 +27,19 @@ REASONS = {
     "quantize": "llama.cpp's own tools quantise such files (docs/gguf.md)",
     "pack": "llama.cpp arranges its weights itself",
 }
-"""Why a GGUF file that llama.cpp runs does not take an option."""
+"""Reasons why llama.cpp's models do not take an option."""
 OWN_REASONS = {
     "device": "its weights are multiplied on the cpu; leave device out",
     "inflate": "inflate the model that it was made of, and convert that (docs/gguf.md)",
     "quantize": "its weights keep the bits that they have; take a file with fewer",
 }
-"""The same where it is read by us."""
+"""The same for our own reader."""
 USUAL = (None, "", "auto", False)
-"""Values of an option that ask for nothing."""
+"""Values that leave an option unset."""
 
 
 def check_backend(backend: str, source: Any) -> None:
-    """Refuse an unknown backend, and one for what is no GGUF file."""
+    """Raise ``ValueError`` for an unknown backend, or a backend for a source that is no GGUF file."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
     if backend != "auto" and not is_gguf(source):
@@ -48,11 +48,11 @@ def check_backend(backend: str, source: Any) -> None:
 
 
 def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
-    """The model of a GGUF file: a ``PreTrainedModel`` that is read by us, or a :class:`LanguageModel` of llama.cpp.
-    Raises ``LoadError`` where it cannot be run, or not with these options.
+    """The model of a GGUF file: a ``PreTrainedModel`` from our own reader, or a :class:`LanguageModel` of llama.cpp.
+    Raises ``LoadError`` if the file cannot be run, or not with these options.
 
     Args:
-        options: what the caller was asked for: ``dtype``, ``device``, ``exact``, ``inflate``, ``pack``, ``quantize``.
+        options: options of the caller: ``dtype``, ``device``, ``exact``, ``inflate``, ``pack``, ``quantize``.
     """
     from foretoken.models.gguf.file import GgufError, UncoveredError
     from foretoken.models.refusals import refusal
@@ -82,7 +82,7 @@ def has_llama_cpp() -> bool:
 
 
 def remedy(backend: str) -> str:
-    """What to do about a file that we do not cover."""
+    """Advice for a file that our reader does not cover."""
     if has_llama_cpp():
         return "load it with backend=llama.cpp"
     alternative = "llama.cpp may run it" if backend == "auto" else "backend=llama.cpp may run it"
@@ -92,7 +92,7 @@ def remedy(backend: str) -> str:
 
 
 def _check_options(options: Mapping[str, Any], reasons: Mapping[str, str], usual: Sequence[Any]) -> None:
-    """Refuse an option that asks for something."""
+    """Raise ``LoadError`` for an option that is set."""
     for name, reason in reasons.items():
         value = str(options.get(name)).removeprefix("torch.")
         if value not in (*map(str, usual), *(["cpu"] if name == "device" else [])):
@@ -100,7 +100,7 @@ def _check_options(options: Mapping[str, Any], reasons: Mapping[str, str], usual
 
 
 def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
-    """The ``PreTrainedModel`` of a file that is read by us."""
+    """The ``PreTrainedModel`` of a file that our reader covers."""
     from foretoken.models.gguf.file import read_gguf
     from foretoken.models.gguf.network import build_network
     from foretoken.models.network.alone import BUILDING
@@ -114,7 +114,7 @@ def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
 
 
 def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
-    """The tokenizer inside a GGUF file; ``None`` where it holds no vocabulary.  Raises ``LoadError`` where it cannot be
+    """The tokenizer inside a GGUF file; ``None`` if it holds no vocabulary.  Raises ``LoadError`` if it cannot be
     read."""
     from foretoken.models.gguf.file import GgufError, UncoveredError, read_gguf
     from foretoken.models.gguf.tokenizer import build_tokenizer
@@ -130,7 +130,7 @@ def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
         refusal("GGUF tokenizer", str(error), "llama.cpp's own takes its place")
     except GgufError as error:
         raise LoadError(str(error)) from None
-    except Exception as error:  # a damaged vocabulary fails in many ways, some of them with error classes of their own
+    except Exception as error:  # a damaged vocabulary fails in many ways, some with custom exceptions
         raise LoadError(
             f"{path} holds a vocabulary that cannot be read ({cause_of(error)}): convert the model again, or pass "
             "tokenizer=FOLDER"
