@@ -1,4 +1,4 @@
-"""What callers hand in instead of a path: wrappers are taken off, and what is no model is refused by name."""
+"""Model objects passed instead of a path: wrappers are removed, and anything that is not a model is refused."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from foretoken.models.network.placement import device_of, has_no_weights
 
 EXPECTED = "give the path or hub id of a model, 'builtin', or a Transformers model"
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
-"""Where ``torch.compile`` and the wrappers of training on several devices keep the model, by the name of their class.
-Decoding runs forwards of its own, so that what such a wrapper adds to the public one has nothing to do."""
+"""Attributes in which ``torch.compile`` and the wrappers of multi-device training keep the model, by class name.
+Decoding runs its own forwards, so anything such a wrapper adds to the public one has no effect."""
 
 
 def unwrapped(source: Any) -> Any:
-    """A source without the wrappers that change nothing about what its model computes."""
+    """A source without wrappers that leave its model's computation unchanged."""
     while isinstance(source, nn.Module) and type(source).__name__ in WRAPPERS:
         source = getattr(source, WRAPPERS[type(source).__name__])
     return source
 
 
 def check_handed_in(source: Any) -> None:
-    """Look at what is to be a model."""
+    """Raise ``LoadError`` for a source that cannot be used as a model."""
     if isinstance(source, str | Path):
         if not str(source).strip():
             raise LoadError(f"the name of the model is empty: {EXPECTED}")
@@ -60,8 +60,7 @@ def check_handed_in(source: Any) -> None:
 
 
 def check_place(source: Any, dtype: str | torch.dtype | None, device: str | torch.device | None) -> None:
-    """Refuse a dtype or a device other than those of a model that is handed in, by a ``ValueError``; ``"auto"`` is
-    wherever it is."""
+    """Raise ``ValueError`` for a dtype or device other than the model's own; ``"auto"`` accepts any device."""
     requested_dtype, place = parse_dtype(dtype), parse_device(device)
     model_dtype: Any = getattr(source, "dtype", None)
     if None not in (requested_dtype, model_dtype) and requested_dtype != model_dtype:
@@ -79,7 +78,7 @@ def check_place(source: Any, dtype: str | torch.dtype | None, device: str | torc
 
 
 def _kind_of(source: Any) -> str:
-    """One line about something that is no network."""
+    """One-line error for a source that is no network."""
     kind = with_article(type(source).__name__)
     if source is None:
         return f"no model was given (None): {EXPECTED}"
@@ -97,7 +96,7 @@ def _kind_of(source: Any) -> str:
 
 
 def _check_adapters(model: nn.Module, name: str) -> None:
-    """Refuse an active PEFT adapter that is not in the layers of the model that it wraps."""
+    """Refuse an active PEFT adapter that is not inside the layers of the model that it wraps."""
     for settings in _active(model):
         kind = getattr(settings, "peft_type", "prompt learning")
         kind = str(getattr(kind, "value", kind))
@@ -113,10 +112,10 @@ def _check_adapters(model: nn.Module, name: str) -> None:
 
 
 def _active(model: nn.Module) -> list[Any]:
-    """Settings of the adapters that a wrapper of PEFT has switched on.
+    """Settings of the adapters that a PEFT wrapper has switched on.
 
-    What adapters are switched on within a model's own layers (as Transformers' ``active_adapters()`` tells) is no
-    matter: those run with the layers.
+    Adapters switched on within a model's own layers (reported by Transformers' ``active_adapters()``) do not matter:
+    they run with the layers.
     """
     settings = getattr(model, "peft_config", None)
     active = getattr(model, "active_adapter", None) or getattr(model, "_active_adapter", None)

@@ -1,4 +1,4 @@
-"""What ``model.generate`` hands to a custom loop besides token ids: what fits, and what would be dropped in silence."""
+"""Inputs of ``model.generate`` beside token ids: which are supported, and which would be dropped silently."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from foretoken.loading.hub_params import STATEFUL
 from foretoken.models.network.traits import CACHE_NAMES
 
 OWN_KEYS = ("attention_mask", "use_cache", "logits_to_keep")
-"""What changes how a forward is run, not what it says; the mask is read by the loop."""
+"""Arguments that change how a forward runs, not its result.  The loop reads the mask."""
 GENERATE = "transformers.generation.utils"
 ASSISTED = {
     "prompt_lookup_num_tokens": 'drafter="ngram"',
     "assistant_early_exit": 'drafter="early_exit"',
     "use_mtp": 'drafter="mtp"',
 }
-"""Transformers' own ways to speculate, and what to pass for them."""
+"""Transformers' own ways to speculate, and the drafters to pass instead."""
 OTHER_METHODS = {
     GenerationMode.CONTRASTIVE_SEARCH: "contrastive search (penalty_alpha with top_k)",
     GenerationMode.DOLA_GENERATION: "dola_layers",
     GenerationMode.CONSTRAINED_BEAM_SEARCH: "constrained beam search (force_words_ids, constraints)",
 }
 PLAIN_METHODS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
-"""Methods that are the hook's, assisted ones with a drafter in place of the assistant."""
+"""Supported methods; a drafter takes the place of the assistant."""
 PEFT_HOOKS = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")
 
 
 def caller_of_generate(model: Any) -> Mapping[str, Any]:
-    """The arguments of the ``model.generate`` that is being served; empty where the loop was called by itself.
+    """The arguments of the running ``model.generate`` call; empty if the loop was called directly.
 
-    Transformers 5.24 hands neither ``streamer`` nor ``assistant_model`` nor ``synced_gpus`` to a custom loop, and a
-    streamer that nobody ends lets its reader wait for ever.  So they are read where they are: in the call.
+    Transformers 5.24 passes neither ``streamer`` nor ``assistant_model`` nor ``synced_gpus`` to a custom loop, and a
+    streamer without an end blocks its reader forever.  So they are read from the call's frame.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -58,7 +58,7 @@ def check_supported(
     arguments: Mapping[str, Any],
     call: Mapping[str, Any],
 ) -> None:
-    """Refuse what cannot be done, by its name.
+    """Raise ``ValueError`` with the names of unsupported inputs and settings.
 
     Args:
         input_ids: [B, n].
@@ -91,9 +91,9 @@ def check_supported(
 
 
 def _other_methods(model: Any, config: GenerationConfig) -> Iterator[str]:
-    """Ways to decode that a call asks for and that are neither greedy decoding nor sampling.
+    """Requested decoding methods other than greedy decoding and sampling.
 
-    How to speculate by itself, a model's own configuration may say: a drafter takes the place of that.
+    A model's own configuration may ask for speculation; a drafter takes its place.
     """
     brought = getattr(model, "generation_config", None)
     for name, instead in ASSISTED.items():
@@ -107,12 +107,12 @@ def _other_methods(model: Any, config: GenerationConfig) -> Iterator[str]:
 
 
 def _inputs_that_would_be_dropped(arguments: Mapping[str, Any], input_ids: Tensor) -> Iterator[str]:
-    """Names of the arguments that would change what the model's own forward says."""
+    """Names of the arguments that would change the output of the model's own forward."""
     for name, value in arguments.items():
         if value is None or value is False or name in OWN_KEYS:
             continue
         if name in CACHE_NAMES:
-            # (``generate`` makes an empty one where none was passed.)
+            # ``generate`` creates an empty one if none was passed.
             if getattr(value, "_is_user_defined", False) or int(value.get_seq_length()) > 0:
                 yield f"{name}= (it keeps a cache of its own: pass all token ids and no cache)"
         elif name == "position_ids":
@@ -123,7 +123,7 @@ def _inputs_that_would_be_dropped(arguments: Mapping[str, Any], input_ids: Tenso
 
 
 def _are_usual(positions: Tensor, mask: Tensor | None, length: int) -> bool:
-    """Whether positions [..., n] are those that ``generate`` gives to tokens behind left padding."""
+    """Whether positions [..., n] are those of ``generate`` for tokens after left padding."""
     if positions.shape[-1] != length:
         return False
     if mask is None:
@@ -133,7 +133,7 @@ def _are_usual(positions: Tensor, mask: Tensor | None, length: int) -> bool:
 
 
 def _ways_of_its_own(model: Any) -> Iterator[str]:
-    """A model whose inputs are made by somebody else before every forward: PEFT's prompt learning does that."""
+    """Ways in which other code prepares a model's inputs before every forward, such as PEFT's prompt learning."""
     prepare = getattr(model, "prepare_inputs_for_generation", None)
     owner = getattr(prepare, "__self__", None)
     config = getattr(owner, "active_peft_config", None)
@@ -148,7 +148,7 @@ def _ways_of_its_own(model: Any) -> Iterator[str]:
 
 
 def _forget_rows(model: Any) -> None:
-    """Take away the hooks of this call that PEFT leaves on the model when an error passes: they know its rows alone."""
+    """Remove the hooks of this call that PEFT leaves on the model after an error; they only fit its rows."""
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if _name_of(hook) in PEFT_HOOKS:

@@ -1,4 +1,4 @@
-"""Transformers' logits processors as our sampling parameters."""
+"""Sampling parameters from Transformers' logits processors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from foretoken.core.processed import LogitsProcessor, name_of
 from foretoken.core.sampling import FILTERS, SamplingParams
 
 STATEFUL = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor)
-"""Processors that remember earlier calls: a distribution must be a pure function of the prefix."""
+"""Processors with state across calls; a distribution must be a pure function of the prefix."""
 
 _OWN_ORDER = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
-"""What our own sampler applies itself, in its order: the temperature and the filters."""
+"""Processors that our sampler applies itself, in its order: temperature and filters."""
 
 
 def params_of(
     processors: Sequence[Any], row: int, padding: int, config: GenerationConfig, rows: int = 1
 ) -> SamplingParams:
-    """The sampling pipeline of one of a batch's rows.
+    """The sampling parameters of one row of a batch.
 
-    Transformers puts temperature and filters into the processor list.  Those at its end, in the order in which our own
-    sampler applies them, become plain parameters (so that distributions need no prefix); all others stay processors.
+    Transformers puts temperature and filters into the processor list.  Those at its end, in our sampler's order, become
+    plain parameters, so that distributions need no prefix.  All others stay processors.
     """
     rest = list(processors)
     fields: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def params_of(
 
 
 def _split_warpers(processors: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The list without, and with only, the trailing warpers that our sampler applies itself in the same order."""
+    """The list without the trailing warpers that our sampler applies itself in the same order, and those warpers."""
     start, place = len(processors), len(_OWN_ORDER)
     while start > 0 and type(processors[start - 1]) in _OWN_ORDER[:place]:
         if getattr(processors[start - 1], "min_tokens_to_keep", 1) != 1:
@@ -63,9 +63,9 @@ def _skips_padding_only(processor: Any, padding: int) -> bool:
 
 
 def _for_row(processor: Any, row: int, padding: int, rows: int) -> LogitsProcessor:
-    """A processor of the whole padded batch as one of this row alone.
+    """A processor of the whole padded batch, restricted to one row.
 
-    It is called with the row's padding put back in front, so that lengths mean what they meant.
+    It is called with the row's padding put back in front, so that lengths keep their meaning.
     """
     if isinstance(processor, hf.RepetitionPenaltyLogitsProcessor) and isinstance(
         processor.prompt_ignore_length, Tensor
@@ -86,7 +86,7 @@ def _for_row(processor: Any, row: int, padding: int, rows: int) -> LogitsProcess
 
 
 def _of_prompt(processor: Any, row: int, rows: int) -> Any:
-    """A processor that was made for all prompts as one for the row's; a prompt may have several rows, its samples."""
+    """A processor of all prompts, restricted to the row's prompt.  A prompt may have several rows, its samples."""
     if isinstance(processor, hf.EncoderRepetitionPenaltyLogitsProcessor):
         prompt = row * len(processor.encoder_input_ids) // rows
         processor = copy.copy(processor)
@@ -99,8 +99,8 @@ def _of_prompt(processor: Any, row: int, rows: int) -> Any:
 
 
 def tell_row_by_row(hooks: Iterable[Any], rows: int) -> None:
-    """Say once of each class of a caller's processors and criteria that a batch is shown to it row by row: which row it
-    is looking at is not among its arguments."""
+    """Warn once per class of a caller's processors and criteria that they see a batch row by row: their arguments do
+    not include the row index."""
     for hook in hooks:
         kind = hook if isinstance(hook, FunctionType) else type(hook)
         if rows > 1 and not kind.__module__.startswith("transformers."):
@@ -115,7 +115,8 @@ def _tell_row_by_row(name: str) -> None:
 
 
 def holds(criterion: Any, ids: Tensor) -> bool:
-    """Whether a stopping criterion ends a text of ids [1, n].  Raises ``ValueError`` where it gives several answers."""
+    """Whether a stopping criterion ends a sequence with ids [1, n].  Raises ``ValueError`` if it returns several
+    values."""
     answer = torch.as_tensor(criterion(ids, None))
     if answer.numel() != 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What is said, and given back, when a device is full while something is loaded."""
+"""Error messages and freed memory when a device is full during loading."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ ADVICE = "choose dtype=bfloat16, a smaller model, another device, or device=cpu"
 
 
 def moved(network: Any, device: torch.device | str | None, name: str) -> Any:
-    """``network`` on ``device``; as it is where that is ``None``.  Where the device is full it raises ``LoadError``,
-    and what had been moved there is gone again."""
+    """``network`` on ``device``; unchanged if that is ``None``.  If the device is full, everything already moved there
+    is freed and ``LoadError`` is raised."""
     if device is None:
         return network
     needed = sum(weight.nbytes for weight in (*network.parameters(), *network.buffers()))
     try:
         return network.to(device)
     except torch.OutOfMemoryError:
-        pass  # not raised from here: the error's traceback would hold on to what is freed below
+        pass  # not raised here: the error's traceback would keep the memory that is freed below
     network.to("meta")
     raise LoadError(f"{name} needs {_size(needed)} on {device}, and {_free(device)} are free there: {ADVICE}")
 
 
 def explains_full_memory(load: Callable[P, T]) -> Callable[P, T]:
-    """``load``, with one line that says which device was full instead of PyTorch's report."""
+    """``load`` with a one-line error that names the full device instead of PyTorch's report."""
 
     @functools.wraps(load)
     def loading(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -53,7 +53,7 @@ def _size(count: int) -> str:
 
 
 def _free(device: torch.device | str) -> str:
-    """What can be had on a CUDA device now."""
+    """Free memory of a CUDA device."""
     if torch.device(device).type != "cuda":
         return "fewer"
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""A path, a hub id or a network -> a language model that can be run."""
+"""Runnable language models from a path, a hub id or a network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from foretoken.models.variants.inflation import inflate as inflate_network
 from foretoken.models.variants.inflation import shape_for
 
 AUTO = "auto"
-"""A draft model's ``quantize`` that takes what is fastest."""
+"""Value of a draft model's ``quantize`` that selects the fastest kind."""
 
 
 def load_model(
@@ -53,14 +53,13 @@ def load_model(
     """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
 
     Options are those of :func:`foretoken.load`, and these.  ``role`` is ``"target"`` or ``"draft"``; a draft model's
-    ``quantize`` may be ``"auto"`` (:mod:`foretoken.models.variants.draft_bits`).  ``exact="approximate"`` is for what
-    may be trained or written, whose layers stay as they are unless ``pack`` is ``True``.  ``lean`` allows forwards of
-    our own.
+    ``quantize`` may be ``"auto"`` (:mod:`foretoken.models.variants.draft_bits`).  ``exact="approximate"`` is for models
+    to be trained or saved: their layers stay unchanged unless ``pack`` is ``True``.  ``lean`` allows our own forwards.
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
-        ValueError: unknown dtype or backend, no such device, another one than that of a model that is handed in, a
-            model that cannot be inflated or split so, or ``pack=True`` or ``quantize`` for one that cannot be packed or
+        ValueError: unknown dtype or backend, missing device, a device other than that of a model object, a model that
+            cannot be inflated or split as requested, or ``pack=True`` or ``quantize`` for one that cannot be packed or
             quantised.
     """
     source = unwrapped(source)
@@ -118,8 +117,8 @@ def load_model(
 
 
 def _check_finite(network: Any, source: str | Path, role: str) -> None:
-    """Refuse weights that are not finite where nobody would find them later: of a draft model nobody would see more
-    than that no draft is right, and quantised weights do not show what they were made from."""
+    """Refuse weights that are not finite where the fault would stay hidden: with a broken draft model merely no draft
+    token is accepted, and quantised weights do not show their origin."""
     name = first_not_finite(weights_of(network))
     if name is not None:
         folder = Path(resolve(source, role)).expanduser()
@@ -142,7 +141,7 @@ def _load_network(
 
 
 def _load_updated(folder: Path, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Any:
-    """The base model of a low-rank update, with the update merged into it."""
+    """The base model of an adapter, with the adapter merged into it."""
     config = read_adapter(folder)
     try:
         network = _load_network(config.base, "target", dtype, device)

@@ -1,4 +1,4 @@
-"""The multi-token prediction head inside a target's own checkpoint, which Transformers leaves out when it loads it."""
+"""The multi-token prediction head in a target's own checkpoint, which Transformers skips when it loads the model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from foretoken.models.forward.heads.mtp import modules_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DECLARED = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
-"""Keys of ``config.json`` that announce a head; families set them by default, so that the tensors decide."""
+"""Keys of ``config.json`` that announce a head.  Model families set them by default, so the tensors decide."""
 
 
 def read_head(network: Any) -> list[dict[str, Tensor]]:
-    """The modules in the checkpoint that a ``PreTrainedModel`` was loaded from (its configuration names it), by our
-    names; one dictionary each.  Raises ``LoadError`` where there is none, or it is damaged."""
+    """The modules in the checkpoint that a ``PreTrainedModel`` was loaded from (named in its configuration), one
+    dictionary with our names each.  Raises ``LoadError`` if there is none or it is damaged."""
     config = network.config.get_text_config()
     source = str(getattr(network.config, "_name_or_path", "") or "")
     files = _files(source)
@@ -33,7 +33,8 @@ def read_head(network: Any) -> list[dict[str, Tensor]]:
 
 
 def has_head(network: Any) -> bool:
-    """Whether :func:`read_head` finds modules; of a hub model that announces none, the files are not asked for."""
+    """Whether :func:`read_head` would return modules.  The files of a hub model that announces none are not
+    requested."""
     config = network.config.get_text_config()
     source = str(getattr(network.config, "_name_or_path", "") or "")
     if not Path(source).is_dir() and not declared(source, config):
@@ -46,7 +47,8 @@ def has_head(network: Any) -> bool:
 
 
 def declared(source: str, config: Any) -> int:
-    """How many modules ``config.json`` announces: the file's own words, for classes have defaults."""
+    """Number of modules that ``config.json`` announces.  The file is read because configuration classes have
+    defaults."""
     file = Path(source) / "config.json"
     try:
         config_fields: Mapping[str, Any] = (
@@ -70,7 +72,7 @@ def _absence(source: str, announced: int) -> str:
 
 
 def _files(source: str) -> dict[Path, list[str]]:
-    """Names of tensors by file; nothing for a network that was made in memory or is a GGUF file, which has no head."""
+    """Names of tensors by file; empty for a network made in memory and for a GGUF file, which has no head."""
     folder = Path(source).expanduser()
     if source and folder.is_file():
         return {}
@@ -80,7 +82,7 @@ def _files(source: str) -> dict[Path, list[str]]:
 
 
 def _hub_files(source: str) -> dict[Path, list[str]]:
-    """The files of a hub model that hold anything of a head; all others stay where they are."""
+    """The files of a hub model that hold parts of a head; no others are fetched."""
     from transformers.utils.hub import cached_file
 
     quiet: dict[str, Any] = {
@@ -112,7 +114,7 @@ def _names(file: Path) -> list[str]:
 
 
 def _read(module: Mapping[str, str], where: Mapping[str, Path]) -> dict[str, Tensor]:
-    """The tensors of one module, from as many files as they are in."""
+    """The tensors of one module, from all its files."""
     read: dict[str, Tensor] = {}
     for file in sorted({where[name] for name in module.values()}):
         with safe_open(file, "pt") as opened:

@@ -1,4 +1,4 @@
-"""Networks as Transformers reads them, whole or split over processes, and the dtypes and devices by name."""
+"""Networks loaded by Transformers, whole or split over processes; dtypes and devices by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 def load_network(path: str, dtype: torch.dtype | None, processes: int) -> Any:
-    """This process's part of a ``PreTrainedModel`` that is split over several, which have met already."""
+    """This process's part of a ``PreTrainedModel`` split over several processes that have joined."""
     from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
 
     return from_pretrained(path, dtype, None, DistributedConfig(tp_plan="auto", tp_size=processes))
@@ -27,11 +27,12 @@ def load_network(path: str, dtype: torch.dtype | None, processes: int) -> Any:
 def from_pretrained(
     path: str, dtype: torch.dtype | None, device: str | torch.device | None, split: Any | None = None
 ) -> Any:
-    """The ``PreTrainedModel`` of a folder or a hub id, with all its weights; a ``LoadError`` where that cannot be.
+    """The ``PreTrainedModel`` of a folder or a hub id, with all its weights.  Raises ``LoadError`` if it cannot be
+    loaded.
 
     Args:
-        dtype: of its weights; ``None`` for the checkpoint's.
-        split: how it is split over processes.
+        dtype: dtype of the weights; ``None`` for the checkpoint's.
+        split: configuration of a split over processes.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -55,11 +56,11 @@ def from_pretrained(
                 ignore_mismatched_sizes=True,  # reported below, in one line
                 **({} if split is None else {"distributed_config": split}),
             )
-        except Exception as error:  # damaged checkpoints fail in many ways, some with error classes of their own
+        except Exception as error:  # damaged checkpoints fail in many ways, some with custom exceptions
             _check_fetched(path)
             raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
     model, info = loaded
-    if not quantisation:  # else Transformers has read it with the package that wrote it
+    if not quantisation:  # quantised ones were read with the package that wrote them
         check_storage(model, path, info.get("unexpected_keys", ()))
     for key, stored, expected in sorted(info.get("mismatched_keys", ())):
         raise LoadError(
@@ -76,25 +77,25 @@ def from_pretrained(
 
 
 def _check_fetched(path: str) -> None:
-    """Look whether a hub id is a drafter's, once its files are here."""
+    """Check whether a hub id is a drafter's, once its files are cached."""
     folder = path if Path(path).is_dir() else hub_ids.cached_folder(path)
     if folder is not None:
         check_no_drafter(Path(folder))
 
 
 def _has_encoder(path: str) -> bool:
-    """Whether the configuration says that it is an encoder with a decoder."""
+    """Whether the configuration describes an encoder with a decoder."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception:  # whatever is wrong with it, loading the model says so
+    except Exception:  # loading the model reports the error
         return False
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A dtype by name.  Raises ``ValueError`` for an unknown one."""
+    """The dtype of a name.  Raises ``ValueError`` for an unknown name."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
@@ -103,8 +104,8 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:
-    """A device by name, tried out; of ``"auto"`` the first of cuda, mps and cpu that there is.  Raises ``ValueError``
-    where there is none such here."""
+    """The device of a name, tried out; ``"auto"`` is the first available of cuda, mps and cpu.  Raises ``ValueError``
+    if the device is not available."""
     if device is None:
         return None
     available = devices()
@@ -124,6 +125,6 @@ def parse_device(device: str | torch.device | None) -> torch.device | None:
 
 
 def devices() -> list[str]:
-    """What this machine can run models on, the fastest first: ``cuda:0`` and so on, ``mps``, ``cpu``."""
+    """Devices of this machine that can run models, fastest first: ``cuda:0`` and so on, ``mps``, ``cpu``."""
     cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [*cuda, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]

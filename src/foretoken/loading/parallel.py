@@ -1,4 +1,4 @@
-"""A target over several processes of this machine: starting them, and refusing what cannot be split."""
+"""A target split over several processes of this machine: starting them, and refusing models that cannot be split."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.other.parallel import ParallelModel
 
 JOIN_S = 120.0
-"""Seconds in which all processes must have found each other."""
+"""Seconds within which all processes must have joined."""
 END_S = 3.0
-"""Seconds in which a process must have ended after its pipe was closed."""
+"""Seconds within which a process must exit after its pipe was closed."""
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that say over which network processes talk to each other."""
+"""Variables that select the network interface between processes."""
 
 
 @dataclass
@@ -38,9 +38,9 @@ class PartProcess:
     """A process that holds a part of the model (:class:`foretoken.models.other.parallel.Follower`).
 
     Attributes:
-        rank: its number; 0 is the leader.
-        process: what runs :mod:`foretoken.loading.follower`.
-        errors: what it writes when something goes wrong.
+        rank: rank of the process; 0 is the leader.
+        process: the process that runs :mod:`foretoken.loading.follower`.
+        errors: its standard error.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class PartProcess:
     _ending: str | None = field(default=None, init=False)
 
     def ended(self) -> str | None:
-        """How it has ended; ``None`` as long as it lives."""
+        """Message about its end; ``None`` while it runs."""
         if self._ending is None and self.process.poll() is not None:
             code = self.process.returncode
             ending = f"signal {-code}" if code < 0 else f"exit code {code}: {self._last_words()}"
@@ -69,8 +69,7 @@ class PartProcess:
         self.process.stdin.flush()
 
     def heard(self) -> dict[str, Any]:
-        """The next thing that it says while it starts.  Raises ``LoadError`` where it has ended instead, or could not
-        load its part."""
+        """Its next message during start-up.  Raises ``LoadError`` if it has exited or could not load its part."""
         line = self.process.stdout.readline() if self.process.stdout is not None else ""
         if not line:
             self.process.wait(END_S)
@@ -83,7 +82,7 @@ class PartProcess:
     def end(self) -> None:
         """Close its pipe, which ends it, and wait."""
         if self.process.stdin is not None and not self.process.stdin.closed:
-            with suppress(OSError):  # it has gone already, with something unread
+            with suppress(OSError):  # it has exited with unread input
                 self.process.stdin.close()
         try:
             self.process.wait(END_S)
@@ -93,13 +92,13 @@ class PartProcess:
 
 
 def load_parallel(source: Any, count: int, *, dtype: Any, device: Any, exact: str, **others: Any) -> LanguageModel:
-    """A target over ``count`` processes.  Raises ``ValueError`` for what cannot be split so, and ``LoadError`` where a
-    process could not load its part.
+    """A target over ``count`` processes.  Raises ``ValueError`` if it cannot be split, and ``LoadError`` if a process
+    could not load its part.
 
     Args:
-        count: processes; on CUDA each has a device of its own.
-        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` (and ``None``) for what there is.
-        others: options that a split model does not take; they must not be set.
+        count: number of processes; on CUDA each has its own device.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` (and ``None``) for the available one.
+        others: options that a split model does not support; they must be unset.
     """
     from foretoken.loading.networks import load_network, parse_dtype
 
@@ -133,8 +132,8 @@ def load_parallel(source: Any, count: int, *, dtype: Any, device: Any, exact: st
 
 
 def _own_settings() -> Callable[[], None]:
-    """What puts back that which :func:`join` changes, in the process of a program that goes on: its threads, which the
-    next split model would share out again, the hook for exceptions, which names ranks, and variables."""
+    """A function that restores the changes of :func:`join` in the caller's process: its thread count, which the next
+    split model would divide again, the exception hook, which names ranks, and variables."""
     threads, hook = torch.get_num_threads(), sys.excepthook
     variables = {name: os.environ.get(name) for name in INTERFACES}
 
@@ -149,7 +148,6 @@ def _own_settings() -> Callable[[], None]:
 
 
 def _kind(device: Any, count: int) -> str:
-    """``cpu`` or ``cuda``."""
     if distributed.is_initialized():
         raise ValueError("this process has a split model already: close it first (llm.target.close())")
     name, cuda = str(device or "auto"), torch.cuda.is_available()
@@ -165,7 +163,7 @@ def _kind(device: Any, count: int) -> str:
 
 
 def _check_source(source: Any, count: int, others: dict[str, Any]) -> str:
-    """Where the checkpoint is, which can be split."""
+    """Path of the checkpoint.  Raises ``ValueError`` if it cannot be split."""
     if not isinstance(source, str | Path):
         raise ValueError("tensor_parallel needs the path or name of a model: every process loads its own part")
     for name, value in others.items():
@@ -194,7 +192,7 @@ def _check_source(source: Any, count: int, others: dict[str, Any]) -> str:
 
 
 def check_split(config: Any, count: int) -> None:
-    """Whether a model's plan exists and its heads can be shared out.  Raises ``ValueError`` where not."""
+    """Raise ``ValueError`` if the model has no plan for splitting or its heads cannot be divided."""
     if not getattr(config, "base_model_tp_plan", None):
         raise CapabilityError(f"Transformers has no plan for splitting {config.model_type}: leave tensor_parallel out")
     heads = config.num_attention_heads
@@ -221,7 +219,7 @@ def _started(rank: int, settings: dict[str, Any]) -> PartProcess:
 
 
 def join(rank: int, settings: dict[str, Any]) -> None:
-    """Meet the other processes, over the loopback interface."""
+    """Join the other processes, over the loopback interface."""
     if sys.platform == "linux":
         for name in INTERFACES:
             os.environ.setdefault(name, "lo")

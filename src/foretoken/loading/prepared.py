@@ -1,6 +1,6 @@
-"""What :func:`foretoken.custom_generate` has made of a model, kept with the model from one call to the next.
+"""The wrapped targets of :func:`foretoken.custom_generate`, kept with the model between calls.
 
-Wrapping a target copies its weights and tries its forwards, which takes far longer than a short answer.
+Wrapping a target copies its weights and tries its forwards, which takes far longer than a short completion.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from foretoken.models.network.alone import lock_of
 from foretoken.models.network.watch import Watch
 
 ATTRIBUTE = "_foretoken_prepared"
-"""Where a model has it: deleting the attribute gives the memory back."""
+"""Attribute of the model that holds them; deleting it frees the memory."""
 
 
 class Prepared:
-    """A wrapped target, for as long as its network stays what it is.
+    """A wrapped target, valid while its network does not change.
 
     Attributes:
-        tokenizer: the model's, read when it is needed; ``None`` where it has none.
+        tokenizer: the model's tokenizer, read when needed; ``None`` if it has none.
     """
 
     def __init__(self, model: Any, exact: str) -> None:
@@ -33,12 +33,13 @@ class Prepared:
             self._watch = Watch(model)
 
     def is_still(self, model: Any) -> bool:
-        """Whether it was made of this model as it is now."""
+        """Whether it was made from this model in its present state."""
         with lock_of(model):
             return self._watch.network is model and not self._watch.has_changed()
 
     def target(self) -> LanguageModel:
-        """The target for one more engine: what a drafter adds to it, and its texts, are that engine's own."""
+        """A target for one more engine.  Its sequences and everything that a drafter adds to it belong to that
+        engine."""
         if not isinstance(self._target, HuggingFaceModel):
             return self._target
         target = self._target.sibling()
@@ -47,7 +48,7 @@ class Prepared:
 
 
 class _ByExact(dict[str, Prepared]):
-    """What was prepared of a model, by ``exact``; copies and pickles of the model have ``None`` in its place."""
+    """Wrapped targets of a model by ``exact``; copies and pickles of the model hold ``None`` instead."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -55,12 +56,12 @@ class _ByExact(dict[str, Prepared]):
 
 @explains_full_memory
 def prepared_of(model: Any, exact: str) -> Prepared:
-    """The model's wrapped target, made anew where the model has changed; one thread at a time may ask."""
+    """The model's wrapped target, remade if the model has changed.  Calls must come from one thread at a time."""
     stored = vars(model).get(ATTRIBUTE)
     prepared = None if stored is None else stored.get(exact)
     if prepared is not None and prepared.is_still(model):
         return prepared
-    if stored is None or prepared is not None:  # others are no better, and hold the memory that the new one needs
+    if stored is None or prepared is not None:  # the others are outdated too, and hold memory that the new one needs
         stored = vars(model)[ATTRIBUTE] = _ByExact()
     made = stored[exact] = Prepared(model, exact)
     return made

@@ -1,4 +1,4 @@
-"""A profile, as ``foretoken tune`` writes it, read back."""
+"""Reads profiles that ``foretoken tune`` has written."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from foretoken.core.outside import refuse_code
 
 
 def read_profile(file: str | Path, *, runs_code: bool = False) -> dict[str, Any]:
-    """What a profile says: specs for ``drafter``, ``verifier`` and ``controller``, and what was measured.
+    """The contents of a profile: specs for ``drafter``, ``verifier`` and ``controller``, and measurements.
 
     A profile is a JSON object; a drafter of ``null`` is plain decoding.  ``costs`` become :class:`RoundCosts`;
-    ``target`` and ``machine`` say where they were measured (:mod:`foretoken.loading.measured.profile` compares them
-    with what is there); other keys are left alone.  Raises ``ValueError`` for anything else.
+    ``target`` and ``machine`` describe where they were measured (:mod:`foretoken.loading.measured.profile` compares
+    them with the present ones).  Other keys are ignored.  Raises ``ValueError`` for anything else.
 
     Args:
-        runs_code: whether it may name a drafter in a file of code, which then is not taken from it.
+        runs_code: accept a drafter in a Python file, for callers that do not use the profile's drafter.
     """
     if not isinstance(file, str | Path):
         raise ValueError(f"profile must be the path of a JSON file, not {' '.join(repr(file).split())[:60]}")
@@ -45,7 +45,7 @@ def read_profile(file: str | Path, *, runs_code: bool = False) -> dict[str, Any]
 
 
 def _measured_parts(profile: dict[str, Any], file: str | Path) -> dict[str, Any]:
-    """A profile's ``target``, ``machine`` and ``costs``, as far as it has them."""
+    """A profile's ``target``, ``machine`` and ``costs``, if present."""
     parts = {key: profile[key] for key in ("target", "machine", "costs") if profile.get(key) is not None}
     for key, part in parts.items():
         if not isinstance(part, dict):

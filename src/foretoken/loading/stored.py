@@ -1,7 +1,7 @@
-"""How a checkpoint's weights are stored: quantised ones that nothing undoes are refused, not read as plain numbers.
+"""Storage of a checkpoint's weights: quantised weights that nothing dequantises are refused, not read as plain numbers.
 
-Transformers skips a ``quantization_config`` that it does not know, reads 8-bit weights as the numbers that they are
-stored as, and leaves scales out for which the model has no place.  Each gives a model that runs and writes nonsense.
+Transformers skips an unknown ``quantization_config``, reads 8-bit weights as plain numbers, and ignores scales for
+which the model has no parameter.  Each gives a model that runs and writes nonsense.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from foretoken.core.io.checkpoints import LoadError, header_of, shards_of
 
 REMEDY = "take the full checkpoint (bfloat16 or float16), a GGUF file of it, or one whose quantization_config is there"
 NARROW = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2", "I8", "U8"}
-"""What safetensors calls types of 8 bits and fewer; ``BOOL`` is for masks."""
+"""Safetensors' names of types of 8 bits and fewer; ``BOOL`` is for masks."""
 OF_ACTIVATIONS = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_global_scale")
-"""Scales of activations and of the cache: weights mean the same without them."""
+"""Scales of activations and of the KV cache.  Weights keep their meaning without them."""
 
 
 def quantisation_of(path: str) -> Mapping[str, Any]:
-    """The ``quantization_config`` of a folder or a hub id, of its text model where the whole has none; else empty."""
+    """The ``quantization_config`` of a folder or a hub id, or of its text model; else empty."""
     from transformers import PreTrainedConfig
 
     try:
         config: Any = PreTrainedConfig.get_config_dict(path)[0]
-    except Exception:  # whatever is wrong with the configuration, loading says it
+    except Exception:  # loading reports a faulty configuration
         return {}
     inner = config.get("text_config")
     quantisation = config.get("quantization_config") or (
@@ -41,7 +41,7 @@ def quantisation_of(path: str) -> Mapping[str, Any]:
 
 
 def check_method(quantisation: Any, place: str) -> None:
-    """Refuse a quantisation, as ``quantization_config`` names it, that Transformers passes over."""
+    """Refuse a ``quantization_config`` whose method Transformers ignores."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     settings = (
@@ -57,10 +57,10 @@ def check_method(quantisation: Any, place: str) -> None:
 
 
 def check_storage(network: Any, path: str, unread: Iterable[str]) -> None:
-    """Look at what a loaded model was read from.
+    """Check the files that a model was loaded from.
 
     Args:
-        unread: names of tensors that the checkpoint has and the model does not.
+        unread: names of tensors in the checkpoint that the model lacks.
     """
     folder = Path(path).expanduser()
     files = shards_of(folder if folder.is_dir() else Path(hub_ids.cached_folder(path) or folder))
@@ -77,9 +77,9 @@ def check_storage(network: Any, path: str, unread: Iterable[str]) -> None:
 
 
 def _check_narrow(file: Path) -> None:
-    """Refuse a weight of 8 bits or fewer in a checkpoint that does not say what they stand for."""
+    """Refuse a weight of 8 bits or fewer in a checkpoint without a ``quantization_config``."""
     for name, entry in header_of(file).items():
-        if entry["dtype"] in NARROW and not name.endswith("bias"):  # masks of older models are called so
+        if entry["dtype"] in NARROW and not name.endswith("bias"):  # masks of older models have this name
             raise LoadError(
                 f"{name} in {file} is stored as {entry['dtype']}, and config.json has no quantization_config that says "
                 f"what the numbers stand for: {REMEDY}"
@@ -87,7 +87,7 @@ def _check_narrow(file: Path) -> None:
 
 
 def _belongs(network: nn.Module, name: str) -> bool:
-    """Whether a tensor is one of a layer that has weights of its own in the model."""
+    """Whether a tensor belongs to a layer that has weights in the model."""
     owner, _, leaf = name.rpartition(".")
     if leaf in OF_ACTIVATIONS:
         return False
@@ -99,12 +99,12 @@ def _belongs(network: nn.Module, name: str) -> bool:
 
 
 def _holds(file: Path, name: str) -> bool:
-    """Whether a file has a tensor of that name (or with another beginning) that is not all zeros, as unused biases."""
+    """Whether a file has a tensor of this name, up to a prefix, that is not all zeros like unused biases."""
     with safe_open(file, "pt") as opened:
         stored = next((key for key in opened.keys() if _same(key, name)), None)  # noqa: SIM118 (no mapping)
         return stored is not None and bool(torch.count_nonzero(opened.get_tensor(stored)))
 
 
 def _same(stored: str, name: str) -> bool:
-    """Whether two names are one, up to the prefix that a model of another class has."""
+    """Whether two names are equal up to the prefix that a model of another class has."""
     return stored == name or stored.endswith(f".{name}") or name.endswith(f".{stored}")

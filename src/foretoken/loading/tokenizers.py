@@ -1,4 +1,4 @@
-"""A model's tokenizer, and whether two models share one."""
+"""Tokenizers of models, and whether two models share one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TEMPLATE = "chat_template.jinja"
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Refuse what is no tokenizer, by a ``ValueError``, before a text fails on it."""
-    if tokenizer is None or isinstance(tokenizer, _UnreadTokenizer):  # asked for anything, it would be read
+    """Raise ``ValueError`` for an object that is no tokenizer, before a text fails on it."""
+    if tokenizer is None or isinstance(tokenizer, _UnreadTokenizer):  # any access would read it
         return
     if callable(tokenizer) and hasattr(tokenizer, "decode") and not isinstance(tokenizer, type):
         return
@@ -30,10 +30,10 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
-    """The tokenizer that belongs to a model source, or ``None`` when it has none.
+    """The tokenizer of a model source, or ``None`` if it has none.
 
-    ``backend`` says what reads a GGUF file's (:mod:`foretoken.loading.gguf`); llama.cpp's models have its own.  Raises
-    ``LoadError`` where its files are damaged.
+    ``backend`` selects the reader of a GGUF file (:mod:`foretoken.loading.gguf`); llama.cpp's models use its own.
+    Raises ``LoadError`` if its files are damaged.
     """
     source = unwrapped(source)
     if isinstance(source, LanguageModel) and source.path is not None:
@@ -55,7 +55,7 @@ def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
     place = place_of(path)
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    except Exception as error:  # damaged files fail in as many ways as there are lines that read them
+    except Exception as error:  # damaged files fail in many ways
         raise LoadError(f"cannot load a tokenizer from {path}: {_damaged(Path(path)) or cause_of(error)}") from None
 
 
@@ -65,7 +65,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 class _UnreadTokenizer:
-    """A tokenizer whose files are read, which takes most of a second, when something of it is asked for."""
+    """A tokenizer whose files are read on first use, because reading takes most of a second."""
 
     _read: Any = None
 
@@ -78,7 +78,7 @@ class _UnreadTokenizer:
         return self._read
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of copies and pickles, which ask before there is anything in it
+        if name.startswith("__"):  # looked up by copy and pickle before the object is filled
             raise AttributeError(name)
         return getattr(self._tokenizer(), name)
 
@@ -90,8 +90,8 @@ class _UnreadTokenizer:
 
 
 def tokenizer_when_needed(model: Any) -> Any | None:
-    """The tokenizer of a ``PreTrainedModel``, read when something of it is first asked for; ``None`` where it has none.
-    Damaged files raise ``LoadError`` then."""
+    """The tokenizer of a ``PreTrainedModel``, read on first use; ``None`` if it has none.  Damaged files raise
+    ``LoadError`` then."""
     folder = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
     if folder and Path(folder).is_dir() and _has_tokenizer(Path(folder)):
         return _UnreadTokenizer(model)
@@ -99,7 +99,7 @@ def tokenizer_when_needed(model: Any) -> Any | None:
 
 
 def _damaged(folder: Path) -> str:
-    """The first file of a tokenizer that is no JSON object or no text, in words; empty where all are."""
+    """Error message for the first tokenizer file that is no JSON object or no text; empty if there is none."""
     for name in FILES:
         file = folder / name
         try:
@@ -118,7 +118,7 @@ def _damaged(folder: Path) -> str:
 
 
 def _no_vocabulary(folder: Path) -> str:
-    """That the file with the tokens is missing, or holds something else; empty where there is one."""
+    """Error message for a missing or unreadable file of tokens; empty if the file is good."""
     if not folder.is_dir() or any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
         return ""
     file = folder / "tokenizer.json"
@@ -128,14 +128,14 @@ def _no_vocabulary(folder: Path) -> str:
 
     try:
         Tokenizer.from_file(str(file))
-    except Exception as error:  # the package has no errors of its own
+    except Exception as error:  # the package has no exception classes
         return f"{file.name} holds no tokenizer ({cause_of(error)}), copy it again"
     return ""
 
 
 def ordinary_text(source: Any) -> list[int] | None:
-    """Ids of a sentence as the model is used to read it, in its chat template where it has one; ``None`` where there is
-    no tokenizer, or where its template fails."""
+    """Ids of a sentence in the model's chat template, if it has one; ``None`` without a tokenizer or if the template
+    fails."""
     try:
         tokenizer = load_tokenizer(source)
         if tokenizer is None:
@@ -146,12 +146,12 @@ def ordinary_text(source: Any) -> list[int] | None:
             text = SENTENCE
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids[-ROWS:]
-    except Exception:  # whoever uses the tokenizer will be told what is wrong with it
+    except Exception:  # using the tokenizer reports the error
         return None
 
 
 def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> None:
-    """Refuse a draft model of another tokenizer than the target's, by a ``ValueError``."""
+    """Raise ``ValueError`` if the draft model's tokenizer is not the target's."""
     if target is None or draft is None:
         return
     target_ids, draft_ids = _ids_of(target), _ids_of(draft)
@@ -167,12 +167,13 @@ def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> No
 
 
 def _ids_of(tokenizer: Any) -> dict[str, int]:
-    """Its vocabulary without the names that converters to GGUF give the places which only fill up a matrix."""
+    """The vocabulary without the names that converters to GGUF give to padding entries."""
     return {token: place for token, place in tokenizer.get_vocab().items() if token != f"[PAD{place}]"}
 
 
 def check_vocabularies(target: LanguageModel, draft: LanguageModel, name: str) -> None:
-    """Refuse logits too far apart in width to be of one vocabulary, by a ``ValueError``; padded ones differ little."""
+    """Raise ``ValueError`` if the widths of the logits differ too much for one vocabulary; padded ones differ
+    little."""
     wide, narrow = max(target.vocab_size, draft.vocab_size), min(target.vocab_size, draft.vocab_size)
     if wide - narrow > max(512, wide // 100):
         raise ValueError(
