@@ -1,1 +1,1 @@
-"""What this machine costs: calls, rounds, and whether something else is busy."""
+"""Measured costs of this machine: calls, rounds, and the load by other processes."""

@@ -1,7 +1,7 @@
-"""One thread against all of them, where other processes want the processors, too.
+"""Chooses between one thread and all of them on a machine that other processes keep busy.
 
-Threads meet at a barrier after every product.  Beside another busy process one of them is often not running then, and
-the others wait for it: two threads took 712 ms a token where one took 93.
+Threads meet at a barrier after every product.  Beside another busy process one of them is often not running, and the
+others wait for it: two threads took 712 ms a token, one took 93.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from foretoken.models.base import Feed, LanguageModel, opened
 from foretoken.models.machine import any_text, is_busy
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Set by a user who has decided."""
+"""Variables with which users set the number of threads."""
 CALLS, MOST_S = 3, 0.3
-"""Timed calls of each way, and seconds after which no further one is begun."""
+"""Timed calls per thread count, and seconds after which no further call starts."""
 MARGIN = 0.8
-"""One thread must take less than this part of what all take."""
+"""One thread must take less than this fraction of the time of all threads."""
 TEXT = 32
-"""Tokens of the text before the one that is timed."""
+"""Tokens before the timed one."""
 
 
 def settle_threads(
     target: LanguageModel, busy: Callable[[], bool] = is_busy, clock: Callable[[], float] = perf_counter
 ) -> str | None:
-    """Let PyTorch use one thread where the machine is busy and the target is then faster; what to tell the user.
+    """Let PyTorch use one thread if the machine is busy and the target is then faster; returns a message for the user.
 
-    For the start of a program, before any request: threads share out sums, and no text is to change them half-way.
-    Nothing is done where the user has chosen (``OMP_NUM_THREADS``), there is one thread anyway, the target is not run
-    by PyTorch on the CPU, or the machine is quiet.
+    Call it before any request: the number of threads changes the rounding of sums, which must not change within a
+    sequence.  Nothing is done if the user has chosen (``OMP_NUM_THREADS``), there is only one thread, PyTorch does not
+    run the target on the CPU, or the machine is quiet.
     """
     most = torch.get_num_threads()
     on_cpu = getattr(getattr(target, "device", None), "type", "") == "cpu"
@@ -52,7 +52,7 @@ def settle_threads(
 
 @torch.inference_mode()
 def _step_s(target: LanguageModel, threads: int, clock: Callable[[], float]) -> float:
-    """Median seconds of a step with so many threads."""
+    """Median seconds of a step with this number of threads."""
     torch.set_num_threads(threads)
     times: list[float] = []
     with opened(target, any_text(target, TEXT)) as (sequence,):
@@ -62,4 +62,4 @@ def _step_s(target: LanguageModel, threads: int, clock: Callable[[], float]) -> 
             target.forward([Feed(sequence, [1 % target.vocab_size])])
             target.commit(sequence, [] if target.capabilities.rollback else [0])
             times.append(clock() - before)
-    return median(times[1:])  # the first one starts the threads
+    return median(times[1:])  # the first call starts the threads

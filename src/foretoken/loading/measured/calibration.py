@@ -1,8 +1,8 @@
-"""What rounds and drafts cost here, measured when a model is loaded, before anything is drafted for anybody.
+"""Costs of rounds and drafts on this machine, measured when a model is loaded, before the first request.
 
-A controller that has to guess how target calls grow with the draft loses where they do: on a GGUF file, where five rows
-cost three times one, a first answer of 64 tokens came at .85 of plain decoding's speed from trying drafts alone.  What
-was measured is kept in the user's cache folder, by model and machine.
+A controller that guesses how the cost of a target call grows with the draft loses speed if it grows fast: on a GGUF
+file, where five rows cost three times one, trying drafts alone slowed a first completion of 64 tokens to .85 of plain
+decoding's speed.  The measurements are kept in the user's cache folder, by model and machine.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.machine import KeptResults, any_text, is_busy
 
 COUNTS, REPEATS = (1, 2, 5, 9), 3
-"""Rows of the target's calls that are timed, and how often: a plain round, and drafts of usual lengths.
+"""Numbers of rows of the timed target calls (a plain round, and drafts of usual lengths), and calls of each.
 
-The quickest counts, so that a pause of the machine in one of them does not: ``auto`` begins with these costs, and finds
-out only by trying that they are wrong.
+The quickest call counts, so that a pause of the machine does not: ``auto`` starts from these costs and corrects them
+only by trying.
 """
 LENGTHS, ROUNDS = (1, 4), 2
-"""Lengths of the drafts that are timed, and how often, after one that warms up."""
+"""Lengths of the timed drafts, and drafts of each after one warm-up."""
 TEXT = 32
-"""Tokens before what is timed."""
-KEPT = KeptResults("rounds", lambda: "quickest")  # earlier versions kept means
+"""Tokens before the timed ones."""
+KEPT = KeptResults("rounds", lambda: "quickest")  # earlier versions stored means
 
 
 class FixedDepthController(Controller):
-    """Asks one member of a group (``None``: the drafter, which is none) for drafts of one length."""
+    """Requests drafts of one length from one member of a group; ``None`` is a drafter that is no group."""
 
     name = "asked"
 
@@ -49,20 +49,20 @@ class FixedDepthController(Controller):
         self._budget = Budget(depth, nodes, member=member)
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The same every time."""
+        """The same budget every time."""
         return self._budget
 
 
 def calibrated(target: LanguageModel, drafter: Drafter) -> RoundCosts:
-    """What was measured of a target and a drafter before on this machine, or is now.
+    """The costs of a target and a drafter on this machine, from the cache or measured now.
 
-    A drafter that learns from all requests is not measured, for it would learn what is written here; nor is one that
-    runs no network.
+    A drafter that learns from all requests is not measured, because it would learn from this run; nor is one without a
+    network.
     """
     key = _key(target, drafter)
     try:
         return RoundCosts.from_dict(KEPT.stored()[key])
-    except (KeyError, ValueError):  # never measured, or somebody has damaged it
+    except (KeyError, ValueError):  # never measured, or damaged
         pass
     costs = measured(target, drafter)
     if not is_busy():
@@ -72,7 +72,7 @@ def calibrated(target: LanguageModel, drafter: Drafter) -> RoundCosts:
 
 @torch.inference_mode()
 def measured(target: LanguageModel, drafter: Drafter) -> RoundCosts:
-    """Time a few calls of the target and drafts of every network; acceptance is for requests to show."""
+    """Time a few target calls and drafts of every network.  Acceptance is left to the requests."""
     text = any_text(target, min(TEXT, target.context_length // 4))
     counts = [n for n in COUNTS if n <= 1 + drafter.max_nodes]
     curve = measure_target(target, text, counts, REPEATS, typical=min)
@@ -88,7 +88,7 @@ def measured(target: LanguageModel, drafter: Drafter) -> RoundCosts:
 
 
 def line_of(seconds: Mapping[int, float]) -> DrafterCost:
-    """What a call costs and what a level does, from drafts of one length or two."""
+    """Cost of a call and of a level, from drafts of one or two lengths."""
     (short, short_s), (long, long_s) = min(seconds.items()), max(seconds.items())
     step_s = (long_s - short_s) / (long - short) if long > short else long_s / long
     step_s = min(max(step_s, 0.0), long_s / long)  # neither a call nor a step costs less than nothing
@@ -102,7 +102,7 @@ def _draft_s(target: LanguageModel, drafter: Drafter, text: Sequence[int], contr
 
 
 def _rest_s(target: LanguageModel, text: Sequence[int], curve: TargetCost) -> float:
-    """Seconds of a plain round beside the target's call."""
+    """Seconds of a plain round outside of the target's call."""
     times = _rounds(target, None, None, text, 1 + ROUNDS)
     return max(median(record.total_s - record.target_s for record in times), 0.0) if times else 0.0
 
@@ -110,7 +110,7 @@ def _rest_s(target: LanguageModel, text: Sequence[int], curve: TargetCost) -> fl
 def _rounds(
     target: LanguageModel, drafter: Drafter | None, controller: Controller | None, text: Sequence[int], tokens: int
 ) -> list[RoundTimes]:
-    """The times of up to ``1 + ROUNDS`` rounds; what else the request would write is dropped."""
+    """Times of up to ``1 + ROUNDS`` rounds; the rest of the request is dropped."""
     times: list[RoundTimes] = []
 
     def note(runs: Any, trees: Sequence[TokenTree], verdicts: Any, spent: RoundTimes) -> None:
@@ -127,9 +127,9 @@ def _rounds(
 
 
 def _key(target: LanguageModel, drafter: Drafter) -> str:
-    """What tells models, machines and drafters apart."""
+    """Cache key of a model, machine and drafter."""
     machine, limits = machine_of(target), drafter.limits
-    network = getattr(target, "model", None)  # a hash of its rows would lay packed weights out again: seconds at 1.5B
+    network = getattr(target, "model", None)  # hashing its rows would unpack packed weights: seconds at 1.5B
     sampled = fingerprint(network) if isinstance(network, torch.nn.Module) else None
     about = {
         "target": sampled or fingerprint_of(target),

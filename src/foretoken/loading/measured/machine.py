@@ -1,4 +1,4 @@
-"""What this machine can do: versions, threads, dtypes, and the measured cost of scoring and drafting."""
+"""Measured facts of this machine: versions, threads, dtypes, and the cost of scoring and drafting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foretoken.llm import Llm
 
 ROWS = 16
-"""Rows of a product of speculation."""
+"""Rows of a product in speculation."""
 CONTEXT = 128
 """Committed tokens before them."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND")
@@ -32,7 +32,7 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_f
 
 
 def versions() -> dict[str, str]:
-    """Versions of what numbers depend on."""
+    """Versions of everything that affects measurements."""
     import transformers
 
     import foretoken
@@ -59,7 +59,7 @@ def hardware() -> dict[str, Any]:
 
 
 def threads() -> dict[str, Any]:
-    """Threads in use, the variables that steer them, and how busy the machine is (load over one minute)."""
+    """Thread count, the variables that control it, and the load average over one minute."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     variables = {name: os.environ.get(name) for name in THREAD_VARIABLES}
     return {"torch_threads": torch.get_num_threads(), "variables": variables, "load": load}
@@ -77,10 +77,10 @@ def median_ms(run: Callable[[], Any], repeat: int, device: Any) -> float:
 
 @torch.inference_mode()
 def dtype_costs(width: int, device: Any) -> list[dict[str, Any]]:
-    """Milliseconds of [1, width] x [width, width] products per dtype, in the layout that is fastest for it, and of
-    ``ROWS`` such rows at once; ``None`` where the device cannot."""
+    """Milliseconds of [1, width] x [width, width] products per dtype, in its fastest layout, and of ``ROWS`` such rows
+    at once; ``None`` if the device does not support the dtype."""
     table: list[dict[str, Any]] = []
-    draws = torch.Generator().manual_seed(0)  # never torch's own, which is the caller's
+    draws = torch.Generator().manual_seed(0)  # not torch's global generator, which is the caller's
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         costs: list[float | None] = []
         layout = None
@@ -98,7 +98,7 @@ def dtype_costs(width: int, device: Any) -> list[dict[str, Any]]:
 
 
 def layout_costs(target: LanguageModel) -> list[dict[str, Any]]:
-    """What was measured of the target's matrices in every layout, in microseconds by number of rows."""
+    """Measured times of the target's matrices in every layout, in microseconds by number of rows."""
     model, dtype = getattr(target, "model", None), getattr(target, "dtype", None)
     if not isinstance(model, torch.nn.Module) or dtype is None:
         return []
@@ -109,13 +109,13 @@ def layout_costs(target: LanguageModel) -> list[dict[str, Any]]:
 
 
 def scoring_costs(target: LanguageModel, repeat: int = 10, counts: Sequence[int] = COUNTS) -> list[dict[str, Any]]:
-    """Median milliseconds of scoring 1 to 64 tokens in one call, behind a committed prefix."""
+    """Median milliseconds of scoring 1 to 64 tokens in one call, after a committed prefix."""
     cost = measure_target(target, any_text(target, CONTEXT), counts, repeat)
     return [{"tokens": n, "median_ms": 1e3 * s, "ratio": cost.relative(n)} for n, s in cost.seconds.items()]
 
 
 def draft_costs(llm: Llm, target_ms: float, tokens: int = 48) -> dict[str, Any]:
-    """Cost of one draft token in a real greedy run, and its ratio c to one plain target step."""
+    """Cost of one draft token in a real greedy run, and its ratio c to a plain target step."""
     prompt = any_text(llm.target, 16)
     options = Options(max_new_tokens=min(tokens, llm.target.context_length // 2), ignore_eos=True)
     llm.generate(prompt, **options)
@@ -131,7 +131,7 @@ def draft_costs(llm: Llm, target_ms: float, tokens: int = 48) -> dict[str, Any]:
 
 
 def thread_check(target: LanguageModel, repeat: int = 5) -> list[dict[str, Any]]:
-    """Milliseconds of scoring 1 and 16 tokens with one thread and with all; the thread count is put back."""
+    """Milliseconds of scoring 1 and 16 tokens with one thread and with all; the thread count is restored."""
     before = torch.get_num_threads()
     rows = []
     try:
@@ -145,7 +145,7 @@ def thread_check(target: LanguageModel, repeat: int = 5) -> list[dict[str, Any]]
 
 
 def recommendations(report: dict[str, Any]) -> list[str]:
-    """What the measurements mean for a user, in plain words."""
+    """Advice from the measurements."""
     return [*_about_scoring(report["scoring"]), *_about_draft(report), *_about_threads(report), *_about_dtype(report)]
 
 
@@ -200,7 +200,7 @@ def _busy(report: dict[str, Any]) -> bool:
 
 
 def _about_dtype(report: dict[str, Any]) -> list[str]:
-    """Plain decoding multiplies single rows, and speculation several: both may be faster in another dtype."""
+    """Plain decoding multiplies single rows, speculation several; both may be faster in another dtype."""
     lines = []
     for key, claim, so in (
         ("linear_ms", "a matrix of this target's width runs", "try"),

@@ -1,5 +1,4 @@
-"""Profiles: what ``foretoken tune`` found for a target on a machine, written whole or not at all, and how to tell
-whether it still holds."""
+"""Profiles: results of ``foretoken tune`` for a target on a machine, and checks whether they still hold."""
 
 from __future__ import annotations
 
@@ -19,33 +18,33 @@ from foretoken.models.variants.inflated import InflatedModel
 
 FORMAT = 1
 COMPARED = ("cpu", "gpus", "torch_threads", "dtype", "weight_storage")
-"""What must be the same for measured times to hold."""
+"""Facts that must be equal for measured times to hold."""
 
 
 class ProfileWarning(UserWarning):
-    """A profile was measured elsewhere."""
+    """A profile was measured for another target or on another machine."""
 
 
 def machine_of(target: LanguageModel) -> dict[str, Any]:
-    """What measured times depend on."""
+    """Facts of the machine that measured times depend on."""
     dtype = str(getattr(target, "dtype", "")).removeprefix("torch.")
     storage = target.stored_as.partition(",")[0] or "full"
     return {**hardware(), **threads(), "dtype": dtype, "weight_storage": storage, "versions": versions()}
 
 
 def fingerprint_of(target: LanguageModel) -> str:
-    """Tells one target from another, whatever dtype it was loaded in."""
+    """Identifies a target, whatever dtype it was loaded in."""
     try:
         marks = TargetParts(target).fingerprint()
     except CapabilityError:
-        identity = getattr(target, "identity", "")  # of a GGUF file
+        identity = getattr(target, "identity", "")  # set for a GGUF file
         return identity or f"{type(target).__name__}-{target.vocab_size}-{target.context_length}"
     grown = f"-inflated-{target.num_parameters}" if isinstance(target, InflatedModel) else ""
     return f"{marks.num_layers}x{marks.hidden_size}-{marks.vocab_size}-{marks.weights}-{marks.layers}{grown}"
 
 
 def misfits(profile: Mapping[str, Any], target: LanguageModel) -> list[str]:
-    """Why the profile's times may not hold for this target on this machine; empty when they do."""
+    """Reasons why the profile's times may not hold for this target on this machine; empty if they hold."""
     reasons = []
     profiled = profile.get("target")
     if profiled is not None and profiled["fingerprint"] != fingerprint_of(target):
@@ -61,13 +60,13 @@ def _shown(value: Any) -> str:
 
 
 def costs_for(profile: Mapping[str, Any], target: LanguageModel, name: str | Path, is_used: bool) -> RoundCosts | None:
-    """A profile's costs, measured again where it comes from another target or machine.
+    """A profile's costs, measured again if it is for another target or machine.
 
     Args:
-        is_used: whether anything will use the costs; if not, nothing is measured.
+        is_used: whether anything uses the costs; if not, nothing is measured.
 
     Warns:
-        ProfileWarning: the profile is of another target or machine.
+        ProfileWarning: the profile is for another target or machine.
     """
     reasons = misfits(profile, target)
     costs: RoundCosts | None = profile.get("costs")
@@ -81,9 +80,9 @@ def costs_for(profile: Mapping[str, Any], target: LanguageModel, name: str | Pat
 
 
 def refresh(costs: RoundCosts, target: LanguageModel) -> RoundCosts:
-    """Costs with v(n) measured again; what drafters cost is scaled by how much faster or slower one token is now.
+    """Costs with v(n) measured again; drafter costs are scaled by the change in speed of one token.
 
-    Acceptance stays as it was: it is the text's, not the machine's.
+    Acceptance is unchanged: it depends on the text, not on the machine.
     """
     measured = measured_target(target, COUNTS, repeats=3)
     factor = measured.of(1) / costs.target.of(1)
@@ -95,5 +94,5 @@ def refresh(costs: RoundCosts, target: LanguageModel) -> RoundCosts:
 
 
 def measured_target(target: LanguageModel, counts: tuple[int, ...], repeats: int) -> TargetCost:
-    """v(n) behind a text of 128 tokens, or of half the context where that is less."""
+    """v(n) after a prefix of 128 tokens, or of half the context if that is less."""
     return measure_target(target, any_text(target, 128), counts, repeats)
