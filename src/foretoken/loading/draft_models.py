@@ -148,7 +148,6 @@ def _compile(draft: LanguageModel) -> None:
 
 
 def _files(path: str) -> list[Path]:
-    """Weight files of a local folder."""
     return sorted(Path(resolve(path, "draft")).glob("*.safetensors"))
 
 

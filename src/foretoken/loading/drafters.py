@@ -86,7 +86,6 @@ class LoadingContext(BuildContext):
         return built
 
     def _made(self, cls: type[Any], path: str | None, options: dict[str, Any]) -> Drafter:
-        """An external drafter, checked."""
         place = f"{cls.__name__} ({line_of(cls)})"
         try:
             built = construct(cls, path, self, options)
@@ -171,7 +170,6 @@ def check_outside(drafter: Drafter) -> None:
 
 
 def _check_facts(drafter: Drafter) -> None:
-    """Check the attributes of an external drafter."""
     cls = type(drafter)
     place = f"{cls.__name__} ({line_of(cls)})"
     if fault := fault_of(drafter, Drafter, "drafter"):

@@ -65,7 +65,6 @@ class GenerationDefaults:
     source: str = ""
 
     def __str__(self) -> str:
-        """The options and their origin in one line."""
         settings = ", ".join(f"{name} {value}" for name, value in self.sampling.items())
         return f"{settings} from {self.source}" if settings else ""
 

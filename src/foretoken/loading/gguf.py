@@ -77,7 +77,6 @@ def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
 
 
 def has_llama_cpp() -> bool:
-    """Whether llama-cpp-python is installed."""
     return importlib.util.find_spec("llama_cpp") is not None
 
 
@@ -92,7 +91,6 @@ def remedy(backend: str) -> str:
 
 
 def _check_options(options: Mapping[str, Any], reasons: Mapping[str, str], usual: Sequence[Any]) -> None:
-    """Raise ``LoadError`` for an option that is set."""
     for name, reason in reasons.items():
         value = str(options.get(name)).removeprefix("torch.")
         if value not in (*map(str, usual), *(["cpu"] if name == "device" else [])):
@@ -100,7 +98,6 @@ def _check_options(options: Mapping[str, Any], reasons: Mapping[str, str], usual
 
 
 def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
-    """The ``PreTrainedModel`` of a file that our reader covers."""
     from foretoken.models.gguf.file import read_gguf
     from foretoken.models.gguf.network import build_network
     from foretoken.models.network.alone import BUILDING

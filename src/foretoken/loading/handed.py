@@ -78,7 +78,6 @@ def check_place(source: Any, dtype: str | torch.dtype | None, device: str | torc
 
 
 def _kind_of(source: Any) -> str:
-    """One-line error for a source that is no network."""
     kind = with_article(type(source).__name__)
     if source is None:
         return f"no model was given (None): {EXPECTED}"

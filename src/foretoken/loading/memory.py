@@ -53,7 +53,6 @@ def _size(count: int) -> str:
 
 
 def _free(device: torch.device | str) -> str:
-    """Free memory of a CUDA device."""
     if torch.device(device).type != "cuda":
         return "fewer"
     torch.cuda.empty_cache()

@@ -62,7 +62,6 @@ class PartProcess:
         return lines[-1].strip() if lines else "it said nothing"
 
     def send(self, line: str) -> None:
-        """Write to its standard input."""
         if self.process.stdin is None:
             raise ValueError("the process has no standard input")
         self.process.stdin.write(line)

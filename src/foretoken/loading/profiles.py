@@ -45,7 +45,6 @@ def read_profile(file: str | Path, *, runs_code: bool = False) -> dict[str, Any]
 
 
 def _measured_parts(profile: dict[str, Any], file: str | Path) -> dict[str, Any]:
-    """A profile's ``target``, ``machine`` and ``costs``, if present."""
     parts = {key: profile[key] for key in ("target", "machine", "costs") if profile.get(key) is not None}
     for key, part in parts.items():
         if not isinstance(part, dict):

@@ -49,7 +49,6 @@ class FixedDepthController(Controller):
         self._budget = Budget(depth, nodes, member=member)
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The same budget every time."""
         return self._budget
 
 
