@@ -33,11 +33,6 @@ VARIANTS = (
     "arrow_config", "kasa_config", "monteclora_config", "velora_config",
 )  # fmt: skip
 """Settings of PEFT that change what the tensors mean; all of them are off in a plain LoRA."""
-PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT")
-"""PEFT's adapter kinds that do not update weights."""
-PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
-"""Values of a plain LoRA for two more settings.  Other initialisations (``"pissa"``, ``"olora"``) also change the base
-model."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ def read_adapter(folder: Path) -> AdapterConfig:
             scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         raise LoadError(f"{file} is damaged or half-written: copy it again") from None
-    if kind in PROMPTS:
+    if kind in ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"):
         raise LoadError(
             f"{file} is an adapter of the type {kind!r}, which puts learnt rows before or beside every text and cannot "
             f"be merged: load the model that it is for, {base or 'which it does not name'}, or one with a LORA"
@@ -75,7 +70,9 @@ def read_adapter(folder: Path) -> AdapterConfig:
     if kind != "LORA":
         raise LoadError(f"{file} is an adapter of the type {kind!r}, and only LORA can be merged: merge it with PEFT")
     variants = [name for name in VARIANTS if settings.get(name)]
-    variants += [name for name, plain in PLAIN.items() if settings.get(name, plain[0]) not in plain]
+    # Other initialisations ("pissa", "olora") change the base model too.
+    plain_values = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
+    variants += [name for name, plain in plain_values.items() if settings.get(name, plain[0]) not in plain]
     if variants:
         raise LoadError(f"{file} uses {', '.join(variants)}, and only a plain LORA can be merged: merge it with PEFT")
     if not base:

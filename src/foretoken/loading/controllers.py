@@ -14,7 +14,6 @@ from foretoken.methods.drafters.nets.store import build_net, read_stored
 from foretoken.registry import make
 
 METHOD = "specdec_pp"
-TRAIN = f"foretoken train {METHOD}"
 
 
 class ControllerContext:
@@ -25,7 +24,9 @@ class ControllerContext:
         Raises ``ValueError`` if there is no trained head."""
         folder = ZOO / METHOD if path is None else Path(path).expanduser()
         if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder with a trained stop head: make one with `{TRAIN}`")
+            raise ValueError(
+                f"{folder} is not a folder with a trained stop head: make one with `foretoken train {METHOD}`"
+            )
         described, draft = read_stored(folder, METHOD, "stop head")
         return build_net(folder, StopHead, StopHeadConfig, described, "stop head").eval(), draft
 

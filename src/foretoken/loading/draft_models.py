@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from foretoken.core.io.checkpoints import BUILTIN, is_builtin, resolve
 from foretoken.loading.handed import check_handed_in, unwrapped
-from foretoken.loading.models import AUTO, load_model
+from foretoken.loading.models import load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.models import wrap
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, opened
@@ -22,12 +22,9 @@ from foretoken.models.linear.product_costs import step_s
 from foretoken.models.linear.quantised_linear import KINDS
 
 NONE = "none"
-QUANTIZE = (AUTO, NONE, *KINDS)
+QUANTIZE = ("auto", NONE, *KINDS)
 """Choices for the weights of a draft model: the fastest on this CPU, no quantisation, or one kind.  ``auto`` leaves
 small models, whose step is mostly call overhead, and models to be trained as they are."""
-COMPILED_ROWS = 32
-"""Largest number of rows whose kernels are compiled when a packed draft model is loaded: eight requests with a new
-token and three tokens of the last draft each."""
 
 
 def build_draft_model(
@@ -131,18 +128,19 @@ def _load_draft_model(
         dtype=("bfloat16" if half else "float32") if small else None,
         device=device,
         exact="approximate" if small or not packed else "distribution",
-        quantize=None if quantize == NONE or (quantize == AUTO and (small or not (on_cpu and packed))) else quantize,
+        quantize=None if quantize == NONE or (quantize == "auto" and (small or not (on_cpu and packed))) else quantize,
     )
     if small and half:
         _compile(draft)
     return follow(draft, target) if packed else draft
 
 
-def _compile(draft: LanguageModel) -> None:
-    """Run calls of one row, two rows, and so on.  For every number of rows oneDNN compiles a kernel, which takes two to
-    three times as long as a small model's call.  Timing the first drafts would make them look too expensive."""
+def _compile(draft: LanguageModel, max_rows: int = 32) -> None:
+    """Run calls of one row to ``max_rows``: by default eight requests with a new token and three of the last draft
+    each.  For every number of rows oneDNN compiles a kernel, which takes two to three times as long as a small model's
+    call.  Timing the first drafts would make them look too expensive."""
     with opened(draft, [0]) as (sequence,):
-        for rows in range(1, min(COMPILED_ROWS, draft.context_length - 1) + 1):
+        for rows in range(1, min(max_rows, draft.context_length - 1) + 1):
             draft.forward([Feed(sequence, [0] * rows)])
             draft.commit(sequence, ())
 

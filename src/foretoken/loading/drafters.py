@@ -37,7 +37,6 @@ from foretoken.registry import construct, find, parse_spec, read_spec, rows, spl
 
 Part = str | Drafter | LanguageModel | nn.Module
 """Anything that a drafter can be made from."""
-ACCEPTED = 'give a spec string ("ngram,k=8", "model:PATH"), a drafter, a draft model, a list of these, or None'
 FORESIGHT = "let the property foresight give an object that has it"
 NOW_DATA = {
     "minimum_budget": FORESIGHT,
@@ -120,7 +119,10 @@ class LoadingContext(BuildContext):
         if isinstance(spec, LanguageModel) or (isinstance(spec, nn.Module) and not isinstance(spec, type)):
             draft = given_draft_model(spec, self.target, self.tokenizer)
             return (ModelDrafter if mask_token(draft) is None else PardDrafter)(draft, target=self.target)
-        raise ValueError(f"{with_article(type(spec).__name__)} is no drafter: {ACCEPTED}")
+        raise ValueError(
+            f"{with_article(type(spec).__name__)} is no drafter: "
+            'give a spec string ("ngram,k=8", "model:PATH"), a drafter, a draft model, a list of these, or None'
+        )
 
     def group(self, specs: Sequence[Part | None]) -> list[Drafter]:
         """The drafters for a list of specs, drafters and draft models."""

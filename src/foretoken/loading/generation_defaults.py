@@ -44,12 +44,6 @@ NOT_APPLIED: Mapping[str, Any] = {
 }  # fmt: skip
 """Fields that change the output of ``generate`` and are not applied here, with their neutral values.  ``None`` and
 empty values are neutral too."""
-NOT_APPLIED_SAMPLED: Mapping[str, Any] = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
-"""The same for fields that only matter when sampling is on."""
-NOT_APPLIED_GREEDY: Mapping[str, Any] = {"penalty_alpha": 0.0}
-"""The same for fields that only matter when sampling is off."""
-MOST = 2**63
-"""JSON integers are unbounded; no field has a sensible value from here on."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +140,8 @@ def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationD
 
 def _tell_not_applied(values: Mapping[str, Any], sampled: bool, place: str) -> None:
     """Warn in one line about fields that would change the output of Transformers' ``generate``."""
-    neutral = {**NOT_APPLIED, **(NOT_APPLIED_SAMPLED if sampled else NOT_APPLIED_GREEDY)}
+    sampling_only = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
+    neutral = {**NOT_APPLIED, **(sampling_only if sampled else {"penalty_alpha": 0.0})}
     stated = {name: values.get(name) for name in neutral}
     unsupported = [
         f"{name} {ascii(value)[:40]}"
@@ -166,7 +161,7 @@ def _check(name: str, value: Any, place: str) -> None:
     allowed = RANGES[name]
     kind = int if FIELDS[name].kind is int else (int, float)
     is_number = isinstance(value, kind) and not isinstance(value, bool)
-    if not (is_number and value in allowed and value < MOST):
+    if not (is_number and value in allowed and value < 2**63):  # JSON integers are unbounded, no field needs more
         raise LoadError(_wrong(THEIR_NAMES.get(name, name), value, place))
 
 

@@ -16,9 +16,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from foretoken.loading.hub_params import STATEFUL
 from foretoken.models.network.traits import CACHE_NAMES
 
-OWN_KEYS = ("attention_mask", "use_cache", "logits_to_keep")
-"""Arguments that change how a forward runs, not its result.  The loop reads the mask."""
-GENERATE = "transformers.generation.utils"
 ASSISTED = {
     "prompt_lookup_num_tokens": 'drafter="ngram"',
     "assistant_early_exit": 'drafter="early_exit"',
@@ -30,8 +27,6 @@ OTHER_METHODS = {
     GenerationMode.DOLA_GENERATION: "dola_layers",
     GenerationMode.CONSTRAINED_BEAM_SEARCH: "constrained beam search (force_words_ids, constraints)",
 }
-PLAIN_METHODS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
-"""Supported methods; a drafter takes the place of the assistant."""
 PEFT_HOOKS = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")
 
 
@@ -43,7 +38,7 @@ def caller_of_generate(model: Any) -> Mapping[str, Any]:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == GENERATE:
+        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == "transformers.generation.utils":
             return frame.f_locals if frame.f_locals.get("self") is model else {}
         frame = frame.f_back
     return {}
@@ -102,14 +97,17 @@ def _other_methods(model: Any, config: GenerationConfig) -> Iterator[str]:
             yield f"{name} (pass {instead})"
     if isinstance(config, GenerationConfig) and (config.num_beams or 1) == 1:
         method = config.get_generation_mode()
-        if method not in PLAIN_METHODS:
+        # In assisted methods a drafter takes the place of the assistant.
+        supported = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+        if method not in supported:
             yield OTHER_METHODS.get(method, str(method.value))
 
 
 def _inputs_that_would_be_dropped(arguments: Mapping[str, Any], input_ids: Tensor) -> Iterator[str]:
     """Names of the arguments that would change the output of the model's own forward."""
     for name, value in arguments.items():
-        if value is None or value is False or name in OWN_KEYS:
+        # These change how a forward runs, not its result; the loop reads the mask.
+        if value is None or value is False or name in ("attention_mask", "use_cache", "logits_to_keep"):
             continue
         if name in CACHE_NAMES:
             # ``generate`` creates an empty one if none was passed.

@@ -32,9 +32,6 @@ from foretoken.models.variants.inflated import InflatedModel
 from foretoken.models.variants.inflation import inflate as inflate_network
 from foretoken.models.variants.inflation import shape_for
 
-AUTO = "auto"
-"""Value of a draft model's ``quantize`` that selects the fastest kind."""
-
 
 def load_model(
     source: Any,
@@ -73,7 +70,7 @@ def load_model(
         others = {"inflate": inflate, "quantize": quantize, "pack": pack}
         return load_parallel(source, tensor_parallel, dtype=dtype, device=device, exact=exact, **others)
     check_backend(backend, source)
-    auto = quantize == AUTO and role == "draft"
+    auto = quantize == "auto" and role == "draft"
     quantize = None if auto else quantize
     packs = pack is True or (pack == "auto" and exact != "approximate")
     if is_gguf(source):

@@ -14,10 +14,6 @@ from foretoken.core.io.checkpoints import LoadError
 from foretoken.models.checks.finite import check_finite
 from foretoken.models.forward.heads.mtp import modules_of
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DECLARED = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
-"""Keys of ``config.json`` that announce a head.  Model families set them by default, so the tensors decide."""
-
 
 def read_head(network: Any) -> list[dict[str, Tensor]]:
     """The modules in the checkpoint that a ``PreTrainedModel`` was loaded from (named in its configuration), one
@@ -57,7 +53,9 @@ def declared(source: str, config: Any) -> int:
     except ValueError:
         return 0
     config_fields = {**config_fields, **(config_fields.get("text_config") or {})}
-    return max((int(config_fields.get(key) or 0) for key in DECLARED), default=0)
+    # Model families set these keys by default, so the tensors decide.
+    keys = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+    return max(int(config_fields.get(key) or 0) for key in keys)
 
 
 def _absence(source: str, announced: int) -> str:
@@ -89,9 +87,9 @@ def _hub_files(source: str) -> dict[Path, list[str]]:
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    index = cached_file(source, INDEX, **quiet)
+    index = cached_file(source, "model.safetensors.index.json", **quiet)
     if index is None:
-        single = cached_file(source, SINGLE, **quiet)
+        single = cached_file(source, "model.safetensors", **quiet)
         return {} if single is None else {Path(single): _names(Path(single))}
     listed: dict[str, list[str]] = {}
     for name, file in json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items():

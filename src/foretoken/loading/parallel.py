@@ -24,8 +24,6 @@ from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.other.parallel import ParallelModel
 
-JOIN_S = 120.0
-"""Seconds within which all processes must have joined."""
 END_S = 3.0
 """Seconds within which a process must exit after its pipe was closed."""
 
@@ -231,6 +229,6 @@ def join(rank: int, settings: dict[str, Any]) -> None:
         store=distributed.FileStore(settings["store"], settings["world"]),  # type: ignore[attr-defined]
         rank=rank,
         world_size=settings["world"],
-        timeout=timedelta(seconds=JOIN_S),
+        timeout=timedelta(minutes=2),  # within which all processes must have joined
         device_id=torch.device("cuda", rank) if cuda else None,
     )

@@ -21,8 +21,6 @@ from foretoken.core.io.checkpoints import LoadError, header_of, shards_of
 REMEDY = "take the full checkpoint (bfloat16 or float16), a GGUF file of it, or one whose quantization_config is there"
 NARROW = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2", "I8", "U8"}
 """Safetensors' names of types of 8 bits and fewer; ``BOOL`` is for masks."""
-OF_ACTIVATIONS = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_global_scale")
-"""Scales of activations and of the KV cache.  Weights keep their meaning without them."""
 
 
 def quantisation_of(path: str) -> Mapping[str, Any]:
@@ -89,7 +87,8 @@ def _check_narrow(file: Path) -> None:
 def _belongs(network: nn.Module, name: str) -> bool:
     """Whether a tensor belongs to a layer that has weights in the model."""
     owner, _, leaf = name.rpartition(".")
-    if leaf in OF_ACTIVATIONS:
+    # Scales of activations and of the KV cache: weights keep their meaning without them.
+    if leaf in ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_global_scale"):
         return False
     try:
         module = network.get_submodule(owner)

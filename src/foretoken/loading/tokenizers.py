@@ -14,7 +14,6 @@ from foretoken.loading.handed import unwrapped
 from foretoken.models.base import LanguageModel
 from foretoken.models.checks.judging import ROWS, SENTENCE
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 TEMPLATE = "chat_template.jinja"
 
 
@@ -100,7 +99,8 @@ def tokenizer_when_needed(model: Any) -> Any | None:
 
 def _damaged(folder: Path) -> str:
     """Error message for the first tokenizer file that is no JSON object or no text; empty if there is none."""
-    for name in FILES:
+    files = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+    for name in files:
         file = folder / name
         try:
             whole = not file.exists() or isinstance(json.loads(file.read_text(encoding="utf-8")), dict)

@@ -18,12 +18,6 @@ from foretoken.models.machine import any_text, is_busy
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables with which users set the number of threads."""
-CALLS, MOST_S = 3, 0.3
-"""Timed calls per thread count, and seconds after which no further call starts."""
-MARGIN = 0.8
-"""One thread must take less than this fraction of the time of all threads."""
-TEXT = 32
-"""Tokens before the timed one."""
 
 
 def settle_threads(
@@ -40,7 +34,7 @@ def settle_threads(
     if most == 1 or not on_cpu or any(os.environ.get(name) for name in VARIABLES) or not busy():
         return None
     all_s, one_s = _step_s(target, most, clock), _step_s(target, 1, clock)
-    if one_s >= MARGIN * all_s:
+    if one_s >= 0.8 * all_s:  # no clear gain
         torch.set_num_threads(most)
         return None
     torch.set_num_threads(1)
@@ -55,9 +49,10 @@ def _step_s(target: LanguageModel, threads: int, clock: Callable[[], float]) -> 
     """Median seconds of a step with this number of threads."""
     torch.set_num_threads(threads)
     times: list[float] = []
-    with opened(target, any_text(target, TEXT)) as (sequence,):
+    with opened(target, any_text(target, 32)) as (sequence,):
         start_s = clock()
-        while len(times) <= CALLS and (len(times) < 2 or clock() - start_s < MOST_S):
+        # At most three timed calls, and none starts after 0.3 s.
+        while len(times) <= 3 and (len(times) < 2 or clock() - start_s < 0.3):
             before = clock()
             target.forward([Feed(sequence, [1 % target.vocab_size])])
             target.commit(sequence, [] if target.capabilities.rollback else [0])

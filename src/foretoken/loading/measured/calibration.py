@@ -27,16 +27,8 @@ from foretoken.models.call_costs import measure_target
 from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.machine import KeptResults, any_text, is_busy
 
-COUNTS, REPEATS = (1, 2, 5, 9), 3
-"""Numbers of rows of the timed target calls (a plain round, and drafts of usual lengths), and calls of each.
-
-The quickest call counts, so that a pause of the machine does not: ``auto`` starts from these costs and corrects them
-only by trying.
-"""
 LENGTHS, ROUNDS = (1, 4), 2
 """Lengths of the timed drafts, and drafts of each after one warm-up."""
-TEXT = 32
-"""Tokens before the timed ones."""
 KEPT = KeptResults("rounds", lambda: "quickest")  # earlier versions stored means
 
 
@@ -72,9 +64,11 @@ def calibrated(target: LanguageModel, drafter: Drafter) -> RoundCosts:
 @torch.inference_mode()
 def measured(target: LanguageModel, drafter: Drafter) -> RoundCosts:
     """Time a few target calls and drafts of every network.  Acceptance is left to the requests."""
-    text = any_text(target, min(TEXT, target.context_length // 4))
-    counts = [n for n in COUNTS if n <= 1 + drafter.max_nodes]
-    curve = measure_target(target, text, counts, REPEATS, typical=min)
+    text = any_text(target, min(32, target.context_length // 4))
+    counts = [n for n in (1, 2, 5, 9) if n <= 1 + drafter.max_nodes]  # a plain round, and drafts of usual lengths
+    # The quickest call counts, so that a pause of the machine does not: ``auto`` starts from these costs and corrects
+    # them only by trying.
+    curve = measure_target(target, text, counts, 3, typical=min)
     limits, drafters = drafter.limits, {}
     for index, member in enumerate(limits.members or (limits,)):
         if member.relative_cost and not drafter.traits.shares_state:

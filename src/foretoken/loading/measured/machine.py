@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
 ROWS = 16
 """Rows of a product in speculation."""
-CONTEXT = 128
-"""Committed tokens before them."""
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND")
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 
 def versions() -> dict[str, str]:
@@ -48,10 +44,11 @@ def versions() -> dict[str, str]:
 def hardware() -> dict[str, Any]:
     """Processor and accelerators."""
     flags = cpu_info("flags").split()
+    matrix_flags = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
     return {
         "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count() or 1,
-        "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "cpu_flags": [flag for flag in matrix_flags if flag in flags],
         "kernels": native.described(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "mps": bool(torch.backends.mps.is_available()),
@@ -61,7 +58,8 @@ def hardware() -> dict[str, Any]:
 def threads() -> dict[str, Any]:
     """Thread count, the variables that control it, and the load average over one minute."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    variables = {name: os.environ.get(name) for name in THREAD_VARIABLES}
+    thread_variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND")
+    variables = {name: os.environ.get(name) for name in thread_variables}
     return {"torch_threads": torch.get_num_threads(), "variables": variables, "load": load}
 
 
@@ -110,7 +108,7 @@ def layout_costs(target: LanguageModel) -> list[dict[str, Any]]:
 
 def scoring_costs(target: LanguageModel, repeat: int = 10, counts: Sequence[int] = COUNTS) -> list[dict[str, Any]]:
     """Median milliseconds of scoring 1 to 64 tokens in one call, after a committed prefix."""
-    cost = measure_target(target, any_text(target, CONTEXT), counts, repeat)
+    cost = measure_target(target, any_text(target, 128), counts, repeat)
     return [{"tokens": n, "median_ms": 1e3 * s, "ratio": cost.relative(n)} for n, s in cost.seconds.items()]
 
 
