@@ -1,6 +1,6 @@
-"""What the training commands can be told: every option of ``foretoken train`` that is not a path or a device.
+"""Settings of the training commands: every option of ``foretoken train`` that is not a path or a device.
 
-The commands' options are made from these classes, so that nothing here may load PyTorch before a value is checked.
+The command options are made from these classes, so nothing here may import PyTorch before a value is checked.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ OPTIMIZERS = ("muon", "adamw")
 Muon orthogonalises in bfloat16, which costs more than the rest of a step on a CPU without bfloat16 products.
 """
 PRECISIONS = ("bfloat16", "float32")
-"""Of products: bfloat16 by autocast, or those of the float32 weights."""
+"""Precision of products: bfloat16 by autocast, or float32 like the weights."""
 BLOCK_TEXTS = ("fixed", "target")
-"""Text of a drafter: the corpus, or what the target writes behind the beginnings of its blocks."""
+"""Text of a drafter: the corpus, or the target's continuations of the beginnings of its blocks."""
 TEXTS = ("fixed", "teacher", "policy", "mixed")
-"""Text of an alignment: the corpus, what the target writes, what the student writes, or the last two mixed."""
+"""Text of an alignment: the corpus, the target's text, the student's text, or the last two mixed."""
 
 TEACHER_WEIGHT = 0.7
-"""Share of the teacher in the loss of a language model that has one."""
+"""Weight of the teacher in a language model's loss."""
 OPTIMIZER_HELP = "muon (AdamW for all but matrices) or adamw (faster on most CPUs)."
 PRECISION_HELP = "Precision of matrix products: bfloat16, or float32 (faster on CPUs without bfloat16)."
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What every run is told; stored in its checkpoints and compared on resume, but for the schedule.
+    """Settings of every run, stored in its checkpoints and compared on resume, except for the schedule.
 
     Attributes:
-        warmup: share of the steps in which it rises.
-        decay: share of the steps in which it falls to zero.
+        warmup: share of the steps in which the learning rate rises.
+        decay: share of the steps in which the learning rate falls to zero.
     """
 
     steps: int = setting(500, "Optimizer steps.", 1)
@@ -47,7 +47,6 @@ class RunConfig:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole run."""
         return self.steps * self.batch_size * self.context
 
     def learning_rate_factor(self, step: int) -> float:
@@ -89,12 +88,12 @@ class LmConfig(RunConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(RunConfig):
-    """The run of a drafter.
+    """Settings of a drafter's run.
 
     Attributes:
-        text: ``"fixed"`` (the corpus) or ``"target"`` (what the target writes behind the beginnings of its blocks).
+        text: ``"fixed"`` (the corpus) or ``"target"`` (the target's continuations of the beginnings of its blocks).
         optimizer: ``"muon"`` (for matrices, AdamW for the rest) or ``"adamw"``.
-        precision: of products, ``"bfloat16"`` (by autocast) or ``"float32"``.
+        precision: precision of products, ``"bfloat16"`` (by autocast) or ``"float32"``.
     """
 
     text: str = setting("fixed", "fixed (the corpus) or target (text that the target writes).")
@@ -111,13 +110,13 @@ class TrainConfig(RunConfig):
 
 @dataclass(frozen=True)
 class DistillConfig(RunConfig):
-    """The run of an alignment.
+    """Settings of an alignment run.
 
     Attributes:
-        places: places that it learns to guess in one pass, masks standing in all but the first (PARD); 1: no masks.
-        taps: hidden states of the target that it reads beside its tokens (PARD-2), as Transformers counts them, joined
-            by ``+``; ``usual`` for those of the published models; empty for none.
-        mask_token: id of the mask; -1: the one of its configuration, else a new one behind its vocabulary.
+        places: positions predicted in one pass, from masks in all but the first (PARD); 1: no masks.
+        taps: hidden states of the target that the student reads beside the tokens (PARD-2), in Transformers' numbering,
+            joined by ``+``; ``usual`` for those of the published models; empty for none.
+        mask_token: id of the mask; -1: the id in the student's configuration, else a new token after its vocabulary.
     """
 
     batch_size: int = setting(4, "Rows per step.", 1)
@@ -145,7 +144,7 @@ class DistillConfig(RunConfig):
             raise ValueError(f"prompt={self.prompt} must leave room to write in a context of {self.context}")
         if self.mask_token < -1 or (self.places == 1 and self.mask_token != -1):
             raise ValueError("mask_token must be a token's id, and goes with places above 1")
-        if self.taps and self.layers and self.places == 1:  # a run without taps is checked without PyTorch
+        if self.taps and self.layers and self.places == 1:  # a run without taps is checked without importing PyTorch
             raise ValueError("taps, the target's states beside the tokens, go with places above 1")
         if self.places >= self.context:
             raise ValueError(f"places={self.places} must be fewer than the {self.context} tokens of a row")
@@ -155,12 +154,12 @@ class DistillConfig(RunConfig):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of a row that a writing model is given."""
+        """Tokens of a row that serve as the prompt of a generating model."""
         return self.prompt or max(1, self.context // 4)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The hidden states of :attr:`taps`.  Raises ``ValueError``: they are neither ``usual`` nor numbers joined by
+        """The hidden states of :attr:`taps`.  Raises ``ValueError`` unless they are ``usual`` or numbers joined by
         ``+``."""
         from foretoken.training.state_rows import layers_of
 
@@ -169,8 +168,7 @@ class DistillConfig(RunConfig):
 
 @dataclass(frozen=True)
 class AnswerConfig:
-    """How the target answers the questions of a data set; the draws of an answer depend on ``seed`` and on the
-    conversation's number."""
+    """Settings of the target's answers.  The draws of an answer depend on ``seed`` and the conversation's number."""
 
     tokens: int = setting(256, "Most tokens of such an answer.", 1)
     temperature: float = setting(0.7, "Temperature of such answers; 0 is greedy.", 0.0)
@@ -185,7 +183,7 @@ class AnswerConfig:
 
 @dataclass(frozen=True)
 class Intervals:
-    """How often a run is saved and measured."""
+    """Intervals between checkpoints and measurements."""
 
     save_every: int = setting(100, "Steps between two checkpoints.", 1)
     save_minutes: float = setting(5.0, "Minutes between two checkpoints; SIGTERM and Ctrl-C write one, too.", 0.0)
@@ -193,13 +191,13 @@ class Intervals:
 
 
 def check_context(context: int, longest: int, whose: str = "target's") -> None:
-    """Raise ``ValueError`` for rows that are longer than a model's context."""
+    """Raise ``ValueError`` for rows longer than a model's context."""
     if context > longest:
         raise ValueError(f"--context {context} is longer than the {whose} {longest}: give a smaller one")
 
 
 def check_choices(optimizer: str, precision: str) -> None:
-    """Raise ``ValueError`` for an optimizer or a precision that there is not."""
+    """Raise ``ValueError`` for an unknown optimizer or precision."""
     for name, value, choices in (("optimizer", optimizer, OPTIMIZERS), ("precision", precision, PRECISIONS)):
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")

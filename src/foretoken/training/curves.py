@@ -1,4 +1,4 @@
-"""Curves of a training by step, as CSV and PNG."""
+"""Training curves by step, as CSV and PNG."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LOSS, MEASURED, OTHER = "#9bb7d4", "#b3442f", "#5b84b1"
 
 
 class Curve(ABC):
-    """Loss, and what was measured, by step; what a stored file has up to ``start`` is kept.
+    """Loss and measurements by step.  Rows of a stored file up to step ``start`` are kept.
 
     Attributes:
-        header: first line of the file: step, loss, measured numbers.
-        decimals: of measured numbers.
-        size: inches of the picture, across and down.
+        header: first line of the file: step, loss, measurements.
+        decimals: decimals of measurements.
+        size: width and height of the picture in inches.
     """
 
     header: ClassVar[str]
@@ -37,14 +37,14 @@ class Curve(ABC):
                 self.measured[int(step)] = [float(value) for value in values]
 
     def add(self, step: int, loss: float | None, measured: Mapping[str, Any] | None) -> None:
-        """What is known of one step (step 0 is before training)."""
+        """Record one step (step 0 is before training)."""
         if loss is not None:
             self.losses[step] = loss
         if measured:
             self.measured[step] = self.values(measured)
 
     def write(self) -> None:
-        """The CSV file, whole or not at all."""
+        """Write the CSV file, whole or not at all."""
         lines = [self.header]
         for step in sorted({*self.losses, *self.measured}):
             loss = f"{self.losses[step]:.5f}" if step in self.losses else ""
@@ -53,9 +53,9 @@ class Curve(ABC):
         write_text(self.file, "\n".join([*lines, ""]))
 
     def plot(self, file: Path) -> bool:
-        """The picture; false when matplotlib is not installed."""
+        """Write the picture.  Returns false if matplotlib is not installed."""
         try:
-            import matplotlib.figure  # not pyplot, whose backend and figures are the caller's
+            import matplotlib.figure  # not pyplot: its backend and figures belong to the caller
         except ImportError:
             return False
         figure = matplotlib.figure.Figure(self.size, layout="constrained")
@@ -77,7 +77,7 @@ class Curve(ABC):
         axes.plot(steps, values, color=colour, marker="o", markersize=3, label=label)
 
     def values(self, measured: Mapping[str, Any]) -> list[float]:
-        """The numbers of a measurement, in the order of the header and by its names."""
+        """The numbers of a measurement, in the header's order and by its names."""
         return [float(measured[name]) for name in self.header.split(",")[2:]]
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Curve(ABC):
 
 
 class DrafterCurve(Curve):
-    """A drafter's training: loss, and mean acceptance length where it was measured."""
+    """A drafter's training: loss and mean acceptance length."""
 
     header, size = "step,loss,mean_acceptance_length", (9.0, 4.0)
 
@@ -98,7 +98,7 @@ class DrafterCurve(Curve):
 
 
 class LossCurve(Curve):
-    """A language model's training: loss, and held-out loss where it was measured, both in nats per token."""
+    """A language model's training: training loss and held-out loss, both in nats per token."""
 
     header, decimals, size = "step,train_loss,held_loss", 5, (7.0, 4.0)
 
@@ -115,7 +115,7 @@ MEASURES = {
     "expected_acceptance": "expected acceptance at T=1 (1 - TVD)",
     "argmax_agreement": "most likely tokens that agree",
 }
-"""What is measured of a draft model (:class:`foretoken.lab.bench.alignment.Alignment`)."""
+"""Measurements of a draft model (:class:`foretoken.lab.bench.alignment.Alignment`)."""
 
 
 def values_of(measured: Mapping[str, Any]) -> list[float]:
@@ -125,7 +125,7 @@ def values_of(measured: Mapping[str, Any]) -> list[float]:
 
 
 class AlignmentCurve(Curve):
-    """A draft model's alignment: loss, and how far it agrees with its target."""
+    """A draft model's alignment: loss, and agreement with its target."""
 
     header = "step,loss,greedy_length,sampled_length,expected_acceptance,argmax_agreement"
     size = (12.0, 3.6)

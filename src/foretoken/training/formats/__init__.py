@@ -1,4 +1,4 @@
-"""Drafters in the layouts of other projects: export and import.  Nothing heavy is imported until it is used."""
+"""Export and import of drafters in other projects' layouts.  Heavy modules are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model as the Hugging Face folder that it is."""
+"""Draft models as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ FILES = (
     "chat_template*",
     "LICENSE*",
 )
-"""What makes a model; the rest of its folder stays behind."""
+"""Files of a model; all others of its folder are not copied."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 TAPS = "warp_model.bin"
-"""Where PARD-2's own code reads the projection of the target's states from, pickled."""
+"""File with the pickled projection of the target's states in PARD-2's own code."""
 APART = Path("..") / "pard_warp_model" / "model.safetensors"
-"""Where its training writes the same beside the folder of the model."""
+"""Path where PARD-2's training writes the same, relative to the model's folder."""
 
 
 class ModelFolder(Format):
-    """Copied as it is, with the target's tokenizer where it has none of its own."""
+    """A plain copy, with the target's tokenizer if it has none."""
 
     method = "model"
 
@@ -84,7 +84,7 @@ class ModelFolder(Format):
 
 
 class PardFolder(ModelFolder):
-    """AMD's PARD: a model with a mask token, copied as it is."""
+    """AMD's PARD: a plain copy of a model with a mask token."""
 
     method = "pard"
 
@@ -92,16 +92,15 @@ class PardFolder(ModelFolder):
         return MASK in source.config and super().recognises(source)
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """Check the model and its mask token, and copy it.  Raises ``ValueError`` where it names no mask token."""
+        """Check the model and its mask token, and copy it.  Raises ``ValueError`` if it has no mask token."""
         (source,) = self.inputs(spec, target.source)
         if MASK not in Found(source).config:
             raise ValueError(f"{source} is a draft model without a {MASK}: export it as model:{source}")
         super().write_folder(spec, target, folder)
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
-        """The same the other way.  Where only the pickle holds the projection of the target's states, the model is used
-        without them.  Raises ``ValueError`` where the mask token is none of its tokens, or its projection is
-        damaged."""
+        """Check and copy it.  If the projection of the target's states is only pickled, the model is used without it.
+        Raises ``ValueError`` if the mask token is not in its vocabulary, or its projection is damaged."""
         mask, size = source.config[MASK], source.config.get("vocab_size")
         if type(mask) is not int or not 0 <= mask < (size if type(size) is int else mask + 1):
             raise ValueError(f"{MASK} must be one of the model's {size} tokens, not {mask!r}")

@@ -1,4 +1,5 @@
-"""What a target skips of itself: an exit layer (with Hugging Face's ``assistant_early_exit`` beside) and skip sets."""
+"""Drafters from the target's own layers: an exit layer (also as Hugging Face's ``assistant_early_exit``) and skip
+sets."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ KEY = "assistant_early_exit"
 
 
 class EarlyExit(Format):
-    """The exit layer E counts the layers that run, here and there."""
+    """The exit layer E is the number of layers that run, in both formats."""
 
     method = "early_exit"
 
     def recognises(self, source: Found) -> bool:
-        """Our file, or a generation config with an exit layer and no weights."""
+        """Whether it is our file, or a generation config with an exit layer and no weights."""
         if source.path.is_dir():
             return (source.path / FILE).exists() or (bool(source.json(GENERATION).get(KEY)) and not source.names)
         content = source.json("")

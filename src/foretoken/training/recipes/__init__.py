@@ -1,4 +1,4 @@
-"""One recipe per trained drafter: its network, its loss, and how a drafter is made from it."""
+"""Recipes of trained drafters: the network, the loss, and the drafter made from it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ RECIPES = {
     "jacobi": "jacobi:JacobiRecipe",
     "uno": "uno:UnoRecipe",
 }
-"""Method -> ``module:Class`` below this package."""
+"""``module:Class`` below this package, by method."""
 
 
 def find_recipe(method: str) -> type[Recipe]:
-    """The recipe of a method.  Raises ``ValueError``: unknown method; the message lists the valid ones."""
+    """The recipe of a method.  Raises ``ValueError``, listing the valid methods, for an unknown one."""
     if method not in RECIPES:
         raise unknown(f"nothing is trained for {method!r}", method, list(RECIPES))
     module, _, name = RECIPES[method].partition(":")

@@ -1,4 +1,4 @@
-"""Blockwise parallel decoding: one head per step, drawn at random (arXiv 1811.03115, section 6)."""
+"""Blockwise parallel decoding: each step trains one randomly drawn head (arXiv 1811.03115, section 6)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from foretoken.training.recipes.base import Batch, Recipe, check_labels, check_r
 
 @dataclass(frozen=True)
 class BpdSettings(BpdConfig):
-    """The heads' shape and how they are trained.
+    """The heads' shape and training settings.
 
     Attributes:
-        labels: what heads 2 to k learn: ``"target"`` (the target's own distribution, which is what they must guess) or
-            ``"text"`` (the paper's labels).
-        mode: ``"frozen"`` (the heads only) or ``"finetune"`` (the target too, whose own loss is that of head 1).
-        rank: in the mode ``"finetune"``, 0 trains all weights of the target, more only a low-rank update of its linear
-            layers.
+        labels: labels of heads 2 to k: ``"target"`` (the target's distribution, which they must predict) or ``"text"``
+            (the paper's labels).
+        mode: ``"frozen"`` (only the heads) or ``"finetune"`` (the target too, whose own loss is that of head 1).
+        rank: in the mode ``"finetune"``, 0 trains all weights of the target, a positive rank only a low-rank update of
+            its linear layers.
     """
 
     labels: str = "target"
@@ -40,10 +40,10 @@ class BpdSettings(BpdConfig):
 
 
 class BpdRecipe(Recipe):
-    """Head i learns the token i places after the one whose state it sees.
+    """Head i learns the token i positions after the one whose state it reads.
 
-    The mean over heads of their losses would need the logits of all of them at once; that of one head, drawn
-    uniformly, is an unbiased estimate of it.
+    The mean loss over heads would need the logits of all of them at once.  The loss of one uniformly drawn head is an
+    unbiased estimate.
     """
 
     method = "bpd"
@@ -64,21 +64,21 @@ class BpdRecipe(Recipe):
         return {"hidden_size": self.parts.hidden_size}
 
     def build(self) -> nn.Module:
-        """New heads, whose norms start at the usual size of the target's states."""
-        # Tokens, spread over the vocabulary, on which the usual size of the target's states is measured
+        """New heads, whose norms start at the typical size of the target's states."""
+        # Tokens spread over the vocabulary, to measure the typical size of the target's states
         ids = torch.linspace(0, self.parts.vocab_size - 1, 64, device=self.parts.device).long()
         with torch.no_grad():
             states = self.parts.features(ids[None], ("last",))["last"].float()
         return BpdHeads(self.config, size=float(states.square().mean().sqrt()))
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """The loss of one head; head 1 is drawn only where it can learn."""
+        """The loss of one head; head 1 is drawn only if it is trained."""
         first = 1 if self.trains_target else 2
         return self.head_loss(batch, int(torch.randint(first, self.config.k + 1, (1,), generator=generator)))
 
     def head_loss(self, batch: Batch, head: int) -> Tensor:
-        """Mean cross-entropy of one head (1 to k) at all places that have a token ``head`` places behind them; there
-        must be one."""
+        """Mean cross-entropy of one head (1 to k) at all positions followed by at least ``head`` tokens; there must be
+        one."""
         places = batch.length - head + 1
         if places < 1:
             raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")

@@ -1,5 +1,5 @@
-"""EAGLE-1's training: regress the next feature, and agree with the target's distribution (arXiv 2401.15077, section
-4.2)."""
+"""Training of EAGLE-1: regression of the next feature, and agreement with the target's distribution (arXiv 2401.15077,
+section 4.2)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EagleSettings(EagleConfig):
 
 
 class EagleRecipe(FeatureRecipe):
-    """One step per place from true features, with a little noise in place of the errors that drafting makes."""
+    """One step per position from true features, with noise in place of the errors of drafting."""
 
     method = "eagle"
     config_class: ClassVar[type[Any]] = EagleSettings

@@ -1,4 +1,4 @@
-"""EAGLE-3's training: drafting from places all over a text; only the target's distribution is learned (arXiv
+"""Training of EAGLE-3: drafts from positions all over a text, with the target's distribution as the only label (arXiv
 2503.01840)."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Eagle3Settings(Eagle3Config):
     """The network's shape and its loss.
 
     Attributes:
-        unroll: steps of drafting that are trained (the paper's 7 cost twice as much).
+        unroll: trained draft steps (the paper's 7 cost twice as much).
         decay: a step's weight is ``decay`` times that of the step before it.
     """
 
@@ -37,7 +37,7 @@ class Eagle3Settings(Eagle3Config):
 
 
 class Eagle3Recipe(FeatureRecipe):
-    """Training-time test: the network learns on its own outputs what it will meet when it drafts."""
+    """Training-time test: the network is trained on its own outputs, as in drafting."""
 
     method = "eagle3"
     config_class: ClassVar[type[Any]] = Eagle3Settings
@@ -56,7 +56,7 @@ class Eagle3Recipe(FeatureRecipe):
         return {
             **super().from_target(),
             "vocab_size": self.parts.vocab_size,
-            # Tokens of the draft vocabulary, where the target has that many
+            # Size of the draft vocabulary, if the target has as many tokens
             "draft_vocab": min(self.parts.vocab_size, 4096),
             "layers": default_layers(self.parts.num_layers),
         }
@@ -67,7 +67,7 @@ class Eagle3Recipe(FeatureRecipe):
         return config
 
     def build(self) -> nn.Module:
-        """A new network over the first tokens, which starts as the target's own head on its deepest fused state."""
+        """A new network over the first tokens, started as the target's own head on its deepest fused state."""
         net: Any = super().build()
         size = self.config.hidden_size
         net.fc.weight.data.mul_(0.1)[:, -size:] += torch.eye(size)
@@ -82,7 +82,7 @@ class Eagle3Recipe(FeatureRecipe):
             net.lm_head.weight.data.copy_(self.parts.head.weight.detach()[net.vocabulary])
 
     def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
-        """Make the most frequent tokens of the training text the draft vocabulary (ties: the lower id)."""
+        """Set the draft vocabulary to the most frequent tokens of the training text; the lower id wins a tie."""
         self.net.choose(torch.from_numpy(most_frequent(tokens, self.config.vocab_size, self.config.guessed)))
         self._start_head(self.net)
 

@@ -1,4 +1,5 @@
-"""Medusa-1: heads on a frozen target; Medusa-2: both together (arXiv 2401.10774, sections 2.2.1 and 2.2.2)."""
+"""Training of Medusa-1 (heads on a frozen target) and Medusa-2 (both together; arXiv 2401.10774, sections 2.2.1 and
+2.2.2)."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from foretoken.training.recipes.heads import PLACES, HeadsRecipe
 
 @dataclass(frozen=True)
 class MedusaSettings(MedusaConfig):
-    """The heads' shape and how they are trained.
+    """The heads' shape and training settings.
 
     Attributes:
-        labels: ``"target"`` (the target's own distribution, which is what they must guess) or ``"text"`` (the paper's
-            labels).
+        labels: ``"target"`` (the target's distribution, which they must predict) or ``"text"`` (the paper's labels).
         decay: weight of head i is ``decay ** i``.
         mode: ``"frozen"`` (Medusa-1) or ``"joint"`` (Medusa-2: the target is trained too).
-        head_weight: in the joint mode, what the heads' loss weighs at the end beside the target's own; it rises from
-            nothing like the first quarter of a sine wave.
-        rank: in the joint mode, 0 trains all weights of the target, more only a low-rank update of its linear layers.
+        head_weight: in the joint mode, the final weight of the heads' loss relative to the target's own; it rises from
+            0 like the first quarter of a sine wave.
+        rank: in the joint mode, 0 trains all weights of the target, a positive rank only a low-rank update of its
+            linear layers.
     """
 
     labels: str = "target"
@@ -45,7 +46,7 @@ class MedusaSettings(MedusaConfig):
 
 
 class MedusaRecipe(HeadsRecipe):
-    """Every head learns from the state alone."""
+    """Every head reads only the state."""
 
     method = "medusa"
     config_class: ClassVar[type[Any]] = MedusaSettings
@@ -59,7 +60,7 @@ class MedusaRecipe(HeadsRecipe):
         return self.config.mode == "joint"
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """The heads' loss; in the joint mode beside the target's own on the text."""
+        """The heads' loss; in the joint mode plus the target's own on the text."""
         heads = super().loss(batch, generator)
         if not self.trains_target:
             return heads

@@ -1,4 +1,4 @@
-"""Training of a multi-token prediction module that is used recursively (the recipe of FastMTP), or of several in a row
+"""Training of a multi-token prediction module applied recursively (the recipe of FastMTP), or of several in a row
 (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from foretoken.training.recipes.features import FeatureRecipe
 
 @dataclass(frozen=True)
 class MtpSettings(MtpConfig):
-    """The module's shape and its loss; ``layer=target`` trains one as checkpoints ship it, of the target's own class.
+    """The module's shape and its loss; ``layer=target`` trains one of the target's own class, as checkpoints ship it.
 
     Attributes:
-        unroll: steps of a draft, the first of which are those of the modules, and the others the last one's on its own
-            states.
-        beta: a step's weight is ``beta`` times that of the step before it; 1 weighs all alike, as DeepSeek-V3 does.
+        unroll: draft steps: one per module, then further steps of the last module on its own states.
+        beta: a step's weight is ``beta`` times that of the step before it; 1 gives equal weights, as in DeepSeek-V3.
     """
 
     unroll: int = 3
@@ -44,7 +43,7 @@ class MtpSettings(MtpConfig):
 
 
 class MtpRecipe(FeatureRecipe):
-    """Teacher-forced tokens, own states fed back; every step learns the target's distribution at its place."""
+    """Teacher-forced tokens, own states fed back; every step learns the target's distribution at its position."""
 
     method = "mtp"
     config_class: ClassVar[type[Any]] = MtpSettings
@@ -58,7 +57,7 @@ class MtpRecipe(FeatureRecipe):
         return {**super().from_target(), "experts": any("experts" in name.split(".") for name in names)}
 
     def build(self) -> nn.Module:
-        """A new module, of the target's own class where that is asked for: it then starts from the target's layer."""
+        """A new module; if it is of the target's own class, it starts from the target's last layer."""
         net = module_for(MtpConfig(**self.stored_config()), self.parts.network)
         for module in net.steps if isinstance(net, StackedModules) else (net,):
             if isinstance(module, NativeModule):
