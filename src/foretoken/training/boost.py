@@ -1,7 +1,8 @@
-"""``foretoken train boost``: draft models one after another, each on what the earlier ones miss.
+"""``foretoken train boost``: draft models trained one after another, each on the tokens that the earlier ones miss.
 
-SpecInfer's boost-tuning, Miao et al. 2023 (https://arxiv.org/abs/2305.09781): the first learns from all that the target
-wrote, the second from the places that the first does not match, and so on.  Together they draft as an ensemble.
+SpecInfer's boost-tuning, Miao et al. 2023 (https://arxiv.org/abs/2305.09781).  The first model learns from all text
+that the target wrote, the second from the positions where the first does not match, and so on.  Together they draft as
+an ensemble.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from foretoken.training.text_sources import TeacherText
 from foretoken.training.workshop import Workshop, load_student
 
 BATCH = 8
-"""Rows that are read at once."""
+"""Rows per forward."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a caller is told after every draft model.
+    """Report after every draft model.
 
     Attributes:
         number: 1, 2, ...
-        left: share of the written positions that it learned from.
-        coverage: share of held-out positions that it or an earlier one matches (``None``: nothing held out).
-        together: acceptance of the ensemble so far, if it was measured.
+        left: share of the written positions it was trained on.
+        coverage: share of held-out positions matched by it or an earlier model (``None``: nothing held out).
+        together: acceptance of the ensemble so far, if measured.
     """
 
     number: int
@@ -45,7 +46,7 @@ class Stage:
 
 @torch.no_grad()
 def best_tokens(network: Any, rows: Tensor) -> Tensor:
-    """The most likely token behind every position of ``rows`` int64 [n, m + 1], int64 [n, m]."""
+    """The most likely token after every position of ``rows`` int64 [n, m + 1], int64 [n, m]."""
     best = []
     for some in rows.split(BATCH):
         ids = some[:, :-1].to(network.device)
@@ -54,8 +55,8 @@ def best_tokens(network: Any, rows: Tensor) -> Tensor:
 
 
 def matched(targets: Tensor, drafted: Tensor, length: int) -> Tensor:
-    """Bool [n, m]: from here on both have the same most likely token ``length`` times in a row (or to the row's end).
-    The target's and the draft model's tokens are int64 [n, m]; ``length`` is at least 1."""
+    """Bool [n, m]: whether both have the same most likely tokens for ``length`` positions (or to the row's end) from
+    here.  The target's and the draft model's tokens are int64 [n, m]; ``length`` is at least 1."""
     same = targets == drafted
     run = same.clone()
     for shift in range(1, min(length, same.shape[1])):
@@ -68,10 +69,10 @@ class Boost:
 
     Args:
         shop: the target and its text; ``config.text`` must be ``teacher``.
-        draft: the model folder that every one starts from.
-        out: folder; the models are ``out/1``, ``out/2``, ...
-        length: matched tokens in a row from which on a place counts as covered.
-        held: what the target wrote behind held-out prompts, int64 [n, m + 1], and where the written part begins.
+        draft: the model folder that every model starts from.
+        out: output folder; the models are ``out/1``, ``out/2``, ...
+        length: consecutive matched tokens that make a position covered.
+        held: held-out prompts with the target's continuations, int64 [n, m + 1], and the column where these begin.
     """
 
     def __init__(
@@ -103,16 +104,16 @@ class Boost:
         on_stage: Callable[[Stage], None] = lambda stage: None,
         **options: Any,
     ) -> list[Stage]:
-        """Train ``count`` draft models; those that are whole already are loaded, a broken off one goes on.
+        """Train ``count`` draft models.  Finished ones are loaded, an interrupted one is resumed.
 
-        Fewer are trained when nothing is left that the earlier ones miss.
+        Training ends early if the earlier models cover all positions.
 
         Raises ``ValueError`` for a checkpoint of other settings, and ``FloatingPointError`` as
         :meth:`foretoken.training.distill.Distiller.run` does, which takes the other options.
 
         Args:
-            together: measures a list of networks as one ensemble.
-            on_step: told (number, progress) after every step.
+            together: measures a list of networks as an ensemble.
+            on_step: called with (number, progress) after every step.
         """
         stages: list[Stage] = []
         for number in range(1, count + 1):
@@ -129,7 +130,7 @@ class Boost:
         return stages
 
     def _trained(self, number: int, share: float, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The network of one stage and its report."""
+        """The network and the report of one stage."""
         config, folder = self.shop.config, self.out / str(number)
         extra = {"stage": number, "length": self.length, "left": share}
         report_file = folder / "training.json"
@@ -142,7 +143,7 @@ class Boost:
         return student, worker.run(**options)
 
     def _cross_off(self, network: Any) -> None:
-        """Give no weight to the places that this network covers."""
+        """Set the weights of positions that this network covers to zero."""
         if self._targets is None:
             self._targets = best_tokens(self._target, self.rows)
         self._open_weights = self._open_weights * ~matched(self._targets, best_tokens(network, self.rows), self.length)
@@ -156,6 +157,6 @@ class Boost:
 
 
 def ready_spec(folders: Sequence[Path]) -> str:
-    """The drafter spec that uses the models together."""
+    """The drafter spec that combines the models."""
     members = "|".join(f"model:{folder},k=4" for folder in folders)
     return f"ensemble,drafters=({members})"

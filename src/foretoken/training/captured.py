@@ -1,8 +1,8 @@
-"""Hidden states of a target on disk: safetensors shards that are memory-mapped, so that many runs read them once made.
+"""Hidden states of a target on disk: memory-mapped safetensors shards, computed once and shared by runs.
 
-A run's blocks are a pure function of (seed, step), so a shard is known by its number; every tap has its own shards, and
-a run that needs one tap more adds only that one's.  Conversations are packed into rows once: of them the rows are kept,
-so that every pass but the first reads what is there.
+A run's blocks are a pure function of (seed, step), so a shard is identified by its number.  Every tap has its own
+shards, so a run with one more tap adds only that tap's.  Conversations are packed into rows once; their states are
+stored by row, so that every pass after the first reads from disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from foretoken.training.chat import ChatBlocks, RowBlocks
 from foretoken.training.corpus import BlockSampler
 
 STEPS = 16
-"""Steps (of conversations: rows) per shard."""
+"""Steps per shard; rows, for conversations."""
 NAMED = {
     "target": "another target",
     "dtype": "a target of another dtype (--precision)",
@@ -32,16 +32,16 @@ NAMED = {
     "written": "text of another --text, --written-blocks or --written-temperature",
     "steps_per_shard": "another version",
 }
-"""What differs in words, where the values say little."""
+"""Descriptions of differences whose values mean little to a user."""
 
 
 class FeatureStore:
-    """Features [b, n, D] of the blocks of a sampler, step by step.  Raises ``ValueError`` where the folder holds
-    features of another target, dtype, text or order; the message names which.
+    """Features [b, n, D] of a sampler's blocks, by step.  Raises ``ValueError``, naming the difference, if the folder
+    holds features of another target, dtype, text or order.
 
     Args:
-        text: tells the text that the sampler reads from other text, as JSON can hold it.
-        writing: what else its blocks depend on, where the target wrote them.
+        text: identifies the sampler's text, as JSON data.
+        written: what else its blocks depend on if the target wrote them.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class FeatureStore:
         write_json(card, identity)
 
     def features(self, step: int, taps: Sequence[str]) -> dict[str, Tensor]:
-        """Hidden states [b, n, D] by tap of the blocks of ``step``; makes the whole shard when it is missing.  Raises
+        """Hidden states [b, n, D] of the blocks of ``step``, by tap.  A missing shard is computed whole.  Raises
         ``ValueError`` for a damaged one."""
         if not isinstance(self.sampler, ChatBlocks):
             return self._entry(step, taps)
@@ -92,7 +92,6 @@ class FeatureStore:
         return states
 
     def _tokens(self, index: int) -> Tensor:
-        """The inputs [b, n] of one entry."""
         sampler = self.sampler
         rows = sampler.rows[index][None] if isinstance(sampler, ChatBlocks) else sampler(index)
         return torch.from_numpy(rows[:, :-1]).to(self.parts.device)
@@ -113,7 +112,7 @@ class FeatureStore:
 
 
 def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """What the stored features are of that a run's are not, in words; empty where they are the same."""
+    """Descriptions of how the stored features differ from the run's; empty if they are the same."""
     differences = [words for key, words in NAMED.items() if stored.get(key) != present.get(key)]
     then, blocks = stored.get("blocks", []), present["blocks"]
     pairs = zip(("--context", "--batch-size", "--seed"), then, blocks, strict=False)

@@ -1,4 +1,4 @@
-"""The README of a trained model or drafter: what it was made from, how, and what it cannot do."""
+"""The README of a trained model or drafter: its data, its training and its limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUN_OPTIONS = ("steps", "batch_size", "context", "lr", "seed")
 
 
 def front_matter(licence: str = "") -> str:
-    """The head that the Hugging Face hub reads."""
+    """The metadata block that the Hugging Face hub reads."""
     lines = [f"license: {licence}"] if licence else []
     lines += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- foretoken"]
     return "\n".join(["---", *lines, "---", ""])
@@ -35,7 +35,7 @@ def table(rows: Mapping[str, str]) -> str:
 
 
 def grid(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown, with a line end behind it."""
+    """A Markdown table with a trailing newline."""
     lines = ["".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], ""])
 
@@ -46,7 +46,7 @@ def names_of(data: Sequence[str | Path]) -> str:
 
 
 def seen_text(report: Mapping[str, Any]) -> str:
-    """How much text there was."""
+    """The amount of training text."""
     train = report["corpus"]["train"]
     return f"{train['documents']:,} documents, {train['tokens']:,} tokens"
 
@@ -59,7 +59,7 @@ def command(
     folders: Mapping[str, str | Path | None],
     settings: Mapping[str, Any] | None = None,
 ) -> str:
-    """The ``foretoken train`` command of a run: the last parts of paths, options, and what ``--set`` was given."""
+    """The ``foretoken train`` command of a run: last parts of paths, options, and ``--set`` settings."""
     words = [f"foretoken train {name}"]
     words += [f"{_flag(key)} {Path(path).name}" for key, path in folders.items() if path is not None]
     words += [f"--data {Path(path).name}" for path in data]
@@ -78,10 +78,10 @@ def _flag(key: str) -> str:
 
 @dataclass(frozen=True)
 class CardInfo:
-    """What a training run cannot know by itself.
+    """Facts that a training run cannot know.
 
     Attributes:
-        data_note: where the text comes from and under which terms, in a sentence or two.
+        data_note: origin and terms of the text, in a sentence or two.
         licence: SPDX name of the licence of the weights, for example ``apache-2.0``.
     """
 
@@ -94,8 +94,8 @@ def write_card(
 ) -> Path:
     """Write ``out/README.md`` from a training report (see :func:`foretoken.training.lm.train_lm`).
 
-    Of the training paths ``data`` only the last parts are named; ``command_line`` is what trains this
-    model, as one line.
+    Only the last parts of the training paths ``data`` are named; ``command_line`` is the command that trains this
+    model.
     """
     info = info or CardInfo()
     licence = f"The weights are under {info.licence}." if info.licence else "The run did not state a licence."
@@ -174,7 +174,7 @@ def write_drafter_card(
 ) -> Path:
     """Write ``out/README.md`` from a training report (see :class:`foretoken.training.trainer.Trainer`).
 
-    ``answers`` are the options with which the target answered the questions in ``data``.
+    ``answers`` are the options of the target's answers to the questions in ``data``.
     """
     run, net, acceptance = report["run"], report["net"], report["acceptance"]
     method = report["method"]
@@ -207,7 +207,7 @@ def write_drafter_card(
 
 
 def _run_options(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the command that a drafter's or a stop head's run was given, usual choices left out."""
+    """Command options of a drafter's or a stop head's run, without usual values."""
     usual = {"text": "fixed", "optimizer": "muon", "precision": "bfloat16"}  # older reports leave them out
     run = {**usual, **run}
     names = [*RUN_OPTIONS, *(() if run["text"] == "fixed" else WRITTEN_OPTIONS)]
@@ -216,7 +216,6 @@ def _run_options(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _amounts(report: Mapping[str, Any]) -> dict[str, str]:
-    """How much was learned from, and in which time."""
     return {"tokens seen": f"{report['tokens']:,}", "time": f"{report['hours']:.2f} hours", "text": seen_text(report)}
 
 

@@ -1,7 +1,7 @@
-"""Conversations as training text: a chat template's tokens, and which of them the assistant writes.
+"""Conversations as training text: the tokens of a chat template, with a mask of the assistant's.
 
-Chat templates rarely mark what the assistant says, so that is seen by rendering beginnings of the conversation: what
-stands behind ``messages[:i]`` with the generation prompt, up to the end of ``messages[:i + 1]``, is answer i.
+Chat templates rarely mark the assistant's tokens, so they are found by rendering prefixes of the conversation: answer i
+is the part of ``messages[:i + 1]`` after ``messages[:i]`` with the generation prompt.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from foretoken.core.conversation import checked, from_sharegpt, render, turn_ends
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may speak in training data."""
+"""Roles allowed in training data."""
 CALLS = ("tool_calls", "function_call")
-"""Keys of what a message calls."""
+"""Keys of a message's tool calls."""
 
 Piece = tuple[list[int], list[bool]]
-"""Token ids, and which of them are learned."""
+"""Token ids, with a mask of the learned ones."""
 
 
 def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row with ``messages`` or ShareGPT's ``conversations``.  Raises ``ValueError`` for both or
-    another shape, an unknown role, and a weight that is neither 0 nor 1."""
+    """The messages of a row with ``messages`` or ShareGPT's ``conversations``.  Raises ``ValueError`` for both keys or
+    another shape, an unknown role, and a weight other than 0 or 1."""
     if "messages" in row and "conversations" in row:
         raise ValueError("a row has messages or conversations, not both")
     messages = checked(row["messages"] if "messages" in row else from_sharegpt(row["conversations"]))
@@ -39,15 +39,15 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
-    """The tokens of a conversation, and which of them the assistant writes, its end of turn included.
+    """The tokens of a conversation, with a mask of those that the assistant writes, its end of turn included.
 
-    A template that writes earlier turns in another way than the last one (without their reasoning, say) gives one piece
-    per answer, in which only that answer is learned.  An answer of ``weight`` 0 is not learned.  Raises ``ValueError``
-    as :func:`messages_of` and :func:`check_calls` do, and without an answer to learn from.
+    A template that renders earlier turns differently from the last (without their reasoning, say) gives one piece per
+    answer, in which only that answer is learned.  An answer of ``weight`` 0 is not learned.  Raises ``ValueError`` as
+    :func:`messages_of` and :func:`check_calls` do, and if there is no answer to learn.
 
     Args:
-        row: with ``messages`` or ``conversations``, perhaps ``tools`` for the template, perhaps ``unfinished``: the
-            places of answers that were cut before their end.
+        row: ``messages`` or ``conversations``, optionally ``tools`` for the template and ``unfinished``, the indices of
+            answers that were cut off.
     """
     messages = messages_of(row)
     more = {"tools": row["tools"]} if row.get("tools") else {}
@@ -68,7 +68,7 @@ def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
         text = render(messages[: i + 1], tokenizer, add_generation_prompt=False, **more)
         span = _answer_span(before, text, ends)
         if i in row.get("unfinished", ()) and text[span.stop - 1] in ends:
-            span = span[:-1]  # the template ends an answer that its writer had not ended
+            span = span[:-1]  # the template adds an end of turn to an answer that was cut off
         if whole[: span.stop] == text[: span.stop]:
             learned[span.start : span.stop] = [True] * len(span)
         else:
@@ -77,8 +77,8 @@ def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
 
 
 def check_calls(messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any = None) -> None:
-    """Refuse, by a ``ValueError`` that names the message, a call that is to be learned and that the chat template does
-    not write: an empty answer would be left."""
+    """Raise ``ValueError``, naming the message, for a learned tool call that the chat template does not render: the
+    answer would be empty."""
     more = {"tools": tools} if tools else {}
     for i, message in enumerate(messages):
         if not i or message["role"] != "assistant" or message.get("weight") == 0:
@@ -89,7 +89,7 @@ def check_calls(messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: An
         silent = {key: value for key, value in message.items() if key not in CALLS}
         try:
             without = render([*messages[:i], silent], tokenizer, add_generation_prompt=False, **more)
-        except ValueError:  # a template that asks for the call
+        except ValueError:  # the template requires the call
             continue
         if whole == without:
             raise ValueError(
@@ -99,23 +99,23 @@ def check_calls(messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: An
 
 
 def _text_before(messages: Sequence[Mapping[str, Any]], tokenizer: Any, more: Mapping[str, Any]) -> list[int]:
-    """Tokens of the text that the next answer follows."""
-    if messages[-1]["role"] == "assistant":  # a template would go on with that message
+    """Tokens of the prompt of the next answer."""
+    if messages[-1]["role"] == "assistant":  # a template would continue that message
         return render(messages, tokenizer, add_generation_prompt=False, **more)
     return render(messages, tokenizer, **more)
 
 
 def _answer_span(before: Sequence[int], text: Sequence[int], ends: frozenset[int]) -> range:
-    """The places of ``text`` behind ``before``, up to the first token that ends a turn."""
+    """The positions of ``text`` after ``before``, up to the first token that ends a turn."""
     start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
     stop = next((place + 1 for place in range(start, len(text)) if text[place] in ends), len(text))
     return range(start, stop)
 
 
 class RowBlocks:
-    """Blocks [batch, n + 1] out of given rows, int64 [rows, n + 1], in an order that is a function of (seed, step).
+    """Blocks [batch, n + 1] from rows int64 [rows, n + 1], in an order that is a function of (seed, step).
 
-    ``learned``, bool of the rows' shape, are the tokens that are to be guessed (``None``: all); ``block`` is n.
+    ``learned``, bool of the rows' shape, masks the tokens to predict (``None``: all); ``block`` is n.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class RowBlocks:
 
     @property
     def guessed(self) -> NDArray[np.int64]:
-        """The tokens of all rows that are to be guessed."""
+        """All tokens to predict."""
         return self.rows.flatten() if self.learned is None else self.rows[self.learned]
 
     def chosen(self, step: int) -> list[int]:
         return rows_of_step(step, self.batch, self.num_blocks, self.seed)
 
     def learned_of(self, step: int) -> NDArray[np.bool_] | None:
-        """Which tokens of the blocks of one step are to be guessed; ``None``: all."""
+        """Mask of the tokens to predict in one step's blocks; ``None``: all."""
         return None if self.learned is None else self.learned[self.chosen(step)]
 
     def __call__(self, step: int) -> NDArray[np.int64]:
@@ -142,16 +142,16 @@ class RowBlocks:
 
 
 class ChatBlocks(RowBlocks):
-    """Blocks of conversations, each from its beginning.
+    """Blocks of conversations, each starting at its beginning.
 
-    Conversations are packed into rows once, several into one while they fit; longer ones are cut.  What is left of a
-    row is filled up and not learned.  Raises ``ValueError`` for fewer rows than a batch.
+    Conversations are packed into rows once; longer ones are cut.  The rest of a row is padding and not learned.  Raises
+    ``ValueError`` for fewer rows than a batch.
 
     Args:
         tokens: int [tokens] of all conversations.
         learned: bool [tokens].
-        starts: where each begins, ascending.
-        filler: token of the rest of a row.
+        starts: index of the first token of each, ascending.
+        filler: padding token.
     """
 
     learned: NDArray[np.bool_]
@@ -166,7 +166,7 @@ class ChatBlocks(RowBlocks):
         seed: int,
         filler: int,
     ) -> None:
-        # Of its first token nothing is known, so that a piece needs a learned one behind it.
+        # The first token has no context, so a piece needs a learned token after it.
         cut = _spans(starts, len(tokens), block + 1)
         spans = [span for span in cut if bool(learned[span.start + 1 : span.stop].any())]
         order = np.random.default_rng((seed, len(spans))).permutation(len(spans))
@@ -187,21 +187,20 @@ class ChatBlocks(RowBlocks):
 
 
 def rows_of_step(step: int, batch: int, count: int, seed: int) -> list[int]:
-    """Which of ``count`` rows a step has, ``batch`` of them: every row once a turn, in an order that is a function of
-    (seed, turn)."""
+    """Indices of the ``batch`` rows of a step, out of ``count``: every row once per epoch, in an order that is a
+    function of (seed, epoch)."""
     places = [divmod(i, count) for i in range(step * batch, (step + 1) * batch)]
     return [int(np.random.default_rng((seed, turn)).permutation(count)[place]) for turn, place in places]
 
 
 def _spans(starts: NDArray[Any], end: int, size: int) -> Iterator[range]:
-    """Conversations, cut into pieces of at most ``size`` tokens."""
     for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), end], strict=True):
         for first in range(start, stop, size):
             yield range(first, min(first + size, stop))
 
 
 def _packed(spans: Sequence[range], size: int) -> list[list[range]]:
-    """Spans put together while they fit into ``size`` tokens, each into the first open row that has room."""
+    """Spans packed into rows of ``size`` tokens, each into the first open row with room."""
     rows, room = list[list[range]](), list[int]()
     for span in spans:
         # Rows that wait for a piece that fits while conversations are packed

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from foretoken.core.io.files import replacing
 
 NAMED = {"target": "another model", "student": "another draft model", "text": "other text"}
-"""What differs in words, where the values are hashes."""
+"""Descriptions of differences whose values are hashes."""
 MOST_NAMED = 6
-"""Differences that a message names."""
+"""Number of differences that a message names."""
 
 
 def save_checkpoint(
@@ -26,7 +26,7 @@ def save_checkpoint(
 ) -> Path:
     """Write ``folder/step-N`` through a temporary name, then drop all older checkpoints but one.
 
-    A kill or a full disk at any moment leaves the previous checkpoint as it was.
+    A kill or a full disk at any moment leaves the previous checkpoint intact.
     """
     final = folder / f"step-{step:07d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The meta data of a checkpoint (``step`` included).  Raises ``ValueError`` where the checkpoint is damaged."""
+    """The metadata of a checkpoint (``step`` included).  Raises ``ValueError`` if the checkpoint is damaged."""
     try:
         meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
     except ValueError:
@@ -61,11 +61,10 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def check_same(path: Path, identity: Mapping[str, Any]) -> None:
-    """Compare what a checkpoint was made with.
+    """Compare the settings of a checkpoint with the run's.
 
-    A checkpoint of an earlier version may not say all of it: a warning then names what could not be compared.  Raises
-    ``ValueError`` for other settings (names them with both values), another target or other text, and for a damaged
-    checkpoint.
+    A checkpoint of an earlier version may lack some: a warning then names those not compared.  Raises ``ValueError``
+    for other settings (names them with both values), another target or other text, and for a damaged checkpoint.
     """
     present, stored = json.loads(json.dumps(identity)), read_meta(path).get("identity", {})
     unknown = [key for key in present if key not in stored]
@@ -84,7 +83,6 @@ def check_same(path: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """What is not the same on both sides, in words."""
     earlier, current = dict(_flat(stored)), dict(_flat(present))
     differences = []
     for key in dict.fromkeys((*current, *earlier)):
@@ -95,7 +93,7 @@ def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by dotted names, so that a name that two parts have is two names."""
+    """Values by dotted names, so that equal names in two parts stay distinct."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{before}{key}.")
@@ -104,8 +102,8 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 
 
 def load_checkpoint(path: Path, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Restore parameters and optimizer state in place; return the stored meta data (``step`` included).  Raises
-    ``ValueError``: the checkpoint is damaged."""
+    """Restore parameters and optimizer state in place; return the stored metadata (``step`` included).  Raises
+    ``ValueError`` if the checkpoint is damaged."""
     try:
         with safe_open(path / "state.safetensors", "pt") as file:
             _restore(file, model, optimizers)

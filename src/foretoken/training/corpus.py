@@ -1,12 +1,13 @@
-"""Text folders -> token files: reading documents, training a tokenizer, encoding once to disk.
+"""Token files from text folders: reading documents, training a tokenizer, encoding to disk once.
 
 A corpus on disk is one flat ``uint16``/``uint32`` array per split (``train.bin``, ``held.bin``), every document
-followed by the tokenizer's end-of-text id, plus ``corpus.json`` that says what it was made from.  Documents are
-split by a hash of their content, so a document never changes side when others are added; where that holds out too
-little, the documents with the smallest hashes are held out, so that of several there is always one.
+followed by the tokenizer's end-of-text id, plus ``corpus.json`` with its sources.  Documents are split by a hash of
+their content, so a document stays in its split when others are added.  If that holds out too little, the documents with
+the smallest hashes are held out, so that of several at least one is.
 
-Where conversations are among the documents, ``train.learned.bin`` says for every token whether it is learned (a byte)
-and ``train.starts.bin`` where documents begin (int64); the same for ``held``.  A template ends a conversation itself.
+With conversations among the documents, ``train.learned.bin`` holds a byte per token that tells whether it is learned,
+and ``train.starts.bin`` the index of every document's first token (int64); the same for ``held``.  A chat template
+writes the end of a conversation itself.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
 
 END_OF_TEXT = "<|endoftext|>"
 READING = 2
-"""Counts the ways in which rows became text: a corpus of an earlier one is made anew."""
+"""Version of the conversion of rows to text; a corpus of an earlier version is rebuilt."""
 HELD = 0.01
 """Share of the documents that are held out."""
 PARTS = ("tokens", "learned", "starts")
 
 
 def check_text(paths: Sequence[str | Path]) -> None:
-    """Refuse, before a model is loaded for it, text that :func:`foretoken.core.io.documents.iter_records` refuses, and
-    none at all, by a ``ValueError``."""
+    """Raise ``ValueError``, before a model is loaded, for text that :func:`foretoken.core.io.documents.iter_records`
+    refuses, and if there is none."""
     if next(iter_records(paths), None) is None:
         raise ValueError(no_text(paths))
 
 
 def no_text(paths: Sequence[str | Path]) -> str:
-    """What is wrong with paths below which there is no text."""
+    """Error message for paths without text."""
     faults = [fault for path in paths if (fault := _fault(Path(path)))]
     if len(faults) == len(paths):
         return "; ".join(faults)
@@ -50,7 +51,7 @@ def no_text(paths: Sequence[str | Path]) -> str:
 
 
 def _fault(file: Path) -> str:
-    """Why a single file of a known kind holds no text; empty for a folder, or where that is not known."""
+    """Reason why a single file of a known kind holds no text; empty for a folder or if unknown."""
     if not file.is_file() or file.suffix not in (*TEXT_SUFFIXES, ".jsonl"):
         return ""
     raw = file.read_bytes()
@@ -61,10 +62,9 @@ def _fault(file: Path) -> str:
 
 
 def held_below(records: Iterable[Record], fraction: float) -> tuple[int, bool]:
-    """The hash below which documents are held out, and whether conversations are among them.
+    """The hash below which documents are held out, and whether there are conversations among them.
 
-    It is ``fraction`` of all hashes, or more where that would hold out nothing of several documents, or few
-    conversations.
+    It is ``fraction`` of all hashes, or more if that would hold out none of several documents, or few conversations.
     """
     hashes, chat = list[int](), False
     for record in records:
@@ -72,8 +72,8 @@ def held_below(records: Iterable[Record], fraction: float) -> tuple[int, bool]:
         chat = chat or record.row is not None
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
-        return 0, chat  # a single document is to be learned
-    # Conversations that are held out at least, though no more than an eighth of them
+        return 0, chat  # a single document is for training
+    # Least number of conversations held out: 16, but no more than an eighth
     least = max(1, min(16, len(distinct) // 8) if chat else 1)
     return max(round(fraction * 2**64), distinct[least - 1] + 1), chat
 
@@ -106,7 +106,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, out: Path) -> Non
 
 
 def stored_corpus(paths: Sequence[str | Path], tokenizer: Any, out: Path) -> dict[str, Any] | None:
-    """The description in ``out/corpus.json`` when it is of the same paths and tokenizer, else ``None``."""
+    """The description in ``out/corpus.json`` if it is for the same paths and tokenizer, else ``None``."""
     card = out / "corpus.json"
     if not card.exists():
         return None
@@ -132,8 +132,8 @@ def _identity(paths: Sequence[str | Path], tokenizer: Any) -> dict[str, Any]:
 
 
 def _listed(paths: Sequence[str | Path]) -> str:
-    """Tells files from other or changed ones: their names, sizes and times.  Copied ones are read again, which leaves
-    :func:`text_identity` as it is."""
+    """Hash of the files' names, sizes and times.  Copied files are read again, which leaves :func:`text_identity`
+    unchanged."""
     files = (file for root in map(Path, paths) for file in (sorted(root.rglob("*")) if root.is_dir() else [root]))
     stats = ((str(file), file.stat()) for file in files if file.is_file())
     return checksum(json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]))
@@ -142,19 +142,19 @@ def _listed(paths: Sequence[str | Path]) -> str:
 def build_corpus(
     paths: Sequence[str | Path], tokenizer: Any, out: Path, on_read: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
-    """Encode every document below ``paths`` to ``out/train.bin`` and ``out/held.bin``; reuse them when they match.
+    """Encode every document below ``paths`` to ``out/train.bin`` and ``out/held.bin``; reuse matching files.
 
-    Returns the description that is stored in ``out/corpus.json``: tokens, bytes and documents of each split, and of
-    conversations their number and how many of the tokens are learned.  ``on_read`` is told how many documents were
-    read, every now and then.  Raises ``ValueError`` for a path that does not exist, a row that is no text and no
-    conversation (names file and line), text of no tokens, and a tokenizer without an end-of-text token.
+    Returns the description stored in ``out/corpus.json``: tokens, bytes and documents of each split, and for
+    conversations their number and the number of learned tokens.  ``on_read`` is called from time to time with the
+    number of documents read.  Raises ``ValueError`` for a missing path, a row that is neither text nor conversation
+    (names file and line), text of no tokens, and a tokenizer without an end-of-text token.
     """
     check_end_of_text(tokenizer)
     description = stored_corpus(paths, tokenizer, out)
     if description is None:
         limit, chat = held_below(iter_records(paths), HELD)
         out.mkdir(parents=True, exist_ok=True)
-        with (out / "corpus.lock").open("a") as lock_file:  # two runs with other data would mix their files
+        with (out / "corpus.lock").open("a") as lock_file:  # two runs with different data would mix their files
             lock(lock_file.fileno(), out, "folder", wait=True)
             description = stored_corpus(paths, tokenizer, out) or _encode(paths, tokenizer, out, limit, chat, on_read)
     if description["train"]["tokens"] == 0:
@@ -172,7 +172,7 @@ def _encode(
 ) -> dict[str, Any]:
     """Write the files of a corpus; documents whose hash is below ``limit`` are held out."""
     card, identity = out / "corpus.json", _identity(paths, tokenizer)
-    card.unlink(missing_ok=True)  # killed between two of the files below, it would tell of others
+    card.unlink(missing_ok=True)  # after a kill between two of the files below it would describe others
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     with ExitStack() as stack:
         splits = {name: _Split.open(out, name, np.dtype(dtype), chat, stack) for name in ("train", "held")}
@@ -199,7 +199,7 @@ def check_end_of_text(tokenizer: Any) -> None:
 
 
 def text_identity(folder: Path, corpus: Mapping[str, Any]) -> dict[str, Any]:
-    """Tells the text of a corpus in ``folder`` from other text, wherever its files were."""
+    """Identifies the text of a corpus in ``folder``, independent of file locations."""
     parts = PARTS if corpus.get("chat") else PARTS[:1]
     files = [part_file(folder, split, part) for split in ("train", "held") for part in parts]
     return {"vocab": corpus["vocab"], "tokens": files_checksum(files)}
@@ -207,7 +207,7 @@ def text_identity(folder: Path, corpus: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Split:
-    """The files of one split while they are written."""
+    """The open files of one split."""
 
     dtype: np.dtype[Any]
     files: Mapping[str, IO[bytes]]
@@ -238,7 +238,7 @@ class _Split:
 
 
 def _encoded(records: Sequence[Record], tokenizer: Any) -> list[list[Piece]]:
-    """The tokens of documents; of a text all are learned."""
+    """The tokens of documents; all tokens of plain text are learned."""
     texts = [record.content for record in records if record.row is None]
     ids = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
     documents: list[list[Piece]] = []
@@ -266,12 +266,12 @@ def _batched(items: Iterable[Record], size: int) -> Iterator[list[Record]]:
 
 
 def part_file(folder: Path, split: str, part: str) -> Path:
-    """Where a corpus keeps ``tokens``, ``learned`` or ``starts`` of a split."""
+    """Path of ``tokens``, ``learned`` or ``starts`` of a split."""
     return folder / (f"{split}.bin" if part == "tokens" else f"{split}.{part}.bin")
 
 
 def read_chat(folder: Path, split: str, dtype: str) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Tokens, which of them are learned, and where documents begin, of a corpus with conversations."""
+    """Tokens, their learned mask, and the starts of documents, of a corpus with conversations."""
     kinds = zip(PARTS, (dtype, "bool", "int64"), strict=True)
     tokens, learned, starts = (read_tokens(part_file(folder, split, part), kind) for part, kind in kinds)
     return tokens, learned, starts
@@ -280,22 +280,22 @@ def read_chat(folder: Path, split: str, dtype: str) -> tuple[NDArray[Any], NDArr
 def corpus_blocks(
     folder: Path, corpus: dict[str, Any], tokenizer: Any, block: int, batch: int, seed: int
 ) -> BlockSampler | ChatBlocks:
-    """Training blocks of a corpus: packed conversations where it has any, else pieces of the text.  Raises
-    ``ValueError``: it is too short."""
+    """Training blocks of a corpus: packed conversations if it has any, else pieces of the text.  Raises ``ValueError``
+    if it is too short."""
     if corpus.get("chat"):
         return ChatBlocks(*read_chat(folder, "train", corpus["dtype"]), block, batch, seed, tokenizer.eos_token_id)
     return BlockSampler(folder / "train.bin", corpus["dtype"], block, batch, seed)
 
 
 def read_tokens(file: Path, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """A token file as a read-only array [tokens] (an empty file cannot be mapped, so it is no map)."""
+    """A token file as a read-only array [tokens]; memory-mapped unless the file is empty, which cannot be mapped."""
     if file.stat().st_size == 0:
         return np.empty(0, np.dtype(dtype))
     return np.memmap(file, dtype=np.dtype(dtype), mode="r")
 
 
 def spread_blocks(tokens: NDArray[Any], count: int, length: int) -> list[NDArray[np.int64]]:
-    """At most ``count`` pieces of ``length`` tokens, evenly over a text that has as many."""
+    """At most ``count`` pieces of ``length`` tokens, evenly spaced over a text."""
     starts = np.unique(np.linspace(0, len(tokens) - length, count).astype(int))
     return [tokens[start : start + length].astype(np.int64) for start in starts]
 
@@ -303,7 +303,7 @@ def spread_blocks(tokens: NDArray[Any], count: int, length: int) -> list[NDArray
 class BlockSampler:
     """Fixed-length training blocks from a token file, in an order that is a pure function of (seed, step).
 
-    Nothing has to be stored to resume: step ``s`` always sees the same blocks.
+    Resuming needs no stored state: step ``s`` always sees the same blocks.
     """
 
     def __init__(self, file: Path, dtype: str, block: int, batch: int, seed: int) -> None:
@@ -321,7 +321,7 @@ class BlockSampler:
         return self.tokens
 
     def learned_of(self, step: int) -> None:
-        """All tokens are to be guessed."""
+        """Nothing: all tokens are predicted."""
 
     def __call__(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The blocks of one step, int64 [batch, block + 1] (inputs are [:, :-1], labels [:, 1:])."""
@@ -330,7 +330,7 @@ class BlockSampler:
             epoch, place = divmod(i, self.num_blocks)
             rng = np.random.default_rng((self.seed, epoch))
             start = int(rng.permutation(self.num_blocks)[place]) * self.block
-            # A different phase each epoch, so that repeated text is not cut at the same places.
+            # A different phase each epoch, so that repeated text is not cut at the same positions.
             start = min(start + int(rng.integers(self.block)), len(self.tokens) - self.block - 1)
             rows.append(self.tokens[start : start + self.block + 1].astype(np.int64))
         return np.stack(rows)

@@ -1,7 +1,7 @@
-"""``foretoken train distill``: a draft model learns the distribution of its target.
+"""``foretoken train distill``: aligns a draft model with the distribution of its target.
 
-DistillSpec, Zhou et al. 2023 (https://arxiv.org/abs/2310.08461): one divergence per token, on fixed text, on the
-target's writing, on the student's own, or on a mix.  Nothing flows back through the drawing of tokens.
+DistillSpec, Zhou et al. 2023 (https://arxiv.org/abs/2310.08461): one divergence per token, on fixed text, on text of
+the target or of the student, or on a mix.  No gradient flows through the drawing of tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from foretoken.training.text_sources import TextSource
 from foretoken.training.workshop import Workshop
 
 WIDTH = 64
-"""A vocabulary that gets a mask is padded to a multiple of this: products over odd widths are slow."""
+"""A vocabulary extended by a mask is padded to a multiple of this: products over odd widths are slow."""
 CHUNK, CPU_CHUNK = 1024, 64
-"""Positions whose distributions are made at once; on a CPU so few that they stay in its cache (a third of the time)."""
+"""Positions whose distributions are computed at once.  On a CPU few, so that they stay in its cache (a third of the
+time)."""
 
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
@@ -48,9 +49,9 @@ class Distiller:
     """Aligns one student, a causal LM in float32, in place.
 
     Args:
-        source: text to learn from; what the run's ``text`` names by default.
-        name: where the student comes from, for the report and to tell runs apart.
-        extra: more that tells this run from others.
+        source: training text; by default that of the run's ``text``.
+        name: origin of the student, for the report and the run's identity.
+        extra: further data of the run's identity.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Distiller:
         config = shop.config
         longest = int(getattr(student.config.get_text_config(), "max_position_embeddings", 0) or 2**20)
         check_context(config.context, longest, "draft model's")
-        self.start = weights_digest(student)  # before a mask's row is drawn
+        self.start = weights_digest(student)  # before the mask's row is drawn
         self.mask = teach_mask(student, config, len(shop.tokenizer)) if config.places > 1 else -1
         layers = config.layers
         self.states = StateRows(student, shop.parts, layers) if layers else None
@@ -102,12 +103,12 @@ class Distiller:
             saving=saving,
         )
         self._save()
-        after = dict(evaluate(self.student)) if evaluate is not None else None  # of what was stored
+        after = dict(evaluate(self.student)) if evaluate is not None else None  # measured on the stored weights
         loop.curve.add(self.config.steps, None, after)
         return loop.finish(self._report(after, loop.spent_s))
 
     def _save(self) -> None:
-        """The model in Hugging Face's layout, and beside it what projects the target's states."""
+        """Write the model in Hugging Face's layout, and beside it the projection of the target's states."""
         _cast_parameters(self.student, torch.bfloat16)
         projection = getattr(self.student, NAME, None)
         if projection is not None:
@@ -119,8 +120,8 @@ class Distiller:
         _cast_parameters(self.student, torch.float32)
 
     def is_done(self) -> bool:
-        """Whether ``out`` holds the model that this run would give.  Raises ``ValueError``: it holds one of other
-        settings, models or text."""
+        """Whether ``out`` holds this run's finished model.  Raises ``ValueError`` if it holds one of other settings,
+        models or text."""
         checkpoint = latest_checkpoint(self.out / "checkpoints")
         if checkpoint is None or not (self.out / "training.json").exists():
             return False
@@ -140,7 +141,7 @@ class Distiller:
         return self.loss(text.tokens, text.weights)
 
     def mask_loss(self, tokens: Tensor, weights: Tensor, step: int) -> Tensor:
-        """The same loss as :meth:`loss` over the rows of the texts and of masks behind places all over them."""
+        """The loss of :meth:`loss` over the rows of the texts, and of masks after positions all over them."""
         config, device, n = self.config, self.student.device, tokens.shape[1] - 1
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         anchors, depths = with_text(n, *mask_rows(seeds_of(weights), config.places - 1, generator))
@@ -188,13 +189,13 @@ class Distiller:
         weights: Tensor,
         text_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Weighted mean divergence of the student's logits [b, m, V'] from the target's [b, n, V] at ``columns``
-        [b, m]; ``weights`` [b, m], 0 where none has any.  With the next ``text_tokens`` [b, m] their cross entropy
-        counts, too."""
+        """Weighted mean divergence of the student's logits [b, m, V'] from the target's [b, n, V] at ``columns`` [b,
+        m], with ``weights`` [b, m]; 0 if all are zero.  The cross entropy of the next ``text_tokens`` [b, m], if
+        passed, is added."""
         starts = torch.arange(len(target_logits), device=columns.device)[:, None] * target_logits.shape[1]
         places, weights = (columns + starts).flatten(), weights.to(columns.device).flatten()
         target_logits, draft_logits = target_logits.flatten(0, 1), draft_logits.flatten(0, 1)
-        total = draft_logits[:0].sum(dtype=torch.float32)  # 0 with a gradient, for rows without any weight
+        total = draft_logits[:0].sum(dtype=torch.float32)  # 0 with a gradient, for rows without weights
         for some in weights.nonzero()[:, 0].split(CPU_CHUNK if columns.device.type == "cpu" else CHUNK):
             p, q = target_logits[places[some], : self.width], draft_logits[some, : self.width]
             each = divergence(self.config.loss, p, q, self.config.beta)
@@ -219,17 +220,17 @@ class Distiller:
 
 
 def teach_mask(student: Any, config: DistillConfig, vocabulary: int) -> int:
-    """The id of the mask that a student fills, written into its configuration.
+    """The id of the student's mask, which is written into its configuration.
 
-    It is the one of the run; that of its configuration; the last row of an embedding that is wider than the tokenizer;
-    or a new row, drawn around the mean of the others with the seed of the run.  Raises ``ValueError`` for an id that it
-    does not have.
+    It is the run's id, else that of the configuration, else the last row of an embedding wider than the tokenizer, else
+    a new row, drawn around the mean of the others with the run's seed.  Raises ``ValueError`` for an id outside of the
+    vocabulary.
     """
     text = student.config.get_text_config()
     mask = config.mask_token if config.mask_token >= 0 else getattr(student.config, MASK, None)
     if mask is None:
         if text.vocab_size <= vocabulary:
-            # The new rows are drawn around the mean, of which Transformers tells at length.
+            # Transformers logs a long message about drawing the new rows around the mean.
             with ERRORS_ONLY.changed(), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(config.seed)
                 student.resize_token_embeddings(-(-(vocabulary + 1) // WIDTH) * WIDTH, mean_resizing=True)
@@ -241,6 +242,6 @@ def teach_mask(student: Any, config: DistillConfig, vocabulary: int) -> int:
 
 
 def _cast_parameters(network: Any, dtype: torch.dtype) -> None:
-    """Round in place, parameters only: buffers such as rotary frequencies are not stored, and stay as they are."""
+    """Cast parameters in place.  Buffers such as rotary frequencies are not stored and stay unchanged."""
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)

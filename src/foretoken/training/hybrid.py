@@ -1,8 +1,8 @@
-"""A small hybrid language model, and its start from a trained Llama: every second layer keeps a recurrent state.
+"""A small hybrid language model, optionally started from a trained Llama: every second layer is recurrent.
 
 The layers are those of Qwen3.5 (Gated DeltaNet, arXiv 2412.06464, and gated full attention).  A model with 2 L layers
-that starts from a Llama with L layers computes nearly what that one does: its full-attention layers are the Llama's,
-and its recurrent layers add nothing yet.
+started from a Llama with L layers computes nearly the same function: its full-attention layers are the Llama's, and its
+recurrent layers add nothing yet.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from foretoken.training.config import LmConfig
 
 PROBE = 1024
-"""Tokens on which the sizes of queries and keys are measured."""
+"""Tokens used to measure the sizes of queries and keys."""
 DECAYS = (0.02, 1.0)
-"""exp(A_log) of the first and the last recurrent head: one that remembers hundreds of tokens, one a few."""
+"""exp(A_log) of the first and the last recurrent head: the first remembers hundreds of tokens, the last a few."""
 
 
 def build_hybrid(config: LmConfig, eos_token_id: int) -> Any:
-    """A freshly initialised ``Qwen3_5ForCausalLM`` (float32, tied embeddings) of an even number of layers, text
-    only."""
+    """A freshly initialised text-only ``Qwen3_5ForCausalLM`` (float32, tied embeddings) with an even number of
+    layers."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     if config.layers % 2:
@@ -55,7 +55,7 @@ def build_hybrid(config: LmConfig, eos_token_id: int) -> Any:
 
 
 def common_shape(config: LmConfig, eos_token_id: int) -> dict[str, Any]:
-    """What the configurations of a hybrid and of a Llama have in common."""
+    """Configuration keys that a hybrid and a Llama share."""
     return {
         "vocab_size": config.vocab,
         "hidden_size": config.hidden,
@@ -72,9 +72,9 @@ def common_shape(config: LmConfig, eos_token_id: int) -> dict[str, Any]:
 def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
     """Copy the Llama in the folder ``source`` into the hybrid ``model``, which has twice its layers.
 
-    A gate of sigmoid(0) is undone by doubling the output projection.  The norms of queries and keys, which a Llama does
-    not have, get the mean size that its queries and keys have on the beginning of ``tokens`` [n].  Raises
-    ``ValueError`` for what is no Llama, and for one of other widths.
+    A gate of sigmoid(0) is undone by doubling the output projection.  The norms of queries and keys, which a Llama
+    lacks, get the mean size of its queries and keys on the beginning of ``tokens`` [n].  Raises ``ValueError`` for a
+    model that is no Llama or has other widths.
     """
     llama = from_pretrained(str(source), torch.float32, None).eval()
     hybrid, other = model.config, llama.config
@@ -102,7 +102,6 @@ def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
 
 
 def is_llama(folder: Path) -> bool:
-    """Whether a folder holds a Llama."""
     file = folder / "config.json"
     return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("model_type") == "llama"
 

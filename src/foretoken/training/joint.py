@@ -1,4 +1,4 @@
-"""Training a target together with its drafter, or for it: the target changes, so that its result is a target too."""
+"""Training of a target together with its drafter, or for it.  The target changes, so the result includes a target."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from foretoken.models.forward.parts import GGUF, TargetParts, storage_of
 from foretoken.models.network.low_rank import add_low_rank, low_rank_factors, merge_low_rank
 
 CHUNK = 1024
-"""Places whose logits are made at once."""
+"""Positions whose logits are computed at once."""
 FOLDER = "target"
-"""Below a run's ``out``."""
+"""Subfolder of a run's ``out``."""
 
 
 def load_trainable(source: Any, device: Any) -> LanguageModel:
-    """A target whose weights can be trained: float32, on its public modules.  Raises ``ValueError`` for a GGUF file."""
+    """A target with trainable weights: float32, on its public modules.  Raises ``ValueError`` for a GGUF file."""
     loaded: Any = load_model(source, dtype="float32", device=device, exact="approximate", lean=False)
     storage = storage_of(loaded.model)
     if storage.startswith(GGUF):
@@ -36,15 +36,15 @@ def load_trainable(source: Any, device: Any) -> LanguageModel:
 
 
 def as_served(network: nn.Module, dtype: torch.dtype) -> LanguageModel:
-    """A copy of a network in training, in the dtype that it will be stored in."""
+    """A copy of a network in training, in the dtype it will be stored in."""
     served: Any = _stored(network, dtype)
     return wrap(served.requires_grad_(False).eval())
 
 
 def _stored(network: nn.Module, dtype: torch.dtype) -> Any:
-    """A copy with ordinary layers: a low-rank update is merged into them.
+    """A copy with ordinary layers, into which a low-rank update is merged.
 
-    Only what is stored is cast: a loaded model has its rotary frequencies in float32 whatever its dtype.
+    Only stored tensors are cast: a loaded model keeps its rotary frequencies in float32.
     """
     copied = copy.deepcopy(network)
     merge_low_rank(copied, dtype)
@@ -55,8 +55,8 @@ def _stored(network: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def start_update(network: Any, rank: int, seed: int) -> None:
-    """Freeze a target but for a new low-rank update of its decoder.  Raises ``ValueError``: the target is stored as an
-    update itself, or has no layers that can be updated."""
+    """Freeze a target except for a new low-rank update of its decoder.  Raises ``ValueError`` if the target is an
+    adapter itself, or has no layers that can be updated."""
     source = network.config._name_or_path
     if is_adapter(Path(source)):
         raise ValueError(f"{source} is a low-rank update, which cannot be updated again: use rank=0")
@@ -64,8 +64,8 @@ def start_update(network: Any, rank: int, seed: int) -> None:
 
 
 def save_target(network: Any, dtype: torch.dtype, tokenizer: Any, out: Path, rank: int) -> None:
-    """Write ``out/target`` in Hugging Face's layout, whole or not at all; a low-rank update (``rank`` above 0) also
-    into ``out``, which then loads as the updated target."""
+    """Write ``out/target`` in Hugging Face's layout, whole or not at all.  A low-rank update (``rank`` above 0) is also
+    written to ``out``, which then loads as the updated target."""
     with replacing(out / FOLDER) as draft:
         save_model(_stored(network, dtype), tokenizer, draft)
     if rank:
@@ -76,8 +76,8 @@ def save_target(network: Any, dtype: torch.dtype, tokenizer: Any, out: Path, ran
 
 @torch.no_grad()
 def held_loss(parts: TargetParts, blocks: Sequence[Tensor], learned: Sequence[Tensor | None]) -> float | None:
-    """The target's own loss on (learned tokens of) held-out blocks [1, n + 1], in nats per token; ``None`` without
-    any."""
+    """The target's own loss on the (learned) tokens of held-out blocks [1, n + 1], in nats per token; ``None`` without
+    tokens."""
     total, count = 0.0, 0
     for tokens, guessed in zip(blocks, learned, strict=True):
         hidden = parts.features(tokens[:, :-1], ("last",))["last"].flatten(0, 1)

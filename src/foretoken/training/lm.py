@@ -1,7 +1,7 @@
-"""``foretoken train lm``: a small Llama-architecture language model from a folder of text.
+"""``foretoken train lm``: a small language model of Llama's architecture from a folder of text.
 
-Matrices of the transformer blocks are trained with Muon or AdamW, everything else with AdamW; the learning rate
-warms up, stays, and falls linearly to zero (so that a run can be given more or fewer steps when it is resumed).
+Matrices of the transformer blocks are trained with Muon or AdamW, everything else with AdamW.  The learning rate warms
+up, stays, and falls linearly to zero, so a resumed run can have more or fewer steps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def build_model(config: LmConfig, eos_token_id: int) -> Any:
 def next_token_loss(model: Any, blocks: Tensor) -> Tensor:
     """Mean cross-entropy in nats per token of ``blocks`` int64 [batch, block + 1].
 
-    Logits are made for some rows at a time: the full [rows, vocab] float32 matrix would dominate memory traffic.
+    Logits are computed for some rows at a time: the full [rows, vocab] float32 matrix would dominate memory traffic.
     """
     hidden = model.model(input_ids=blocks[:, :-1], use_cache=False).last_hidden_state
     rows, labels = hidden.flatten(0, 1), blocks[:, 1:].flatten()
@@ -72,7 +72,7 @@ def next_token_loss(model: Any, blocks: Tensor) -> Tensor:
 def distillation_loss(model: Any, teacher: Any, blocks: Tensor, weight: float) -> Tensor:
     """``weight`` x KL(teacher || model) + (1 - weight) x cross-entropy, in nats per token of ``blocks``.
 
-    Forward KL on the training text: DistillSpec, arXiv 2310.08461, with fixed data.
+    Forward KL on the training text, as in DistillSpec (arXiv 2310.08461) with fixed data.
     """
     hidden = model.model(input_ids=blocks[:, :-1], use_cache=False).last_hidden_state
     with torch.no_grad():
@@ -92,7 +92,7 @@ def distillation_loss(model: Any, teacher: Any, blocks: Tensor, weight: float) -
 
 
 def make_optimizers(model: Any, config: LmConfig) -> list[torch.optim.Optimizer]:
-    """Of everything that is not frozen; only the blocks' matrices decay."""
+    """Optimizers of all trainable parameters; only the blocks' matrices have weight decay."""
     return build_optimizers([(model, 1.0)], vocabulary_of(model), config.lr, config.optimizer, config.weight_decay)
 
 
@@ -100,7 +100,7 @@ def make_optimizers(model: Any, config: LmConfig) -> list[torch.optim.Optimizer]
 def evaluate(model: Any, file: Path, dtype: str, context: int, precision: str, max_blocks: int = 32) -> float | None:
     """Held-out loss in nats per token over up to ``max_blocks`` evenly spaced blocks of ``file``.
 
-    ``None`` when nothing was held out (a corpus of few documents).
+    ``None`` if nothing was held out (a corpus of few documents).
     """
     tokens = read_tokens(file, dtype)
     if len(tokens) < 2:
@@ -132,23 +132,23 @@ def train_lm(
     saving: Saving | None = None,
     card: CardInfo | None = None,
 ) -> dict[str, Any]:
-    """Train, resuming from ``out/checkpoints`` when there is something to resume; return the final report.
+    """Train, resuming from ``out/checkpoints`` if possible; return the final report.
 
     ``out`` receives the model in Hugging Face's layout (bfloat16 safetensors, tokenizer), ``losses.csv``,
     ``losses.png`` and ``training.json``.  ``tokenizer_from`` shares another model's tokenizer; ``init_from`` starts
     from another model's weights (and tokenizer) with fresh optimizers.  With a ``teacher`` the loss is mostly the
-    divergence from that model's distribution, which is what a draft model needs.
+    divergence from that model's distribution, as a draft model needs.
 
     Raises ``ValueError`` for empty or too short data, a checkpoint of other settings, text, start or teacher or of more
-    steps in ``out``, weights of another architecture in ``init_from``, a folder without a model, and a device that is
-    not there; and ``FloatingPointError`` when the loss became NaN or infinite: the last checkpoint is then intact.
+    steps in ``out``, weights of another architecture in ``init_from``, a folder without a model, and a missing device;
+    and ``FloatingPointError`` if the loss becomes NaN or infinite: the last checkpoint is then intact.
     """
     place = parse_device(device) or torch.device("cpu")
     if teacher is not None:
         check_folder(teacher)
     tokenizer_from = tokenizer_from or init_from
     tokenizer = _tokenizer(data, out, config, tokenizer_from)
-    shared = None if tokenizer_from is None else tokenizer_from / "corpus"  # of a run that has read the same text
+    shared = None if tokenizer_from is None else tokenizer_from / "corpus"  # of a run on the same text
     text = shared if shared is not None and stored_corpus(data, tokenizer, shared) is not None else out / "corpus"
     corpus = build_corpus(data, tokenizer, text, on_read=on_read)
     if corpus.get("chat"):
@@ -190,7 +190,7 @@ def train_lm(
     save_model(model.to(torch.bfloat16), tokenizer, out)
     loop.finish(report)
     changed = {key: value for key, value in asdict(config).items() if value != getattr(LmConfig, key)}
-    changed.pop("weight_decay", None)  # no option of the command
+    changed.pop("weight_decay", None)  # not an option of the command
     if teacher is not None and teacher_weight != TEACHER_WEIGHT:
         changed["teacher_weight"] = teacher_weight
     others = {"tokenizer_from": None if init_from else tokenizer_from, "init_from": init_from, "teacher": teacher}
@@ -203,7 +203,7 @@ def _measured(held_out_loss: float | None) -> dict[str, float] | None:
 
 
 def _load_teacher(model: Any, teacher: Path, device: torch.device) -> Any:
-    """The network to learn from.  Raises ``ValueError`` where its vocabulary is not that of ``model``."""
+    """The teacher network.  Raises ``ValueError`` if its vocabulary differs from that of ``model``."""
     guide = from_pretrained(str(teacher), torch.bfloat16, device).eval()
     if guide.config.vocab_size != model.config.vocab_size:
         raise ValueError(
@@ -216,13 +216,13 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
     from transformers import AutoTokenizer
 
     folder = source or out / "tokenizer"
-    if source is None and latest_checkpoint(out / "checkpoints") is None:  # what is there may be of other text
+    if source is None and latest_checkpoint(out / "checkpoints") is None:  # a stored tokenizer may be of other text
         documents = list(iter_documents(data))
         if not any(documents):
             raise ValueError(no_text(data))
         train_tokenizer(documents, config.vocab, folder)
     elif not (folder / "tokenizer.json").exists():
-        folder = folder / "tokenizer"  # a run that has not finished yet
+        folder = folder / "tokenizer"  # an unfinished run
         if not (folder / "tokenizer.json").exists():
             raise ValueError(f"{source} holds no tokenizer.json: give the --out of another run, or a model folder")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -233,7 +233,7 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
 
 
 def _load_weights(model: Any, source: Path) -> None:
-    """Copy the weights of the model folder ``source``, which must be of the same architecture, into ``model``."""
+    """Copy the weights of the model folder ``source``, which must have the same architecture, into ``model``."""
     from safetensors.torch import load_file
 
     file = source / "model.safetensors"

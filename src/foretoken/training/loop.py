@@ -1,7 +1,7 @@
-"""The training loop: steps under a learning rate that rises and falls, checkpoints, curves, news of it.
+"""The training loop: steps with a learning rate schedule, checkpoints, curves and progress reports.
 
-A front end gives the loss of a step and what is measured between steps.  Data must be a pure function of (seed, step):
-then a run that was killed goes on as if it had not been.
+A front end supplies the loss of a step and the measurements between steps.  Data must be a pure function of (seed,
+step), so that a killed run resumes as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from foretoken.training.config import RunConfig
 from foretoken.training.curves import Curve
 
 SCHEDULE = ("steps", "warmup", "decay")
-"""Settings that may change between a run and its continuation."""
+"""Settings that may change when a run is resumed."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a caller is told after every step; ``measured`` when something just was."""
+    """Report after every step; ``measured`` only after a measurement."""
 
     step: int
     steps: int
@@ -38,16 +38,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Saving:
-    """When checkpoints are written beside every so many steps: at most ``minutes`` after the last one.  ``stop`` is
-    asked after every step; true ends the run with a checkpoint."""
+    """Additional times for checkpoints: at most ``minutes`` after the last one, and when ``stop``, called after every
+    step, returns true, which ends the run."""
 
     minutes: float = math.inf
     stop: Callable[[], bool] = lambda: False
 
 
 class Stopped(Exception):
-    """A run ended before its last step, as it was asked to; ``step`` of its ``steps`` are done, all of them in the
-    checkpoint."""
+    """A run ended early on request; ``step`` of its ``steps`` are done and in the checkpoint."""
 
     def __init__(self, step: int, steps: int) -> None:
         super().__init__(f"stopped after step {step} of {steps}")
@@ -55,15 +54,15 @@ class Stopped(Exception):
 
 
 class Loop:
-    """One run, resumed from ``out/checkpoints`` if there is something to resume.  Raises ``ValueError`` where ``out``
-    holds a checkpoint of other settings or of more steps, or a damaged one.
+    """One run, resumed from ``out/checkpoints`` if possible.  Raises ``ValueError`` if ``out`` holds a checkpoint of
+    other settings or of more steps, or a damaged one.
 
     Args:
-        out: folder for checkpoints, ``losses.csv``, ``losses.png`` and ``training.json``; made if it is missing.
-        identity: what else tells this run from others, as JSON can hold it.
+        out: folder for checkpoints, ``losses.csv``, ``losses.png`` and ``training.json``; created if missing.
+        identity: further data that identifies this run, as JSON data.
 
     Attributes:
-        meta: the meta data of the checkpoint that it goes on from; empty for a new run.
+        meta: metadata of the checkpoint that was loaded; empty for a new run.
     """
 
     def __init__(
@@ -108,15 +107,15 @@ class Loop:
         on_step: Callable[[Progress], None] | None = None,
         saving: Saving | None = None,
     ) -> None:
-        """All steps that are left; what is measured behind the last one is the front end's.
+        """Run the remaining steps.  The front end measures after the last one.
 
-        Raises ``FloatingPointError`` when the loss or its gradient is NaN or infinite (the last checkpoint is then
-        intact), and :class:`Stopped` when ``saving.stop`` was true (everything up to then is in a checkpoint).
+        Raises ``FloatingPointError`` if the loss or its gradient is NaN or infinite (the last checkpoint is then
+        intact), and :class:`Stopped` if ``saving.stop`` returned true (all finished steps are in a checkpoint).
 
         Args:
-            save_every: steps between two checkpoints; there is one at the end, too.
-            measure: what the curve shows beside the loss.
-            keep: what a checkpoint before a step must hold beside weights, as JSON can.
+            save_every: steps between two checkpoints; the last step always writes one.
+            measure: the measurements shown beside the loss.
+            keep: further state of a checkpoint before a step, as JSON data.
         """
         config, saving = self.config, saving or Saving()
         saved = time.perf_counter()
@@ -140,7 +139,7 @@ class Loop:
                 raise Stopped(num_steps, config.steps)
 
     def _step(self, step: int, loss_of: Callable[[int], Tensor]) -> float:
-        """One update against the gradient, which is clipped to norm 1; returns the loss."""
+        """Update once, with the gradient clipped to norm 1; returns the loss."""
         lr = self.config.lr * self.config.learning_rate_factor(step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -148,7 +147,7 @@ class Loop:
         loss = loss_of(step)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.trained.parameters(), 1.0)
-        # A NaN gradient would spoil the weights, and the checkpoint after them, before the loss shows it.
+        # A NaN gradient would spoil the weights and the next checkpoint before the loss shows it.
         if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
             raise FloatingPointError(
                 f"the loss is {loss.item()} and its gradient {float(norm)} at step {step}; the last checkpoint is "
@@ -160,7 +159,7 @@ class Loop:
         return float(loss.detach())
 
     def finish(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Write the curves and the report, which is the last file of a whole run; returns the report."""
+        """Write the curves and the report, which is the last file of a finished run; returns the report."""
         self.curve.write()
         self.curve.plot(self.out / "losses.png")
         write_json(self.out / "training.json", report)
@@ -168,5 +167,5 @@ class Loop:
 
 
 def identity_of(config: RunConfig, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What must be the same in a run and its continuation."""
+    """The data that must be equal when a run is resumed."""
     return {"run": {key: value for key, value in asdict(config).items() if key not in SCHEDULE}, **(more or {})}

@@ -1,4 +1,4 @@
-"""With which optimizer a training changes parameters, and in which precision it multiplies."""
+"""Optimizers and precision of training."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 def autocast(device: str, precision: str) -> torch.autocast:
-    """The context in which a loss is computed on a device of this type."""
+    """The autocast context of a loss on this type of device."""
     return torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bfloat16")
 
 
 def vocabulary_of(network: Any) -> list[Tensor]:
-    """The weights of a causal LM that have a row per token: embeddings and the projection to logits."""
+    """The weights of a causal LM with a row per token: embeddings and the projection to logits."""
     ends = [module for module in network.modules() if isinstance(module, nn.Embedding)]
     ends.append(network.get_output_embeddings())
     return [weight for module in ends if module is not None for weight in module.parameters()]
@@ -28,11 +28,11 @@ def build_optimizers(
     kind: str = "muon",
     weight_decay: float = 0.0,
 ) -> list[torch.optim.Optimizer]:
-    """Optimizers of all that is trained in some modules, whose updates have one size.
+    """Optimizers of all trainable parameters of some modules, with updates of equal size.
 
     Args:
-        parts: the modules, and their learning rates in parts of the run's.
-        vocabulary: matrices that are trained as the rest is: a step reads few of their rows.
+        parts: the modules, and their learning rates relative to the run's.
+        vocabulary: matrices trained like non-matrices, because a step reads few of their rows.
         kind: ``"muon"`` (for matrices, AdamW for the rest) or ``"adamw"``.
     """
     outer = {id(weight) for weight in vocabulary}

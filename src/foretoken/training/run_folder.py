@@ -1,4 +1,4 @@
-"""The folder of a training run: one run at a time, and nothing in it that is not the run's."""
+"""The folder of a training run: one run at a time, and only files of that run."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from pathlib import Path
 from foretoken.core.io.locks import lock
 
 RESULTS = ("README.md", "config.json", "drafter.json", "model.safetensors", "adapter_config.json", "target")
-"""What a finished run writes; only a checkpoint tells that they are its own."""
+"""Files of a finished run; only a checkpoint shows that they belong to it."""
 
 
 @contextmanager
 def run_folder(out: Path) -> Iterator[None]:
-    """Inside the block this process alone trains into ``out``, which is made where it is missing.
+    """Lock ``out`` for this process while the block runs; the folder is created if missing.
 
-    What a killed run left half written is removed, and so is a folder that was made and that nothing was written to.
-    Raises ``ValueError`` for a file, for a folder that another run writes to, and for one that holds what no run with a
-    checkpoint there has written.
+    Partial files of a killed run are removed, and so is a new folder that stays empty.  Raises ``ValueError`` for a
+    file, for a folder in use by another run, and for one with results but no checkpoint.
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: --out names a folder")
     is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out, os.O_RDONLY) if os.name == "posix" else None  # of no other system can folders be opened
+    descriptor = os.open(out, os.O_RDONLY) if os.name == "posix" else None  # other systems cannot open folders
     try:
         if descriptor is not None:
             lock(descriptor, out, "folder")
@@ -43,7 +42,7 @@ def run_folder(out: Path) -> Iterator[None]:
 
 
 def _check_own(out: Path) -> None:
-    """Find that a run would write over what is no earlier part of it."""
+    """Raise ``ValueError`` if the run would overwrite results that are not its own."""
     others = [name for name in RESULTS if (out / name).exists()]
     if others and not (out / "checkpoints").is_dir():
         raise ValueError(

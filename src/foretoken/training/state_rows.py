@@ -1,8 +1,8 @@
-"""What a draft model learns from the target's states beside its tokens (PARD-2, arXiv 2605.08632).
+"""Training of a draft model that reads the target's states beside its tokens (PARD-2, arXiv 2605.08632).
 
-Every row reads the projected state of the token before it, a mask row that of its anchor's row; some texts are read
-without any, so that the same weights also draft without a target.  A row counts by the chance that the target gives the
-tokens that its masks stand for: what is drafted behind a wrong guess is never accepted.
+Every row reads the projected state of the token before it, a mask row that of its anchor's row.  Some texts are read
+without states, so that the same weights also draft without a target.  A row is weighted by the target's probability of
+the tokens that its masks stand for, because draft tokens after a wrong one are never accepted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from foretoken.methods.drafters.target_states import LAYERS, NAME, SCALE, taps_o
 from foretoken.models.forward.parts import TargetParts
 
 DROPPED = 0.1
-"""Share of the texts that are read without states."""
+"""Share of the texts read without states."""
 OWN_SHARE = 0.1
-"""Weight of the cross entropy of the text's own tokens, beside 1 for the target's distribution."""
+"""Weight of the cross entropy of the text's own tokens, relative to the target's distribution."""
 
 
 def layers_of(taps: str) -> tuple[int, ...]:
@@ -37,8 +37,8 @@ def layers_of(taps: str) -> tuple[int, ...]:
 
 
 class StateRows:
-    """The projection of one student, a causal LM, which is a module of it while it learns; ``layers`` are the target's
-    states that it reads, as Transformers counts them."""
+    """The projection of one student, a causal LM; a module of it during training.  ``layers`` are the target's hidden
+    states to read, in Transformers' numbering."""
 
     def __init__(self, student: Any, parts: TargetParts, layers: Sequence[int]) -> None:
         self.student, self.parts = student, parts
@@ -56,29 +56,30 @@ class StateRows:
     def embedded(
         self, ids: Tensor, states: Mapping[str, Tensor], anchors: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """What the student reads [b, m, D] for ids [b, m] of rows with ``anchors`` [m], given the target's states
-        [b, n, D_target] of the text, by tap."""
+        """Inputs [b, m, D] of the student for ids [b, m] of rows with ``anchors`` [m], from the target's states [b, n,
+        D_target] of the text, by tap."""
         projection: nn.Linear = getattr(self.student, NAME)
         beside = projection(torch.cat([states[tap].float() for tap in self.taps], -1)) * SCALE
-        before = F.pad(beside, (0, 0, 1, 0))[:, anchors]  # place t of the padded ones belongs to token t - 1
+        before = F.pad(beside, (0, 0, 1, 0))[:, anchors]  # position t of the padded states belongs to token t - 1
         keep = torch.rand(len(ids), generator=generator) >= DROPPED
         embedded: Tensor = self.student.get_input_embeddings()(ids)
         return embedded + before * keep.to(before.device)[:, None, None]
 
     @staticmethod
     def weights(logits: Tensor, tokens: Tensor, anchors: Tensor, depths: Tensor) -> Tensor:
-        """[b, m] the chances that the target gives the tokens behind every row's anchor up to its place, from logits
-        [b, n, V] of texts [b, n + 1]."""
-        log_chances = [torch.log_softmax(row[:-1].float(), -1) for row in logits]  # one text at a time: they are large
+        """[b, m]: the target's probability of the tokens after every row's anchor up to its position, from logits [b,
+        n, V] of texts [b, n + 1]."""
+        log_chances = [torch.log_softmax(row[:-1].float(), -1) for row in logits]  # one text at a time: memory
         token_chances = torch.stack(
             [row.gather(-1, text[1:-1, None])[:, 0] for row, text in zip(log_chances, tokens, strict=True)]
         )
-        sums = F.pad(token_chances.cumsum(-1), (1, 0))  # of the tokens up to each place
+        sums = F.pad(token_chances.cumsum(-1), (1, 0))  # over the tokens up to each position
         return (sums[:, anchors + depths] - sums[:, anchors]).exp()
 
 
 def stored_apart(student: Any) -> dict[str, Tensor]:
-    """The projection as its own file holds it; it is taken off the student, which is then a model like any other."""
+    """The projection in the layout of its own file.  It is removed from the student, which is then an ordinary
+    model."""
     projection = getattr(student, NAME)
     delattr(student, NAME)
     return {f"{NAME}.{name}": value.detach().to(torch.bfloat16).cpu() for name, value in projection.named_parameters()}

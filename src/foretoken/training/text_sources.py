@@ -1,10 +1,11 @@
-"""What a draft model is aligned on: the corpus, the target's writing, its own writing, or a mix.
+"""Text for the alignment of a draft model: the corpus, text of the target, its own text, or a mix.
 
-Every source is a pure function of (seed, step) and, where the student writes, of its weights when it wrote.
+Every source is a pure function of (seed, step) and, for text of the student, of the student's weights when it was
+written.
 
-Drafters, too, can be trained on blocks that the target wrote itself, which is sequence-level distillation: Stern et al.
-2018 (arXiv 1811.03115) train blockwise heads on text decoded by the model; Medusa, EAGLE-3 and SpecForge regenerate
-their corpora in the same way.
+Drafters can also be trained on blocks that the target wrote, which is sequence-level distillation: Stern et al. 2018
+(arXiv 1811.03115) train blockwise heads on text decoded by the model; Medusa, EAGLE-3 and SpecForge regenerate their
+corpora in the same way.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Writer = Callable[[Tensor, Sequence[int]], Tensor]
 
 @dataclass(frozen=True)
 class Text:
-    """What one step learns from.
+    """Training text of one step.
 
     Attributes:
         tokens: int64 [batch, context + 1]: inputs are ``[:, :-1]``.
-        weights: float32 [batch, context]: how much each position's distribution counts; 0 leaves it out.
+        weights: float32 [batch, context]: weight of each position's distribution.
     """
 
     tokens: Tensor
@@ -42,23 +43,23 @@ class Text:
 
 
 class TextSource(ABC):
-    """Text by step."""
+    """Training text by step."""
 
     @abstractmethod
     def __call__(self, step: int) -> Text:
         """The text of one step."""
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint before ``step`` must keep, as JSON can hold it."""
+        """State that a checkpoint before ``step`` must store, as JSON data."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state` gave."""
+        """Restore a :meth:`state`."""
         return
 
 
 class FixedText(TextSource):
-    """Blocks of the corpus; every position counts, of conversations those before an assistant's tokens."""
+    """Blocks of the corpus.  Every position counts; in conversations only those before an assistant's tokens."""
 
     def __init__(self, blocks: BlockSampler | ChatBlocks) -> None:
         self.blocks = blocks
@@ -71,8 +72,8 @@ class FixedText(TextSource):
 
 
 class TeacherText(TextSource):
-    """Rows that the target wrote once, int64 [n, context + 1], in a new order every pass.  Those without any of
-    ``weights``, float32 [n, context], are left out; one at least must have some."""
+    """Rows written by the target, int64 [n, context + 1], in a new order every epoch.  Rows without positive
+    ``weights``, float32 [n, context], are dropped; at least one must remain."""
 
     def __init__(self, rows: Tensor, weights: Tensor, batch: int, seed: int) -> None:
         keep = weights.sum(1) > 0
@@ -87,14 +88,14 @@ class TeacherText(TextSource):
 
 
 class PolicyText(TextSource):
-    """Continuations by the student as it is now, of the beginnings of corpus blocks.
+    """Continuations of the beginnings of corpus blocks by the current student.
 
-    The student writes for ``refresh`` steps at once, because a batch of many rows costs hardly more than a small one.
-    Only what is written counts in such a row.
+    Text for ``refresh`` steps is generated at once, because a large batch costs hardly more than a small one.  Only the
+    generated part of a row counts.
 
     Args:
-        prompt: tokens of a block that it continues.
-        refresh: steps that share one writing.
+        prompt: number of prompt tokens from each block.
+        refresh: steps per generation.
         mix: probability that a row is the student's; the others are corpus blocks.
     """
 
@@ -113,7 +114,7 @@ class PolicyText(TextSource):
         self._rows: dict[int, Tensor] = {}
 
     def __call__(self, step: int) -> Text:
-        """Corpus blocks, those of them continued by the student whose turn it is."""
+        """Corpus blocks, some of them continued by the student."""
         if step // self.refresh != self._window:
             self._renew(step // self.refresh)
         tokens = torch.from_numpy(self.blocks(step))
@@ -128,7 +129,7 @@ class PolicyText(TextSource):
         return range(step * self.blocks.batch, (step + 1) * self.blocks.batch)
 
     def _renew(self, window: int) -> None:
-        """Write what the steps of a window need."""
+        """Generate the continuations for the steps of a window."""
         prompts: dict[int, Tensor] = {}
         for step in range(window * self.refresh, (window + 1) * self.refresh):
             blocks = torch.from_numpy(self.blocks(step)[:, : self.prompt])
@@ -140,7 +141,7 @@ class PolicyText(TextSource):
         self._window, self._rows = window, dict(zip(numbers, rows, strict=True))
 
     def state(self, step: int) -> dict[str, Any]:
-        """The rows that were written by earlier weights and are still needed."""
+        """The rows written with earlier weights that are still needed."""
         if step // self.refresh != self._window:
             return {}
         return {"window": self._window, "rows": {str(n): row.tolist() for n, row in self._rows.items()}}
@@ -159,13 +160,13 @@ def write_blocks(
     temperature: float,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> RowBlocks:
-    """``count`` blocks: the beginnings of corpus blocks, which ``target`` continues; kept below ``folder``.  Raises
-    ``ValueError`` for blocks that the target's context does not hold, fewer than a batch, and conversations."""
+    """``count`` blocks, beginnings of corpus blocks continued by ``target`` and stored below ``folder``.  Raises
+    ``ValueError`` for blocks longer than the target's context, for less than a batch, and for conversations."""
     if isinstance(corpus, ChatBlocks):
         raise ValueError("--text target goes on with texts; for conversations use --answers target")
     if count < corpus.batch:
         raise ValueError(f"{count} written blocks do not fill a batch of {corpus.batch}: ask for more")
-    # One in so many tokens of a written block is its prompt, from the corpus
+    # One token in eight of a written block is its prompt, from the corpus
     prompt = max(1, corpus.block // 8)
     steps = range(-(-count // corpus.batch))
     prompts = torch.from_numpy(np.concatenate([corpus(step)[:, :prompt] for step in steps])[:count])

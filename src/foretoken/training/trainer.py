@@ -1,4 +1,4 @@
-"""Every trained drafter: a target's features in, a recipe's loss, the acceptance on held-out text."""
+"""Training of drafters: features of the target, the loss of a recipe, and acceptance on held-out text."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from foretoken.training.recipes.base import Batch, Recipe
 from foretoken.training.text_sources import write_blocks
 
 BLOCKS = 8
-"""Held-out blocks that accuracies are measured on."""
+"""Held-out blocks for measuring accuracies."""
 
 Held = tuple[Tensor, Tensor | None]
-"""Tokens int64 [1, n + 1], and which of them are to be guessed, bool [1, n + 1]; ``None``: all."""
+"""Tokens int64 [1, n + 1], and a mask of those to predict, bool [1, n + 1]; ``None``: all."""
 
 
 Evaluate = Callable[[Drafter, LanguageModel], Mapping[str, Any]]
@@ -53,15 +53,15 @@ class Trainer:
     target's, and features of other blocks.
 
     Args:
-        corpus: where the encoded text is kept (``out/corpus`` by default; share it between runs).
-        features: where the target's hidden states are kept (none are by default; share it between runs).
-        dtype: that a target is stored in, where the recipe trains it.
-        on_written: told (blocks written, blocks in all) while the target writes.
-        on_read: told how many documents were read while text is encoded.
+        corpus: folder of the encoded text, which runs can share (default: ``out/corpus``).
+        features: folder for the target's hidden states, which runs can share (default: not stored).
+        dtype: dtype of the stored target, if the recipe trains it.
+        on_written: called with (blocks written, all blocks) while the target generates text.
+        on_read: called with the number of documents read while text is encoded.
 
     Attributes:
         held_tokens: held-out blocks, int64 [1, n + 1] each.
-        held_learned: which of their tokens are to be guessed, bool [1, n + 1] each; ``None``: all.
+        held_learned: masks of their tokens to predict, bool [1, n + 1] each; ``None``: all.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class Trainer:
             self.store = FeatureStore(features, recipe.parts, self.sampler, self.text, writing)
 
     def held_prompts(self, count: int, length: int) -> list[list[int]]:
-        """At most ``count`` held-out prompts: the first ``length`` tokens of blocks; of a conversation what its first
-        answer follows, without its beginning where that is long."""
+        """At most ``count`` held-out prompts: the first ``length`` tokens of blocks; for a conversation the tokens
+        before its first answer, without their beginning if they are long."""
         prompts = []
         for tokens, guessed in zip(self.held_tokens, self.held_learned, strict=True):
             if guessed is None:
@@ -162,12 +162,12 @@ class Trainer:
         saving: Saving | None = None,
         weight_bits: int = 16,
     ) -> dict[str, Any]:
-        """Train to the end, resuming from ``out/checkpoints``; write the drafter; return the report.  It is stored in
-        ``weight_bits``, 16 or 8.
+        """Train to the end, resuming from ``out/checkpoints``; write the drafter, in ``weight_bits`` (16 or 8); return
+        the report.
 
         Raises ``ValueError`` for a checkpoint of other settings or text, of another target or of more steps in ``out``;
-        ``FloatingPointError`` when the loss or its gradient is NaN or infinite (the last checkpoint is then intact);
-        and :class:`Stopped` when ``saving.stop`` asked for an end (a checkpoint of the last step is in ``out``).
+        ``FloatingPointError`` if the loss or its gradient is NaN or infinite (the last checkpoint is then intact); and
+        :class:`Stopped` if ``saving.stop`` returned true (a checkpoint of the last step is in ``out``).
         """
         check_bits(weight_bits)
         recipe = self.recipe
@@ -175,7 +175,7 @@ class Trainer:
             "method": recipe.method,
             "net": asdict(recipe.config),
             "target": self.fingerprint,
-            # A recipe's tables of tokens are made from the text and are in no checkpoint.
+            # Token tables of recipes are computed from the text and not stored in checkpoints.
             "text": self.text,
         }
         loop = Loop(self.out, self.config, self.trained, self.optimizers, DrafterCurve, identity)
@@ -198,7 +198,7 @@ class Trainer:
         return loop.finish({**self._report(parts, acceptance, loop.spent_s), "weight_bits": weight_bits})
 
     def _evaluated(self, evaluate: Evaluate | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """What the recipe measures, and the acceptance on held-out text (nothing without ``evaluate``)."""
+        """The recipe's measurements, and the acceptance on held-out text (empty without ``evaluate``)."""
         recipe = self.recipe
         recipe.net.eval()
         if recipe.trains_target:
@@ -213,7 +213,7 @@ class Trainer:
             return self.recipe.loss(self._batch(step), generator)
 
     def _save(self, measured: Mapping[str, Any], bits: int) -> TargetParts:
-        """Write the drafter, and the target if it was trained too; returns the pieces of the target as it is stored."""
+        """Write the drafter, and the target if it was trained too; returns the parts of the stored target."""
         recipe, parts = self.recipe, self.recipe.parts
         if recipe.trains_target:
             save_target(self.network, self.dtype, self.tokenizer, self.out, recipe.rank)
@@ -246,8 +246,8 @@ class Trainer:
 
 
 def held_blocks(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context: int) -> list[Held]:
-    """A few blocks of ``context`` tokens, spread over what was held out; none where nothing was.  The tokenizer tells
-    the token that fills up conversations."""
+    """A few blocks of ``context`` tokens, spread over the held-out text; empty if there is none.  The tokenizer
+    supplies the padding token of conversations."""
     if corpus.get("chat"):  # each row begins with a conversation
         parts = read_chat(folder, "held", corpus["dtype"])
         if not parts[1].any():

@@ -1,4 +1,4 @@
-"""What alignment runs of one target share: the student's network and the text."""
+"""Data shared by the alignment runs of one target: the student's network and the text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from foretoken.training.written import stored_continuations, write_continuations
 def load_draft_model(
     draft: str | Path, target: LanguageModel, tokenizer: Any, device: str | None = None
 ) -> LanguageModel:
-    """The draft model in float32, which must have the target's tokenizer and vocabulary."""
+    """The draft model in float32.  Raises ``ValueError`` unless it has the target's tokenizer and vocabulary."""
     loaded = load_model(draft, role="draft", dtype="float32", device=device, exact="approximate")
     check_vocabularies(target, loaded, str(draft))
     check_same_tokenizer(tokenizer, load_tokenizer(resolve(draft, "draft")), str(draft))
@@ -31,7 +31,7 @@ def load_draft_model(
 
 
 def load_student(draft: str | Path, target: LanguageModel, tokenizer: Any, device: str | None = None) -> Any:
-    """The network of a draft model (:func:`load_draft_model`), to be aligned."""
+    """The trainable network of a draft model (:func:`load_draft_model`)."""
     network: Any = getattr(load_draft_model(draft, target, tokenizer, device), "model", None)
     for parameter in network.parameters():
         parameter.requires_grad_(True)
@@ -39,11 +39,11 @@ def load_student(draft: str | Path, target: LanguageModel, tokenizer: Any, devic
 
 
 class Workshop:
-    """What all students of one target share: its text, cut into rows, and what it wrote itself, both kept in
+    """Data shared by all students of one target: its text, cut into rows, and the text it wrote, both stored in
     ``folder``.  Raises ``ValueError`` for empty or too short data, and for a context longer than the target's.
 
-    ``on_rows`` is told (rows done, rows in all) while the target writes, and ``on_read`` how many documents were read
-    while text is encoded.
+    ``on_rows`` is called with (rows done, all rows) while the target generates text, ``on_read`` with the number of
+    documents read while text is encoded.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Workshop:
         return torch.tensor([tokens[s : s + length].tolist() for s in starts])
 
     def written_rows(self) -> Tensor:
-        """Rows that the target wrote, int64 [at most ``config.written``, context + 1]; made once, then read."""
+        """Rows written by the target, int64 [at most ``config.written``, context + 1]; generated once, then read."""
         config = self.config
         count = min(config.written, self.blocks.num_blocks)
         prompts = torch.from_numpy(self._blocks(count)(0)[:, : config.prompt_tokens])
@@ -93,13 +93,13 @@ class Workshop:
         )  # fmt: skip
 
     def written_weights(self, rows: Tensor) -> Tensor:
-        """Float32 [n, context]: 1 where the distribution of a written token counts."""
+        """Float32 [n, context]: 1 for positions before written tokens, else 0."""
         weights = torch.ones(rows.shape[0], rows.shape[1] - 1)
         weights[:, : self.config.prompt_tokens - 1] = 0
         return weights
 
     def source(self, student: Any) -> TextSource:
-        """The text that ``config.text`` names."""
+        """The text of ``config.text``."""
         config = self.config
         if config.text == "fixed":
             return FixedText(self.blocks)
@@ -109,7 +109,7 @@ class Workshop:
         prompt = config.prompt_tokens
 
         def write(prompts: Tensor, numbers: Sequence[int]) -> Tensor:
-            model = wrap(student, exact="approximate")  # as it will draft
+            model = wrap(student, exact="approximate")  # as it will run when it drafts
             new, width = config.context + 1 - prompt, len(self.tokenizer)
             return write_continuations(
                 model, prompts, new, config.temperature, config.seed, numbers=numbers, vocab_size=width
