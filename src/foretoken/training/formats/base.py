@@ -1,4 +1,4 @@
-"""What every layout is: a drafter of ours written for others, and read back."""
+"""Base classes of the layouts: export of our drafters, and import."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from foretoken.training.formats.values import whole
 
 NOTE_VERSION = 1
 DTYPE = torch.bfloat16
-"""What drafters are stored in."""
+"""Dtype of stored drafters."""
 
 
 @dataclass
 class Target:
-    """The model that a drafter belongs to; ``source`` is ``builtin``, a folder or a hub id."""
+    """The model of a drafter; ``source`` is ``builtin``, a folder or a hub id."""
 
     source: str
     model: LanguageModel
 
     @classmethod
     def open(cls, source: str) -> Target:
-        """Load it.  Raises ``ValueError`` where it cannot be loaded."""
-        return cls(source, load_model(source, exact="approximate"))  # which leaves the weights as they are
+        """Load the model.  Raises ``ValueError`` if it cannot be loaded."""
+        return cls(source, load_model(source, exact="approximate"))  # approximate: leaves the weights unchanged
 
     @cached_property
     def parts(self) -> TargetParts:
-        """What a drafter borrows from it."""
+        """The parts that a drafter uses."""
         return TargetParts(self.model)
 
     @cached_property
@@ -49,28 +49,28 @@ class Target:
 
     @property
     def name(self) -> str:
-        """What another program finds it under."""
+        """Name of the target for another program."""
         return resolve(self.source) if self.source == BUILTIN else self.source
 
     @property
     def architectures(self) -> list[str]:
-        """Names of its class."""
+        """Names of the target's class."""
         return list(getattr(self.parts.network.config, "architectures", None) or [type(self.parts.network).__name__])
 
     def head(self, rows: Tensor | None = None) -> Tensor:
-        """Its vocabulary projection [V, D], or some rows of it, as it is stored in a drafter.  Raises ``ValueError``:
-        it has a bias, which no layout can hold."""
+        """The vocabulary projection [V, D], or some of its rows, in the stored dtype.  Raises ``ValueError`` if it has
+        a bias, which no layout can hold."""
         if self.parts.head.bias is not None:
             raise ValueError("the target's vocabulary projection has a bias, which this format cannot hold")
         weight = self.parts.head.weight.detach()[: self.parts.vocab_size].to(DTYPE).cpu()
         return weight if rows is None else weight[rows.cpu()]
 
     def is_head(self, weight: Tensor, rows: Tensor | None = None) -> bool:
-        """Whether a projection is this target's own (to bfloat16)."""
+        """Whether a projection is this target's own, in bfloat16."""
         return self.parts.head.bias is None and _same(weight, self.head(rows))
 
     def is_embedding(self, weight: Tensor) -> bool:
-        """Whether an embedding [V, D] is this target's own, in whatever precision; padding rows do not count."""
+        """Whether an embedding [V, D] is this target's own, in any precision; padding rows do not count."""
         embedding = self.parts.embed.weight.detach().cpu()
         count = min(len(embedding), len(weight))
         return embedding.shape[1:] == weight.shape[1:] and bool(
@@ -78,12 +78,12 @@ class Target:
         )
 
     def check_embedding(self, embedding: Tensor | None) -> None:
-        """Refuse, by a ``ValueError``, an embedding that is not this target's own, which is what we use."""
+        """Raise ``ValueError`` for an embedding other than this target's, which our drafters use."""
         if embedding is not None and not self.is_embedding(embedding):
             raise ValueError("embed_tokens.weight is not the target's embedding: give the --target it was trained for")
 
     def speculators_config(self, algorithm: str, **proposal: float) -> dict[str, Any]:
-        """How vllm-project/speculators says to serve a drafter of this target with one greedy way of drafting."""
+        """Serving settings of vllm-project/speculators for a drafter of this target with one greedy proposal method."""
         return {
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
@@ -93,14 +93,13 @@ class Target:
 
 
 def _same(weight: Tensor, other: Tensor) -> bool:
-    """Equal in bfloat16; float16 cannot hold the tiniest values."""
+    """Whether both are equal in bfloat16; float16 cannot hold the smallest values."""
     return weight.shape == other.shape and float((weight.to(DTYPE) - other).abs().max()) <= 1e-7
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained drafter as it is kept by us: arguments of the network's configuration, and tensors by the network's own
-    names."""
+    """A trained drafter of ours: arguments of the network's configuration, and tensors by the network's names."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -108,14 +107,14 @@ class Trained:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter as it is kept by others: ``config.json`` and tensors."""
+    """A drafter in another layout: ``config.json`` and tensors."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
 class Format(ABC):
-    """One layout of one method; ``warnings`` are what the user should know about the last export or import."""
+    """One layout of one method; ``warnings`` are notes for the user about the last export or import."""
 
     method: ClassVar[str]
 
@@ -124,7 +123,7 @@ class Format(ABC):
 
     @abstractmethod
     def recognises(self, source: Found) -> bool:
-        """Whether a folder looks like this layout."""
+        """Whether a folder has this layout."""
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
         """Folders that an export reads: the drafter's."""
@@ -134,12 +133,12 @@ class Format(ABC):
 
     @abstractmethod
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """Export into an empty folder.  Raises ``ValueError`` where the drafter cannot be written in this layout."""
+        """Export into an empty folder.  Raises ``ValueError`` if this layout cannot hold the drafter."""
 
     @abstractmethod
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
-        """Import into an empty folder; returns a spec with ``{}`` in place of the folder's path.  Raises
-        ``ValueError``: it does not fit the target, is damaged, or needs what our network cannot do."""
+        """Import into an empty folder; returns a spec with ``{}`` in place of the folder's path.  Raises ``ValueError``
+        if the drafter does not fit the target, is damaged, or needs features that our network lacks."""
 
 
 class NetFormat(Format):
@@ -151,11 +150,11 @@ class NetFormat(Format):
 
     @abstractmethod
     def write(self, trained: Trained, target: Target) -> Checkpoint:
-        """Ours to theirs."""
+        """Convert ours to theirs."""
 
     @abstractmethod
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
-        """Theirs to ours."""
+        """Convert theirs to ours."""
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
         (source,) = self.inputs(spec, target.source)
@@ -196,12 +195,12 @@ class NetFormat(Format):
 
 
 def stored(net: nn.Module) -> dict[str, Tensor]:
-    """A network's tensors as a drafter's folder holds them."""
+    """A network's tensors in the dtypes of a drafter's folder."""
     return {n: v.detach().to(DTYPE if v.is_floating_point() else v.dtype) for n, v in net.state_dict().items()}
 
 
 def _measured(source: Found, method: str, fingerprint: Fingerprint) -> dict[str, Any]:
-    """What was measured, from the note beside an export of ours, which must be for this target; nothing for others'
+    """Measurements from the note beside an export of ours, which must be for this target; empty for other
     checkpoints."""
     note = source.json(NOTE) if source.path.is_dir() else {}
     if not note or note.get("method") != method:
@@ -222,12 +221,12 @@ def renamed(
     names: Mapping[str, str],
     ignored: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """Their tensors by our names; what is missing, left over or misshapen is refused by a ``ValueError`` that names the
-    first such tensor as they call it.
+    """Their tensors by our names.  Raises ``ValueError``, with their name of the first such tensor, if one is missing,
+    superfluous or misshapen.
 
     Args:
-        shapes: by our names.
-        names: their name of each of ours.
+        shapes: shapes by our names.
+        names: their names by our names.
     """
     for ours, theirs in names.items():
         if theirs not in tensors:
@@ -242,8 +241,8 @@ def renamed(
 
 
 def check_sizes(config: Mapping[str, Any], target: Target) -> None:
-    """Refuse, by a ``ValueError``, a hidden size or a vocabulary that is not the target's; a padded vocabulary may
-    differ a little."""
+    """Raise ``ValueError`` for a hidden size or a vocabulary other than the target's; a padded vocabulary may differ a
+    little."""
     size = whole(config, "hidden_size", default=target.parts.hidden_size)
     if size != target.parts.hidden_size:
         raise ValueError(f"the checkpoint is for a hidden size of {size}, the target's is {target.parts.hidden_size}")

@@ -1,6 +1,6 @@
-"""Block drafters as others keep them: tensors by our names, the shape from ``config.json``.
+"""Block drafters in other layouts: tensors by our names, the shape from ``config.json``.
 
-A folder says ``model_type: "qwen3"`` and holds neither embedding nor projection, so that its tensors tell what it is.
+A folder has ``model_type: "qwen3"`` and neither embedding nor projection, so its kind is recognised by the tensors.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from foretoken.training.formats.llama_layer import layer_shape, refuse_others
 from foretoken.training.formats.values import MOST, class_of, flag, listed, number, positive, whole
 
 QUANTISED = ("weight_packed", "weight_scale", "qweight", "scales")
-"""Last parts of names of tensors in quantised checkpoints."""
+"""Suffixes of tensor names in quantised checkpoints."""
 REFUSED: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "hidden_act": "silu",
 }
-"""Keys whose other values our layer cannot follow."""
+"""Keys with the only values that our layer supports."""
 
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` laid flat: the layers' own configuration, the top level, and ``dflash_config`` over both, each of
-    them a JSON object."""
+    """``config.json`` flattened: the layers' own configuration, the top level, and ``dflash_config`` over both, each a
+    JSON object."""
     flat = dict(config)
     for key in ("transformer_layer_config", "dflash_config"):
         inner = config.get(key)
@@ -43,8 +43,8 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by our names, with queries, keys and values apart; a quantised checkpoint is refused by a
-    ``ValueError``."""
+    """Tensors by our names, with separate queries, keys and values.  Raises ``ValueError`` for a quantised
+    checkpoint."""
     if any(name.rsplit(".", 1)[-1] in QUANTISED for name in tensors) or config.get("quantization_config"):
         quantisation = config.get("quantization_config")
         kind = quantisation.get("quant_method", "") if isinstance(quantisation, Mapping) else ""
@@ -66,9 +66,9 @@ def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> di
 
 
 def in_halves(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
-    """Weights for rotary embeddings of interleaved pairs, as ours turn the two halves of a head.
+    """Weights for rotary embeddings of interleaved pairs, permuted for ours, which rotate the two halves of a head.
 
-    Scores of queries and keys do not depend on the order of a head's rows, if both have the same.
+    Attention scores do not depend on the order of a head's rows if queries and keys have the same.
     """
     order = torch.cat([torch.arange(0, dim, 2), torch.arange(1, dim, 2)])
 
@@ -83,20 +83,21 @@ def in_halves(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
 
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
-    """Whether rotary embeddings turn neighbours (GPT-J) instead of halves; LFM2's drafters do without saying so."""
+    """Whether rotary embeddings rotate neighbours (GPT-J) instead of halves; LFM2's drafters do so without a key for
+    it."""
     switch = flag(config, "rope_interleave", "rope_interleaved")
     return class_of(config).startswith("Lfm2") if switch is None else switch
 
 
 def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> dict[str, Any]:
-    """Arguments of :class:`~foretoken.methods.drafters.nets.block.BlockConfig`, but for what tensors alone tell, of a
-    configuration that is laid flat (:func:`nested`).
+    """Arguments of :class:`~foretoken.methods.drafters.nets.block.BlockConfig` from a flattened configuration
+    (:func:`nested`), except for those that only tensors determine.
 
-    Raises ``ValueError`` where a key is missing, is for another target, or asks for what our network does not do.
+    Raises ``ValueError`` if a key is missing, is for another target, or requires features that our network lacks.
     """
     check_sizes(config, target)
     refuse_others(config, REFUSED)
-    # More than any published drafter has
+    # 256 layers: more than any published drafter has
     layers = whole(config, "num_hidden_layers", most=256)
     return {
         **layer_shape(config),
@@ -131,7 +132,7 @@ def _mask_token(config: Mapping[str, Any], own_embedding: bool, target: Target) 
 
 
 def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
-    """``reach`` and ``causal``: a sliding layer is causal unless the checkpoint says otherwise."""
+    """``reach`` and ``causal``; a sliding layer is causal by default."""
     kinds = listed(config, "layer_types") or ["full_attention"] * layers
     if flag(config, "use_swa"):
         kinds = ["sliding_attention"] * layers
@@ -141,7 +142,7 @@ def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
     window = whole(config, "swa_window_size", "sliding_window", default=0, least=0) if any(sliding) else 0
     if any(sliding) and window < 1:
         raise ValueError("config.json has sliding layers and no sliding_window: the checkpoint is incomplete")
-    # Transformers counts the window as the distance to the farthest token, everybody else the token itself, too.
+    # In Transformers the window is the distance to the farthest token; all others also count the token itself.
     reach = window if str(config.get("model_type", "")).endswith("_assistant") else window - 1
     is_causal = flag(config, "is_causal", "causal", "causal_head")
     if config.get("dflash_draft_attention") is not None:
@@ -155,13 +156,13 @@ def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
 
 
 def _joined(values: Sequence[int]) -> str:
-    """One number where all are the same."""
+    """The values joined by commas; a single number if all are equal."""
     return ",".join(map(str, values if len(set(values)) > 1 else values[:1]))
 
 
 def taps_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> list[int]:
     """Depths of the target that are fused: k is the output of its first k layers.  Raises ``ValueError`` for depths
-    that the target does not have, and where ``fc`` reads another number of them."""
+    that the target does not have, and if ``fc`` reads another number of them."""
     count, layers = target.parts.num_layers, config.get("num_target_layers")
     if layers is not None and layers != count:
         raise ValueError(f"the checkpoint is for a target of {layers} layers, and this one has {count}")
@@ -178,7 +179,7 @@ def taps_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Ta
         last, words = count, f"aux_hidden_state_layer_ids must be from 1 to {count}"
     if not all(type(i) is int and 1 <= i <= last for i in depths):
         raise ValueError(f"{words} for a target of {count} layers, and the checkpoint's reach to another one")
-    if len(depths) == fused - 1:  # behind the layers that are named the last one is read
+    if len(depths) == fused - 1:  # the last layer is read after the named ones
         depths = [*depths, count]
     if len(depths) != fused:
         raise ValueError(f"fc.weight reads {width} numbers, and {len(depths)} layers have {size} each")
@@ -186,14 +187,14 @@ def taps_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Ta
 
 
 def default_taps(count: int, fused: int) -> list[int]:
-    """Depths where nobody says which: evenly from the second layer to the third last."""
+    """Default depths: evenly from the second layer to the third last."""
     if fused == 1:
         return [count // 2 + 1]
     return [round(1 + i * (count - 4) / (fused - 1)) + 1 for i in range(fused)]
 
 
 def check_scales(config: Mapping[str, Any], target: Target) -> None:
-    """Refuse, by a ``ValueError``, logits with another scale or cap than the target's own, which they go through."""
+    """Raise ``ValueError`` for logits with another scale or cap than the target's, which is applied to them."""
     base = target.parts.config
     cap = config.get("final_logit_softcapping")
     if cap is not None and cap != getattr(base, "final_logit_softcapping", None):

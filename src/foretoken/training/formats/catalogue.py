@@ -1,4 +1,4 @@
-"""Every layout by method and name: one row each, imported only when used."""
+"""All layouts by method and name, imported on first use."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ENGINES = ("vllm", "sglang", "huggingface")
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to write a drafter of one method.
+    """One layout of one method.
 
     Attributes:
-        name: what ``--format`` calls it.
+        name: value of ``--format``.
         home: ``module:Class`` below ``foretoken.training.formats``.
-        engines: what reads it; the value is a warning, empty when there is nothing to say.
+        engines: engines that read it, each with a warning or an empty string.
     """
 
     method: str
@@ -32,14 +32,13 @@ class Layout:
     engines: Mapping[str, str] = field(default_factory=dict)
 
     def load(self) -> Format:
-        """Import and make it."""
         module, _, name = self.home.partition(":")
         layout: Format = getattr(importlib.import_module(f"foretoken.training.formats.{module}"), name)()
         return layout
 
 
 LAYOUTS: tuple[Layout, ...] = (
-    # Where two could read a checkpoint, the first one does.
+    # If two could read a checkpoint, the first one does.
     Layout("eagle3", "speculators", "eagle3:Eagle3Speculators", "vllm-project/speculators", {"vllm": ""}),
     Layout("peagle", "speculators", "peagle:PeagleSpeculators", "vllm-project/speculators", {"vllm": ""}),
     Layout("peagle", "plain", "peagle:PeaglePlain", "EAGLE-3's names and mask_hidden", {"vllm": ""}),
@@ -77,7 +76,7 @@ DEFAULTS = {
     "eagle": "plain",
     "medusa": "original",
 }
-"""The layout of a method when none is named, if the engine can load it."""
+"""Default layout by method, if the engine can load it."""
 
 
 def methods() -> list[str]:

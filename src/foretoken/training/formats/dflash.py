@@ -1,7 +1,7 @@
-"""Block drafters as z-lab, SpecForge and speculators write them: bare names, ``dflash_config``, no embedding, no head.
-
-DFlash is Chen, Liang, Liu 2026 (arXiv 2602.06036); DFlash2 has convolutions and a selector beside, DSpark a Markov
+"""Block drafters in the layouts of z-lab, SpecForge and speculators: bare names, ``dflash_config``, no embedding, no
 head.
+
+DFlash is Chen, Liang, Liu 2026 (arXiv 2602.06036).  DFlash2 adds convolutions and a selector, DSpark a Markov head.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from foretoken.training.formats.values import flag, whole
 CODEBOOK = "candidate_selector.predecessor_codebook"
 W1 = "markov_head.markov_w1.weight"
 TOP = 64
-"""Candidates of a place: more than any draft of the published networks needs, and few of a large vocabulary."""
+"""Candidates of a position: more than any draft of the published networks needs, and few of a large vocabulary."""
 
 
 class DflashPlain(NetFormat):
-    """What is written is read by vLLM."""
+    """The layout that vLLM reads."""
 
     method = "dflash"
     net_config: ClassVar[type[Any]] = BlockConfig
@@ -51,7 +51,7 @@ class DflashPlain(NetFormat):
         return {"from_anchor": bool(flag(config, "sample_from_anchor"))}
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
-        """A rename; a projection that is the target's own is shared."""
+        """Rename the tensors; a projection equal to the target's is shared."""
         config = nested(checkpoint.config)
         tensors = by_our_names(checkpoint.tensors, config)
         shape = {**shape_of(config, tensors, target), **self.extras(config, tensors)}
@@ -79,7 +79,6 @@ class DflashPlain(NetFormat):
         return Checkpoint(self.described(shape, target), dict(trained.tensors))
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
-        """``config.json``."""
         inner = {"target_layer_ids": [int(part) - 1 for part in shape.taps.split(",")], **self.block_keys(shape)}
         return {
             "architectures": [self.architecture],
@@ -107,7 +106,7 @@ class DflashPlain(NetFormat):
 
 
 class DflashSpeculators(DflashPlain):
-    """The same as vllm-project/speculators keeps it: layers' numbers are one higher there."""
+    """The layout of vllm-project/speculators, whose layer numbers are one higher."""
 
     architecture = "DFlashSpeculator"
 
@@ -132,7 +131,7 @@ class DflashSpeculators(DflashPlain):
 
 
 def layers_of(shape: BlockConfig, target: Target) -> dict[str, Any]:
-    """The layers in the words of Qwen3.  Raises ``ValueError`` for layers of several windows."""
+    """The layers in Qwen3's configuration keys.  Raises ``ValueError`` for layers with different windows."""
     windows = {reach for reach in shape.reaches if reach}
     if len(windows) > 1:
         raise ValueError(f"the layers see {shape.reach} tokens back, and this format has one window for all")
@@ -148,7 +147,7 @@ def layers_of(shape: BlockConfig, target: Target) -> dict[str, Any]:
 
 
 def _causality(shape: BlockConfig) -> dict[str, Any]:
-    """Keys that say which layers are causal.  Raises ``ValueError``: some are, and not just those with a window."""
+    """Keys for causal layers.  Raises ``ValueError`` if some are causal, but not exactly those with a window."""
     if len(set(shape.causals)) == 1:
         return {"causal": shape.causals[0]}
     if list(shape.causals) != [bool(reach) for reach in shape.reaches]:
@@ -157,7 +156,7 @@ def _causality(shape: BlockConfig) -> dict[str, Any]:
 
 
 class Dflash2Plain(DflashPlain):
-    """Sizes that ``config.json`` leaves out are those of the tensors."""
+    """Sizes missing in ``config.json`` are taken from the tensors."""
 
     method = "dflash2"
     net_config: ClassVar[type[Any]] = Dflash2Config
@@ -165,7 +164,7 @@ class Dflash2Plain(DflashPlain):
     architecture = "DFlash2DraftModel"
 
     def extras(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Convolutions and selector.  Raises ``ValueError`` where one of both is missing."""
+        """Convolutions and selector.  Raises ``ValueError`` if one of them is missing."""
         kernel = tensors.get("layers.0.attention_conv.base_kernel")
         for name, tensor in ((CODEBOOK, tensors.get(CODEBOOK)), ("layers.0.attention_conv.base_kernel", kernel)):
             if tensor is None:
@@ -188,14 +187,14 @@ class Dflash2Plain(DflashPlain):
 
 
 class Dflash2Speculators(DflashSpeculators, Dflash2Plain):
-    """The same as vllm-project/speculators keeps it."""
+    """The same in the layout of vllm-project/speculators."""
 
     method = "dflash2"
     architecture = "DFlash2Speculator"
 
 
 class DsparkPlain(DflashPlain):
-    """Which heads there are is told by the tensors."""
+    """The tensors determine which heads exist."""
 
     method = "dspark"
     net_config: ClassVar[type[Any]] = DsparkConfig
@@ -203,8 +202,8 @@ class DsparkPlain(DflashPlain):
     architecture = "DSparkDraftModel"
 
     def extras(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Both heads.  Raises ``ValueError`` where the Markov head is missing, or is another than ``config.json``
-        names."""
+        """Both heads.  Raises ``ValueError`` if the Markov head is missing, or differs from the one in
+        ``config.json``."""
         if W1 not in tensors:
             raise ValueError(f"the checkpoint lacks the tensor {W1}: it is incomplete")
         heads = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
@@ -236,7 +235,7 @@ class DsparkPlain(DflashPlain):
 
 
 class DsparkSpeculators(DflashSpeculators, DsparkPlain):
-    """The same as vllm-project/speculators keeps it."""
+    """The same in the layout of vllm-project/speculators."""
 
     method = "dspark"
     architecture = "DSparkSpeculator"

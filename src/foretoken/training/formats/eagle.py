@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 as SafeAILab/EAGLE and SGLang read them: ``fc`` with its bias, one layer, no head.
+"""EAGLE-1 and EAGLE-2 in the layout of SafeAILab/EAGLE and SGLang: ``fc`` with its bias, one layer, no head.
 
 Li et al. 2024 (arXiv 2401.15077).
 """
@@ -15,13 +15,13 @@ from foretoken.training.formats.llama_layer import layer_config, layer_keys, lay
 
 NAMES = {"fc.weight": "fc.weight", "fc.bias": "fc.bias", **layer_names("layer", "layers.0")}
 UNUSED = ("layers.0.input_layernorm.weight", "embed_tokens.weight", "lm_head.weight")
-"""Some checkpoints hold them: the norm is skipped by all who read it, the others are the target's."""
+"""Tensors of some checkpoints that are ignored: no reader uses the norm, and the others are the target's."""
 READERS = ("q_proj", "k_proj", "v_proj")
 LAYER = "layers.0.self_attn"
 
 
 class EaglePlain(NetFormat):
-    """No ``bias`` key is written: EAGLE takes it as true, and SGLang would give the attention one."""
+    """No ``bias`` key is written: EAGLE's default is true, and SGLang would give the attention a bias."""
 
     method = "eagle"
     net_config = EagleConfig
@@ -29,7 +29,7 @@ class EaglePlain(NetFormat):
     architecture = "LlamaForCausalLMEagle"
 
     def recognises(self, source: Found) -> bool:
-        """``fc`` beside one layer, and no norm of hidden states (which EAGLE-3 has)."""
+        """Whether there are ``fc`` and one layer, but no norm of hidden states (as in EAGLE-3)."""
         names = source.names
         return (
             {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names
@@ -50,7 +50,7 @@ class EaglePlain(NetFormat):
 
 
 def check_borrowed(tensors: dict[str, Tensor], target: Target) -> None:
-    """Refuse, by a ``ValueError``, an embedding or a head that is not the target's, which is what we use."""
+    """Raise ``ValueError`` for an embedding or a head other than the target's, which our drafters use."""
     head = tensors.get("lm_head.weight")
     target.check_embedding(tensors.get("embed_tokens.weight"))
     if head is not None and not target.is_head(head[: target.parts.vocab_size]):
@@ -58,16 +58,17 @@ def check_borrowed(tensors: dict[str, Tensor], target: Target) -> None:
 
 
 class EagleVllm(EaglePlain):
-    """As vLLM reads it: its ``fc`` has no bias, so the bias moves into the attention; a bias of zero is not written.
+    """The layout of vLLM, whose ``fc`` has no bias.  The bias moves into the attention; a bias of zero is not written.
 
     With x = fc(...) + b the layer computes x + O A(Qx, Kx, Vx) and nothing else reads x: Q(y + b) = Qy + Qb, and the b
-    of the residual can be added behind O.  The function is the same; vLLM has such biases under ``attention_bias``.
+    of the residual can be added after O. The function is the same; vLLM has such biases under ``attention_bias``.
     """
 
     architecture = "EagleLlamaForCausalLM"
 
     def recognises(self, source: Found) -> bool:
-        """A bias behind the attention and none of ``fc``; without both it is read as the plain layout."""
+        """Whether there is a bias after the attention and none of ``fc``; a checkpoint without both has the plain
+        layout."""
         folded = f"{LAYER}.o_proj.bias" in source.names and "fc.bias" not in source.names
         return folded and super().recognises(source)
 
@@ -81,8 +82,8 @@ class EagleVllm(EaglePlain):
         return plain
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
-        """The bias behind the attention is that of ``fc``; biases that are no folded ones are refused by a
-        ``ValueError``."""
+        """Move the bias after the attention back to ``fc``.  Raises ``ValueError`` for biases that are not folded
+        ones."""
         tensors = dict(checkpoint.tensors)
         if tensors.get(f"{LAYER}.o_proj.bias") is None:
             return super().read(checkpoint, target)
@@ -97,7 +98,7 @@ class EagleVllm(EaglePlain):
 
 
 def folded(bias: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the readers of the attention make of the bias [D]."""
+    """Biases of the attention's query, key and value projections that are equivalent to the bias [D]."""
     biases = {}
     for name in READERS:
         weight = tensors.get(f"{LAYER}.{name}.weight")

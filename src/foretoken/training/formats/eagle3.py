@@ -1,4 +1,5 @@
-"""EAGLE-3 as EAGLE, SpecForge and AngelSlim write it, and vLLM, SGLang and llama.cpp read it: bare names, ``midlayer``.
+"""EAGLE-3 as written by EAGLE, SpecForge and AngelSlim, and read by vLLM, SGLang and llama.cpp: bare names,
+``midlayer``.
 
 Li et al. 2025 (arXiv 2503.01840).
 """
@@ -20,16 +21,16 @@ from foretoken.training.formats.values import listed, whole
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 OFF = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Variants of the network that ours is not."""
+"""Variants that our network does not support."""
 KEY = "speculators_model_type"
 READ = ("eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark")
-"""Types of speculators checkpoints that are read."""
+"""Supported types of speculators checkpoints."""
 VERSION = "0.9.0"
-"""The version of speculators whose layout is written."""
+"""Version of speculators whose layout is written."""
 
 
 class Eagle3Plain(NetFormat):
-    """The head is always written, also one that is the target's own."""
+    """The head is always written, even the target's own."""
 
     method = "eagle3"
     net_config: ClassVar[type[Eagle3Config]] = Eagle3Config
@@ -45,7 +46,7 @@ class Eagle3Plain(NetFormat):
         return Checkpoint(self.described(shape, target), self.tensors(shape, trained, target))
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
-        """``config.json``.  vLLM counts layers that have run, SGLang names the last of them, from 0."""
+        """``config.json``. vLLM counts the layers that have run; SGLang gives the index of the last of them."""
         ids = layer_ids(shape)
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -59,7 +60,7 @@ class Eagle3Plain(NetFormat):
         }
 
     def tensors(self, shape: Eagle3Config, trained: Trained, target: Target) -> dict[str, Tensor]:
-        """Theirs by their names; no vocabulary maps where all tokens can be guessed."""
+        """Tensors by their names; without vocabulary maps if the draft vocabulary is the whole one."""
         tensors = {theirs: trained.tensors[ours] for ours, theirs in names(self.layer).items()}
         rows = trained.tensors["d2t"] + torch.arange(shape.guessed)
         tensors["lm_head.weight"] = target.head(rows) if shape.share_head else trained.tensors["lm_head.weight"]
@@ -68,7 +69,7 @@ class Eagle3Plain(NetFormat):
         return tensors
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
-        """A rename; a head that is the target's own is shared again."""
+        """Rename the tensors; a head equal to the target's is shared again."""
         check_variant(checkpoint.config, target)
         tensors = dict(checkpoint.tensors)
         target.check_embedding(tensors.pop("embed_tokens.weight", None))
@@ -93,7 +94,7 @@ class Eagle3Plain(NetFormat):
 
 
 def names(layer: str) -> dict[str, str]:
-    """Our names to theirs, but for the head and the vocabulary maps."""
+    """Their names by ours, except for the head and the vocabulary maps."""
     norms = {f"{name}.weight": f"{layer}.{name}.weight" for name in ("input_layernorm", "hidden_norm")}
     return {"fc.weight": "fc.weight", "norm.weight": "norm.weight", **norms, **layer_names("midlayer", layer)}
 
@@ -104,7 +105,7 @@ def layer_ids(shape: Eagle3Config) -> list[int]:
 
 
 def check_variant(config: Mapping[str, Any], target: Target) -> None:
-    """Refuse other sizes and variants of the network, by a ``ValueError``."""
+    """Raise ``ValueError`` for other sizes and variants of the network."""
     check_sizes(config, target)
     inner = config.get("eagle_config")
     nested = inner if isinstance(inner, dict) else {}
@@ -119,8 +120,8 @@ def check_variant(config: Mapping[str, Any], target: Target) -> None:
 
 
 def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> Sequence[int]:
-    """Depths that are fused: vLLM's numbers, else SGLang's plus one, else the paper's.  Raises ``ValueError`` for
-    depths that the target does not have, and where ``fc`` reads another number of them."""
+    """Fused depths: vLLM's numbers, else SGLang's plus one, else the paper's.  Raises ``ValueError`` for depths that
+    the target does not have, and if ``fc`` reads another number of them."""
     count, inner = target.parts.num_layers, config.get("eagle_config")
     nested = listed(inner, IDS) if isinstance(inner, dict) else None
     depths = listed(config, IDS) or [i + 1 if type(i) is int else i for i in nested or ()] or [2, count // 2, count - 3]
@@ -135,8 +136,8 @@ def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
 
 
 def vocabulary(tensors: Mapping[str, Tensor], guessed: int, target: Target) -> dict[str, Tensor]:
-    """``d2t`` and ``t2d``, the latter made from the former; tokens that the target does not have, or one twice, are
-    refused by a ``ValueError``."""
+    """``d2t``, and ``t2d`` computed from it.  Raises ``ValueError`` for tokens outside of the target's vocabulary, and
+    for duplicates."""
     vocab, offsets = target.parts.vocab_size, tensors.get("d2t")
     if offsets is None and guessed not in (0, vocab):
         raise ValueError(f"the checkpoint lacks the tensor d2t, which says which {guessed} tokens are guessed")
@@ -156,7 +157,7 @@ def vocabulary(tensors: Mapping[str, Tensor], guessed: int, target: Target) -> d
 
 
 class Eagle3Speculators(Eagle3Plain):
-    """As vllm-project/speculators keeps it: one ``config.json`` that says how to serve it, ``layers.0``.
+    """The layout of vllm-project/speculators: one ``config.json`` with serving settings, ``layers.0``.
 
     ``norm_before_residual`` is always written: its default differs between vLLM and the package.
     """
@@ -164,7 +165,7 @@ class Eagle3Speculators(Eagle3Plain):
     layer = "layers.0"
 
     def recognises(self, source: Found) -> bool:
-        """By its own key.  Raises ``ValueError`` where it is a drafter of another kind."""
+        """By its own key.  Raises ``ValueError`` for an unsupported type of drafter."""
         kind = source.config.get(KEY)
         if kind not in (None, *READ):
             kinds = ", ".join(READ)
@@ -190,7 +191,7 @@ class Eagle3Speculators(Eagle3Plain):
         }
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
-        """The plain layout, once the layer's own configuration is laid beside the rest."""
+        """Read the plain layout, with the layer's configuration merged into the rest."""
         inner = checkpoint.config.get("transformer_layer_config")
         if not isinstance(inner, Mapping):
             raise ValueError("config.json lacks transformer_layer_config")

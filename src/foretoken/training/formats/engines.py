@@ -1,4 +1,4 @@
-"""The line that makes an engine use an exported drafter."""
+"""Options that make an engine use an exported drafter."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from foretoken.methods.drafters.pard import TRAINED
 from foretoken.training.formats.values import whole
 
 DEPTH, WIDTH, NODES = 5, 4, 16
-"""Levels, children and nodes of a tree, as our own drafters have them."""
+"""Levels, children and nodes of a tree, as in our own drafters."""
 VLLM_METHODS = {"model": "draft_model", "pard": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}
 SGLANG_METHODS = {"model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 DRAFTED = "num_speculative_tokens"
-"""Tokens of a draft: vLLM's word, and our key for them where a layout has none."""
+"""Draft length: vLLM's key, and ours if a layout has none."""
 
 
 def ready_line(engine: str, method: str, out: Path, folder: Path) -> str:
-    """What to pass to an engine for a drafter that will be at ``out``, and whose files are in ``folder`` now."""
+    """Options of an engine for a drafter that will be at ``out``, and whose files are now in ``folder``."""
     return {"vllm": _vllm, "sglang": _sglang, "huggingface": _huggingface}[engine](method, out, folder)
 
 
 def drafted(config: Mapping[str, Any], default: int) -> int:
-    """Tokens of a draft as a checkpoint is to be served: by speculators' key, by ours, or ``default``.  Raises
-    ``ValueError``: no whole number above 0."""
+    """A checkpoint's draft length for serving: from speculators' key, from ours, or ``default``.  Raises ``ValueError``
+    unless it is a whole number above 0."""
     speculators = config.get("speculators_config")
     methods = speculators.get("proposal_methods") if isinstance(speculators, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None
@@ -34,7 +34,7 @@ def drafted(config: Mapping[str, Any], default: int) -> int:
 
 
 def _vllm(method: str, out: Path, folder: Path) -> str:
-    """A chain: vLLM verifies no trees.  A block is drafted whole."""
+    """A chain, because vLLM verifies no trees.  A block is drafted whole."""
     config = {} if method == "model" else json.loads((folder / "config.json").read_text(encoding="utf-8"))
     heads = config.get("num_heads") if method == "medusa" else None
     if "block_size" in config:
@@ -47,7 +47,7 @@ def _vllm(method: str, out: Path, folder: Path) -> str:
 
 
 def _sglang(method: str, out: Path, folder: Path) -> str:
-    """A tree for heads, a chain for a draft model, of which SGLang verifies the root too."""
+    """A tree for heads; a chain for a draft model, for which SGLang counts the root too."""
     width, nodes = (1, DEPTH + 1) if method == "model" else (WIDTH, NODES)
     return (
         f"--speculative-algorithm {SGLANG_METHODS[method]} --speculative-draft-model-path {out} "

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and what is in a folder that someone else wrote."""
+"""Output folders that appear whole or not at all, and the contents of folders from other projects."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from foretoken.loading import PICKLES
 from foretoken.models.checks.finite import check_finite
 
 NOTE = "foretoken.json"
-"""Beside an export: its target and what was measured, which no public layout has a place for."""
+"""File beside an export with its target and measurements, for which public layouts have no place."""
 MARKS = (NOTE, OURS, "config.json", "early_exit.json", "layer_skip.json")
-"""A folder with one of these is a drafter, which ``force`` may replace."""
+"""Files that identify a drafter, which ``force`` may replace."""
 
 
 @contextmanager
 def new_folder(out: Path, force: bool = False, inputs: Sequence[Path] = ()) -> Iterator[Path]:
-    """A temporary folder beside ``out`` that takes its place when the block ends well, and is removed otherwise.
-    ``out`` may be a new or an empty folder, with ``force`` also one that holds a drafter; ``inputs`` are read from and
-    therefore never replaced.  Others are refused by a ``ValueError``."""
+    """A temporary folder beside ``out`` that takes its place if the block succeeds, and is removed otherwise.  ``out``
+    may be new or empty, or with ``force`` hold a drafter.  ``inputs`` are read, so they are never replaced.  Raises
+    ``ValueError`` for any other ``out``."""
     out = out.expanduser().resolve()
     _check_free(out, force, [path.expanduser().resolve() for path in inputs])
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -53,20 +53,21 @@ def _check_free(out: Path, force: bool, inputs: Sequence[Path]) -> None:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Indented, keys as they come."""
+    """Write indented JSON, with keys in their order."""
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """As Transformers expects it; shared memory is written out.  Raises ``SafetensorError``: it cannot be written."""
+    """Write tensors in Transformers' form, shared memory as copies.  Raises ``SafetensorError`` if they cannot be
+    written."""
     save_file(
         {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, file, {"format": "pt"}
     )
 
 
 class Found:
-    """A folder, or a single JSON file, that is to be imported; read only as far as it is asked.  Raises ``ValueError``
-    where there is nothing, or a drafter that needs no import."""
+    """A folder, or a single JSON file, to import, read on demand.  Raises ``ValueError`` if it does not exist, or is a
+    drafter that needs no import."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser()
@@ -77,7 +78,7 @@ class Found:
             raise ValueError(f"{path} is a drafter already: use it with --drafter {method}:{path}")
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON object beside the weights, the object itself for a single file; empty when there is none.  Raises
+        """A JSON object beside the weights, or the object of a single file; empty if there is none.  Raises
         ``ValueError`` for a damaged one."""
         file = self.path / name if self.path.is_dir() else self.path
         if not file.exists():
@@ -92,14 +93,14 @@ class Found:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """``config.json``; a wrapped configuration (``{"model": {...}}``) is laid flat."""
+        """``config.json``; a wrapped configuration (``{"model": {...}}``) is flattened."""
         config = self.json("config.json") if self.path.is_dir() else {}
         inner = config.get("model")
         return {**inner, **{k: v for k, v in config.items() if k != "model"}} if isinstance(inner, dict) else config
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of all tensors.  Raises ``ValueError`` for a damaged file, or pickled weights only."""
+        """Names of all tensors.  Raises ``ValueError`` for a damaged file, or if there are only pickled weights."""
         names: set[str] = set()
         for file in self._files:
             try:
@@ -123,7 +124,7 @@ class Found:
         return tensors
 
     def check_whole(self) -> None:
-        """Refuse, by a ``ValueError``, a folder without configuration or weights, or with pickled or damaged ones."""
+        """Raise ``ValueError`` for a folder without configuration or weights, or with pickled or damaged ones."""
         if not (self.path / "config.json").exists():
             raise ValueError(f"{self.path} has no config.json: copy it from where the weights are from")
         if not self.names:

@@ -1,4 +1,4 @@
-"""Our decoder layer as others write it: names of tensors and keys of ``config.json``."""
+"""Our decoder layer in other layouts: names of tensors and keys of ``config.json``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ REFUSED: dict[str, Any] = {
     "logit_scale": 1.0,
     "partial_rotary_factor": 1.0,
 }
-"""Keys whose other values our layer cannot follow."""
+"""Keys with the only values that our layer supports."""
 
 
 def layer_names(ours: str, theirs: str) -> dict[str, str]:
-    """Names of a layer's matrices and of the norm before its MLP: ours to theirs."""
+    """Their names of a layer's matrices and of the norm before its MLP, by our names."""
     attention = {f"{ours}.{name}.weight": f"{theirs}.self_attn.{name}.weight" for name in PROJECTIONS}
     mlp = {f"{ours}.{name}.weight": f"{theirs}.mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
     norm = f"{ours}.post_attention_layernorm.weight"
@@ -29,7 +29,7 @@ def layer_names(ours: str, theirs: str) -> dict[str, str]:
 
 
 def layer_keys(config: LayerConfig, target: Target) -> dict[str, Any]:
-    """``config.json`` of one layer of a target, in the words of Llama."""
+    """``config.json`` of one layer of a target, in Llama's keys."""
     base = target.parts.config
     return {
         "model_type": "llama",
@@ -54,14 +54,14 @@ def layer_keys(config: LayerConfig, target: Target) -> dict[str, Any]:
 
 
 def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of :class:`LayerConfig` from their ``config.json``.  Raises ``ValueError``: a key is missing, or asks
-    for what our layer does not do."""
+    """Arguments of :class:`LayerConfig` from their ``config.json``.  Raises ``ValueError`` if a key is missing or
+    requires features that our layer lacks."""
     _refuse(config)
     return layer_shape(config)
 
 
 def layer_shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes among them.  Raises ``ValueError`` for a missing key, or a rotary embedding that ours is not."""
+    """The sizes among them.  Raises ``ValueError`` for a missing key or an unsupported rotary embedding."""
     heads = whole(config, "num_attention_heads")
     size = whole(config, "hidden_size")
     return {
@@ -76,7 +76,7 @@ def layer_shape(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _theta(config: Mapping[str, Any]) -> float:
-    """The one base of all rotary embeddings that are told."""
+    """The common base of all rotary embeddings in the configuration."""
     thetas = {}
     for name, rope in {"config.json": {"rope_theta": config.get("rope_theta")}, **_ropes(config)}.items():
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -92,7 +92,7 @@ def _theta(config: Mapping[str, Any]) -> float:
 
 
 def _ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What a configuration says of rotary embeddings, by the keys that lead to it; perhaps a part per kind of layer."""
+    """Rotary settings of a configuration by key, separate for each kind of layer if it has them so."""
     ropes: dict[str, Mapping[str, Any]] = {}
     for key in ("rope_scaling", "rope_parameters"):
         entry = config.get(key) or {}
@@ -104,7 +104,7 @@ def _ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def refuse_others(config: Mapping[str, Any], followed: Mapping[str, Any]) -> None:
-    """Refuse, by a ``ValueError``, values of keys other than the one that our layer follows."""
+    """Raise ``ValueError`` for values of keys other than the supported ones."""
     for key, value in followed.items():
         if config.get(key) not in (None, value):
             raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")
@@ -115,7 +115,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
         raise ValueError(f"the checkpoint has {config['num_hidden_layers']} layers, and our network has one")
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"the checkpoint's hidden_act is {config['hidden_act']!r}, and our layer has 'silu'")
-    is_off = flag(config, "use_sliding_window") is False  # the target's window may stand beside
+    is_off = flag(config, "use_sliding_window") is False  # the target's window may be listed too
     refuse_others({key: value for key, value in config.items() if not (is_off and key == "sliding_window")}, REFUSED)
     if "sliding_attention" in (listed(config, "layer_types") or ()):
         raise ValueError("the checkpoint has a sliding window, which our layer does not do")

@@ -1,4 +1,4 @@
-"""Medusa's heads as vLLM read them until 0.32, and as FasterDecoding/Medusa and TGI keep them.
+"""Medusa's heads in the layouts of vLLM up to 0.32, and of FasterDecoding/Medusa and TGI.
 
 Cai et al. 2024 (arXiv 2401.10774).
 """
@@ -22,7 +22,7 @@ LINEAR = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 
 
 class MedusaVllm(NetFormat):
-    """``blocks.{head}.layers.{block}``, and one or many projections.
+    """``blocks.{head}.layers.{block}``, and one or several projections.
 
     A shared projection is the target's, written once and marked ``original_lm_head``; biases are always written.
     """
@@ -51,7 +51,7 @@ class MedusaVllm(NetFormat):
             "original_lm_head": not shape.own_projection,
             "torch_dtype": "bfloat16",
         }
-        if not shape.own_projection and target.parts.scale not in (None, 1.0):  # as the target's logits are scaled
+        if not shape.own_projection and target.parts.scale not in (None, 1.0):  # the scale of the target's logits
             config["logit_scale"] = target.parts.scale
         return Checkpoint(config, tensors)
 
@@ -74,7 +74,6 @@ class MedusaVllm(NetFormat):
 
 
 def their_name(ours: str) -> str:
-    """A tensor's name in this layout."""
     kind, head, part = ours.split(".", 2)
     return f"blocks.{head}.layers.{part}" if kind == "blocks" else f"lm_heads.{head}.{part}"
 
@@ -87,8 +86,8 @@ def joined(
     layout: NetFormat,
     scale: float = 1.0,
 ) -> Trained:
-    """Heads with one projection each; when all of these are the target's own, it is shared.  ``sizes`` are the heads,
-    and the blocks of each; a ``scale`` of their logits that is not the target's becomes one of the projections."""
+    """Heads with one projection each, shared if all are the target's.  ``sizes`` are the number of heads, and of blocks
+    per head.  A ``scale`` of their logits other than the target's is multiplied into the projections."""
     vocab, size = target.parts.vocab_size, target.parts.hidden_size
     config = {"hidden_size": size, "vocab_size": vocab, "heads": sizes[0], "layers": sizes[1], "own_projection": True}
     names = {name: rename(name) for name in layout.shapes(config)}
@@ -109,9 +108,9 @@ def joined(
 
 
 class MedusaOriginal(NetFormat):
-    """Every head is a list, ``{head}.{block}.linear``, then ``{head}.{n}``.
+    """Each head is a list: ``{head}.{block}.linear``, then ``{head}.{n}``.
 
-    This layout has no shared projection: the target's is written out once per head.
+    This layout has no shared projection: the target's is written once per head.
     """
 
     method = "medusa"
@@ -145,7 +144,7 @@ class MedusaOriginal(NetFormat):
 
 
 def original_name(ours: str, blocks: int) -> str:
-    """A tensor's name in this layout, for heads of so many blocks."""
+    """A tensor's name in this layout, for heads with this number of blocks."""
     kind, head, tail = ours.split(".", 2)
     if kind == "projections":
         return f"{head}.{blocks}.{tail}"

@@ -1,7 +1,8 @@
-"""A multi-token prediction module of the target's own layer class: vllm-project/speculators' and Qwen's native layout.
+"""Multi-token prediction modules of the target's own layer class: the layout of vllm-project/speculators and Qwen's
+native one.
 
-The former's ``config.json`` has ``speculators_model_type: "mtp"`` and the target's text configuration; its tensors are
-those of a native checkpoint under other names, ``mtp_layers.0.*``, experts stacked.
+The former's ``config.json`` has ``speculators_model_type: "mtp"`` and the target's text configuration.  Its tensors are
+those of a native checkpoint under the names ``mtp_layers.0.*``, with stacked experts.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ NAMES = {
     "hidden_layernorm.weight": "hnorm.weight",
     "final_layernorm.weight": "norm.weight",
 }
-"""Their names of what is around the layer -> ours."""
+"""Our names of the tensors around the layer, by theirs."""
 THEIRS = {ours: theirs for theirs, ours in NAMES.items()}
 TENSOR = re.compile(r"mtp_layers\.(\d+)\.(.+)")
 SHARED = {ours: theirs for theirs, ours in QWEN.items()}
 DECLARED = "mtp_num_hidden_layers"
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
           "merges.txt", "chat_template.jinja")  # fmt: skip
-"""What is taken over from the target's folder beside its configuration and weights."""
+"""Files copied from the target's folder beside its configuration and weights."""
 
 
 class MtpSpeculators(Format):
-    """The input order is [embedding; state] there and here; a step is fed the state behind the module's norm."""
+    """The input order is [embedding; state] in both; a step reads the state after the module's norm."""
 
     method = "mtp"
 
@@ -58,8 +59,8 @@ class MtpSpeculators(Format):
         return [] if native else super().inputs(spec, target)
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """A module that was trained with ``layer=target``, or the target's own; several, and others, are refused by a
-        ``ValueError``."""
+        """Export a module trained with ``layer=target``, or the target's own.  Raises ``ValueError`` for several
+        modules, and for others."""
         parts, fingerprint = target.parts, target.parts.fingerprint()
         sources = self.inputs(spec, target.source)
         if sources:
@@ -88,7 +89,7 @@ class MtpSpeculators(Format):
         write_json(folder / NOTE, {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint)})
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
-        """One module, for a target of the same sizes."""
+        """Import one module, for a target of the same sizes."""
         inner = source.config.get("transformer_layer_config")
         if not isinstance(inner, dict):
             raise ValueError("config.json lacks transformer_layer_config")
@@ -105,7 +106,7 @@ class MtpSpeculators(Format):
 
 
 def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors by our names, which must be of one module; what repeats the target is left out."""
+    """Tensors of one module by our names, without copies of the target's."""
     converted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = TENSOR.fullmatch(name)
@@ -120,7 +121,6 @@ def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def described(target: Target) -> dict[str, Any]:
-    """``config.json``."""
     text = target.parts.network.config.get_text_config().to_dict()
     text = {key: value for key, value in text.items() if not key.startswith("_")}
     return {
@@ -135,7 +135,7 @@ def described(target: Target) -> dict[str, Any]:
 
 
 class MtpNative(Format):
-    """Written only: what is in the target's own checkpoint is used where it is, as ``mtp``."""
+    """Export only: a head in the target's own checkpoint is used from there, as ``mtp``."""
 
     method = "mtp"
 
@@ -144,8 +144,8 @@ class MtpNative(Format):
         return False
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """The target's files with the module's tensors in them.  Raises ``ValueError`` for another family or layer than
-        this layout is for, and for a target in several files."""
+        """Write the target's files with the module's tensors added.  Raises ``ValueError`` for another family or layer
+        than this layout supports, and for a target in several files."""
         (source,) = self.inputs(spec, target.source)
         kind = target.parts.network.config.get_text_config().model_type
         if not kind.startswith(("qwen3_5", "qwen3_next")):
@@ -172,5 +172,4 @@ class MtpNative(Format):
 
 
 def by_their_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The module's tensors by the checkpoint's names."""
     return {SHARED.get(name, f"mtp.layers.0.{name.removeprefix('layer.')}"): tensor for name, tensor in tensors.items()}

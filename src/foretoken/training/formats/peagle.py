@@ -17,15 +17,15 @@ from foretoken.training.formats.llama_layer import layer_names
 from foretoken.training.formats.values import whole
 
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Keys of the mask token; the first that is there counts."""
+"""Keys of the mask token; the first present one counts."""
 MASK_HIDDEN, EMBEDDING = "mask_hidden", "embed_tokens.weight"
 NUMBERED = re.compile(r"layers\.(\d+)\.")
 USUAL_PLACES = 8
-"""Places that are trained where a checkpoint says nothing."""
+"""Default number of trained positions."""
 
 
 class ParallelParts(Eagle3Plain):
-    """What both layouts have beside EAGLE-3's part; ``layers.0`` is the wide layer."""
+    """The parts beyond EAGLE-3's that both layouts have; ``layers.0`` is the wide layer."""
 
     method = "peagle"
     net_config = PeagleConfig
@@ -40,8 +40,8 @@ class ParallelParts(Eagle3Plain):
         return {**super().tensors(shape, trained, target), **further}
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
-        """EAGLE-3's part, and the rest beside it.  Raises ``ValueError`` without a learned state or mask token, and for
-        other layers than are said."""
+        """Read EAGLE-3's part and the rest.  Raises ``ValueError`` without a learned state or mask token, and for
+        another number of layers than in ``config.json``."""
         tensors = dict(checkpoint.tensors)
         hidden = tensors.pop(MASK_HIDDEN, None)
         if hidden is None:
@@ -78,20 +78,20 @@ class ParallelParts(Eagle3Plain):
 
 
 class PeaglePlain(ParallelParts):
-    """Bare names."""
+    """The layout with bare names."""
 
     def recognises(self, source: Found) -> bool:
         return MASK_HIDDEN in source.names and KEY not in source.config and super().recognises(source)
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
-        """``config.json``; readers look for the mask token under different keys."""
+        """``config.json``; readers use different keys for the mask token."""
         config = super().described(shape, target)
         config |= {"architectures": ["PEagleDraftModel"], "num_hidden_layers": shape.num_layers, DRAFTED: shape.places}
         return {**config, **dict.fromkeys(MASKS, shape.mask_token)}
 
 
 class PeagleSpeculators(ParallelParts, Eagle3Speculators):
-    """vllm-project/speculators: the same in its one ``config.json``."""
+    """The layout of vllm-project/speculators, with everything in one ``config.json``."""
 
     def recognises(self, source: Found) -> bool:
         return source.config.get(KEY) == "peagle"
@@ -106,7 +106,7 @@ class PeagleSpeculators(ParallelParts, Eagle3Speculators):
 
 
 def further_names(count: int) -> dict[str, str]:
-    """Our names to theirs of the layers behind the wide one."""
+    """Their names of the layers after the wide one, by our names."""
     names: dict[str, str] = {}
     for index in range(1, count):
         ours, theirs = f"layers.{index - 1}", f"layers.{index}"

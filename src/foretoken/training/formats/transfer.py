@@ -1,4 +1,4 @@
-"""Export and import: check everything, write beside, rename."""
+"""Export and import: check everything, write to a temporary folder, rename."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from foretoken.training.formats.values import class_of
 
 @dataclass
 class Imported:
-    """A drafter that was read and is not in its place yet.
+    """An imported drafter before it is moved to its destination.
 
     Attributes:
-        folder: where it is for now.
-        spec: what loads it, with ``{}`` in place of the folder.
-        model: its target, and ``target`` what that was loaded from.
+        folder: its temporary folder.
+        spec: its spec, with ``{}`` in place of the folder.
+        model: its target; ``target`` is the source of that.
         tokenizer: the target's, if it has one.
     """
 
@@ -38,7 +38,8 @@ class Imported:
 
 
 Check = Callable[[Imported], Mapping[str, Any]]
-"""Looks at a new drafter; gives more of the report, ``warnings`` among it, and raises ``ValueError`` to refuse it."""
+"""Checks a new drafter; returns additions to the report, including ``warnings``, and raises ``ValueError`` to refuse
+it."""
 
 
 def export_drafter(
@@ -49,17 +50,18 @@ def export_drafter(
     engine: str | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Write a drafter in a layout that other projects read; the folder appears whole or not at all.  Raises
-    ``ValueError`` for an unknown name, a drafter for another target, and one that the layout cannot hold.
+    """Write a drafter in another project's layout; the folder appears whole or not at all.  Raises ``ValueError`` for
+    an unknown name, a drafter for another target, and one that the layout cannot hold.
 
     Args:
         drafter: spec ``METHOD[:FOLDER]``; for ``early_exit`` and ``layer_skip`` with their options.
-        format: name of the layout; the engine's or the usual one by default.
+        format: name of the layout; by default the engine's or the usual one.
         target: the model that the drafter belongs to (``builtin``, a folder or a hub id).
-        engine: ``vllm``, ``sglang`` or ``huggingface``: refuse what it cannot load, and say how to start it.
+        engine: ``vllm``, ``sglang`` or ``huggingface``: refuse drafters that it cannot load, and report how to start
+            it.
 
     Returns:
-        ``method``, ``format``, ``out``, ``files``, ``bytes``, ``engine``, ``ready`` (what to pass to the engine, or
+        ``method``, ``format``, ``out``, ``files``, ``bytes``, ``engine``, ``ready`` (options of the engine, or
         ``None``) and ``warnings``.
     """
     spec = parse_spec(drafter)
@@ -83,19 +85,19 @@ def import_drafter(
     check: Check | None = None,
 ) -> dict[str, Any]:
     """Read a drafter in a public layout, check it against its target, and write it as ours.  Raises ``ValueError`` for
-    an unknown layout, another target, missing, superfluous or misshapen tensors, pickled weights, and where the check
+    an unknown layout, another target, missing, superfluous or misshapen tensors, pickled weights, and if the check
     refuses it.
 
     Args:
         source: the folder (or, for lists of layers, the JSON file).
         target: the model that the drafter belongs to (``builtin``, a folder or a hub id).
-        method: what it is; ``auto`` finds out.
-        check: looks at it before it is put there, such as
+        method: its method; ``auto`` detects it.
+        check: runs before the drafter is moved to ``out``, for example
             :class:`foretoken.lab.acceptance.AcceptanceCheck`, which drafts with it.
 
     Returns:
         ``method``, ``format``, ``out``, ``files``, ``bytes``, ``drafter`` (the spec that loads it), ``warnings``, and
-        what the check found.
+        the check's additions.
     """
     source_files = Found(Path(source))
     layout, reader = _recognise(source_files, method)
@@ -106,7 +108,7 @@ def import_drafter(
         opened = Target.open(str(target))
         spec = reader.read_folder(source_files, opened, folder)
         parts: dict[str, Any] = {"target_source": str(target), "tokenizer": opened.tokenizer}
-        build_drafter(spec.format(folder), opened.model, **parts)  # it loads
+        build_drafter(spec.format(folder), opened.model, **parts)  # check that it loads
         checked: Mapping[str, Any] = {}
         if check is not None:
             checked = check(
@@ -134,7 +136,7 @@ def _recognise(source: Found, method: str) -> tuple[Layout, Format]:
 
 
 def _folder(source: str | Path) -> list[Path]:
-    """A target's folder, when it is one."""
+    """A target's folder, if it is one."""
     path = Path(source).expanduser()
     return [path] if str(source) != BUILTIN and path.is_dir() else []
 

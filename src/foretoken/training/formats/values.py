@@ -1,4 +1,4 @@
-"""Values of a ``config.json`` that somebody else wrote: of the kind that is wanted, or refused by the key's name."""
+"""Values of a ``config.json`` from another project: of the expected kind, or refused by the key's name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST = 2**31
-"""No size of a network is larger."""
+"""Upper bound of a network's sizes."""
 
 
 def number(config: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
-    """The first of these keys that a configuration has, which must be a finite number; without a ``default`` it must
-    have one."""
+    """The value of the first of these keys in a configuration.  Raises ``ValueError`` unless it is a finite number, and
+    if there is none and no ``default``."""
     for key in keys:
         value = config.get(key)
         if value is not None:
@@ -27,8 +27,8 @@ def number(config: Mapping[str, Any], *keys: str, default: float | None = None) 
 
 
 def whole(config: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-    """The same for a size; ``default`` need not be within the bounds.  Raises ``ValueError``: none of them, or no
-    whole number from ``least`` to ``most``."""
+    """The same for a size; ``default`` need not be within the bounds.  Raises ``ValueError`` for a missing value, and
+    for anything but a whole number from ``least`` to ``most``."""
     value = number(config, *keys, default=default)
     key = next((key for key in keys if config.get(key) is not None), None)
     if key is not None and not (value == int(value) and least <= value <= most):
@@ -37,7 +37,7 @@ def whole(config: Mapping[str, Any], *keys: str, default: int | None = None, lea
 
 
 def positive(config: Mapping[str, Any], *keys: str, default: float) -> float:
-    """The same for a number above 0.  Raises ``ValueError`` where it is none."""
+    """The same for a number above 0.  Raises ``ValueError`` for others."""
     value = float(number(config, *keys, default=default))
     if value <= 0:
         raise ValueError(f"{keys[0]} in config.json must be above 0, not {value:g}")
@@ -45,7 +45,8 @@ def positive(config: Mapping[str, Any], *keys: str, default: float) -> float:
 
 
 def flag(config: Mapping[str, Any], *keys: str) -> bool | None:
-    """The first of these switches that a configuration has, which must be true or false; ``None``: it has none."""
+    """The value of the first of these switches in a configuration; ``None`` if there is none.  Raises ``ValueError``
+    unless it is true or false."""
     for key in keys:
         value = config.get(key)
         if value is not None:
@@ -56,7 +57,7 @@ def flag(config: Mapping[str, Any], *keys: str) -> bool | None:
 
 
 def listed(config: Mapping[str, Any], key: str) -> list[Any] | None:
-    """A list; ``None``: there is none.  Raises ``ValueError`` for something else."""
+    """A list; ``None`` if there is none.  Raises ``ValueError`` for other values."""
     value = config.get(key)
     if value is not None and not isinstance(value, list):
         raise ValueError(f"{key} in config.json must be a list, not {value!r}")
@@ -64,7 +65,7 @@ def listed(config: Mapping[str, Any], key: str) -> list[Any] | None:
 
 
 def class_of(config: Mapping[str, Any]) -> str:
-    """The name of the network's class; empty where ``architectures`` does not tell."""
+    """The name of the network's class; empty if ``architectures`` does not give it."""
     classes = config.get("architectures")
     first = classes[0] if isinstance(classes, Sequence) and classes and not isinstance(classes, str) else classes
     return first if isinstance(first, str) else ""
