@@ -1,4 +1,4 @@
-"""What the trainer needs of a method."""
+"""The interface between the trainer and a method's recipe."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 
 LARGE_VOCABULARY = 16384
-"""From so many tokens on, drafters that use the target's projection guess the frequent ones alone."""
+"""Vocabulary size from which drafters with the target's projection predict only frequent tokens."""
 FREQUENT, COVERED = 4096, 0.995
-"""They are so many at least, and as many as make up this share of the training text."""
+"""Least number of frequent tokens, and the share of the training text that they cover."""
 COUNTED = 2**22
-"""Tokens of the training text that are counted at once."""
+"""Tokens of the training text counted at once."""
 
 
 class Batch:
-    """Texts and what the target says of them.
+    """Texts with the target's hidden states.
 
-    A place is a text's row and the column c of a token.  The state and the target's distribution *at* it are those
-    behind token c, so they say what token c + 1 should be: a drafter that reads the state at c and the token at c + 1
-    guesses token c + 2, which the distribution at c + 1 judges.  ``learned`` is of tokens, not of places: what is said
-    at c counts where token c + 1 is to be guessed.
+    A position is a text's row and a token's column c.  The state and the target's distribution *at* it are those after
+    token c, so they predict token c + 1.  A drafter that reads the state at c and the token at c + 1 predicts token c +
+    2, which is compared with the distribution at c + 1.  ``learned`` refers to tokens, not positions: the prediction at
+    c counts if token c + 1 is learned.
 
     Attributes:
         tokens: int64 [b, n + 1].
-        taps: hidden states by name, each [b, n, D], of the first n tokens.
-        learned: bool [b, n + 1]: tokens that are to be guessed, an assistant's in a conversation; ``None``: all.
+        taps: hidden states of the first n tokens by name, each [b, n, D].
+        learned: bool [b, n + 1]: tokens to predict, an assistant's in a conversation; ``None``: all.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Batch:
 
     @property
     def length(self) -> int:
-        """n: how many tokens have hidden states."""
+        """n: number of tokens with hidden states."""
         return self.tokens.shape[1] - 1
 
     @torch.no_grad()
@@ -66,19 +66,19 @@ class Batch:
         return torch.softmax(self.parts.logits(self.taps["last"][rows, columns]).float(), -1)
 
     def counted(self, rows: Tensor, columns: Tensor) -> Tensor | None:
-        """Whether the token behind the one at (row, column) is to be guessed, float32 of their shape; ``None``: all."""
+        """Whether the token after the one at (row, column) is learned, float32 of their shape; ``None``: all."""
         return None if self.learned is None else self.learned[rows, columns + 1].float()
 
 
 class Recipe(ABC):
-    """How one method is trained.
+    """The training of one method.
 
     Attributes:
-        config_class: dataclass of the network's shape; its fields are the options of ``--set``.
-        net_config: those of its fields that the network needs; ``None``: all.
-        net_class: the network.
-        lr: learning rate that suits the method.
-        target_lr: learning rate of the target's weights, in parts of ``lr``, where they are trained too.
+        config_class: dataclass of the settings; its fields are the options of ``--set``.
+        net_config: dataclass of the fields that the network needs; ``None``: all.
+        net_class: class of the network.
+        lr: default learning rate.
+        target_lr: learning rate of the target's weights relative to ``lr``, if they are trained too.
     """
 
     method: ClassVar[str]
@@ -89,24 +89,24 @@ class Recipe(ABC):
     weight_decay: ClassVar[float] = 0.0
     target_lr: ClassVar[float] = 0.1
     fixed: ClassVar[tuple[str, ...]] = ("hidden_size", "vocab_size")
-    """Fields that the target decides."""
+    """Fields that the target determines."""
     needs: ClassVar[tuple[str, str]] = ("", "")
-    """Of a recipe that runs the target's layers: a capability of the target, if any, and the need in words."""
+    """For a recipe that runs the target's layers: a capability of the target, if any, and the requirement in words."""
     frequent: Tensor | None = None
-    """[V_d] those tokens, the most frequent one first; ``None``: the drafter guesses all."""
+    """[V_d] the frequent tokens, the most frequent one first; ``None``: the drafter predicts all tokens."""
 
     def __init__(self, target: LanguageModel, parts: TargetParts, settings: Mapping[str, str], seed: int = 0) -> None:
         self.target, self.parts = target, parts
         self.config = self.configure(settings)
-        self.check_ahead(target.context_length, "the target's context")  # before a network of that size is made
+        self.check_ahead(target.context_length, "the target's context")  # before a network of that size is created
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.net = self.build()
 
     @property
     def model(self) -> HuggingFaceModel:
-        """The target, for recipes that run its layers.  Raises ``CapabilityError``: it is no network of layers, or
-        lacks what the recipe needs."""
+        """The target, for recipes that run its layers.  Raises ``CapabilityError`` if it is not a network of layers or
+        lacks a required capability."""
         capability, words = self.needs
         target = self.target
         if not isinstance(target, HuggingFaceModel) or (capability and not getattr(target.capabilities, capability)):
@@ -115,33 +115,31 @@ class Recipe(ABC):
 
     @property
     def taps(self) -> Sequence[str]:
-        """Hidden states that the loss needs; ``"last"`` must be among them when it asks for the teacher's
-        distribution."""
+        """Hidden states that the loss needs; must include ``"last"`` if it uses the teacher's distribution."""
         return ("last",)
 
     @property
     def trains_target(self) -> bool:
-        """Whether the target's weights change too: the run's result is then a target and a drafter for it."""
+        """Whether the target's weights change too: the run then gives a target and a drafter for it."""
         return False
 
     @property
     def reduces(self) -> bool:
-        """Whether the drafter guesses only tokens that are frequent in its training text, where the vocabulary is
-        large."""
+        """Whether the drafter predicts only tokens frequent in its training text if the vocabulary is large."""
         return False
 
     @property
     def rank(self) -> int:
-        """Of a low-rank update, where only that is trained of the target; 0: all of its weights are."""
+        """Rank of a low-rank update, if only that is trained of the target; 0: all weights."""
         return int(getattr(self.config, "rank", 0))
 
     @property
     def ahead(self) -> int:
-        """Tokens behind a place that it learns to guess from there: a block must hold more."""
+        """Number of tokens after a position that are predicted from it; a block must be longer."""
         return 1
 
     def check_ahead(self, context: int, whose: str) -> None:
-        """Raise ``ValueError`` where blocks of ``context`` tokens are too short for the settings."""
+        """Raise ``ValueError`` if blocks of ``context`` tokens are too short for the settings."""
         if context <= self.ahead:
             raise ValueError(
                 f"{self.method} would learn {self.ahead:,} tokens ahead with these settings: {whose} of "
@@ -150,12 +148,12 @@ class Recipe(ABC):
 
     @property
     def writer(self) -> LanguageModel:
-        """The model that writes training text, where a run asks for written text."""
+        """The model that writes training text, for runs with written text."""
         return self.target
 
     @property
     def has_net(self) -> bool:
-        """Whether there is anything to store but the target."""
+        """Whether there is a network to store besides the target."""
         return any(True for _ in self.net.parameters())
 
     def beside(self, target: LanguageModel) -> Self:
@@ -165,15 +163,14 @@ class Recipe(ABC):
         return recipe
 
     def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
-        """Look at the training text, all token ids that are to be guessed, before the first step (the same ones on
-        resume)."""
+        """Read all learned token ids of the training text before the first step (the same ones on resume)."""
         if self.reduces and self.parts.vocab_size >= LARGE_VOCABULARY:
             frequent = frequent_tokens(tokens, self.parts.vocab_size)
             self.frequent = torch.from_numpy(frequent).to(self.parts.device)
 
     def configure(self, settings: Mapping[str, str]) -> Any:
-        """The network's shape from the target and from ``key=value`` settings.  Raises ``ValueError`` for an unknown
-        key (lists the valid ones), a value of the wrong type, and a number out of range."""
+        """The settings from the target and from ``key=value`` strings.  Raises ``ValueError`` for an unknown key (lists
+        the valid ones), a value of the wrong type, and a number out of range."""
         by_name = {f.name: f for f in fields(self.config_class) if f.name not in self.fixed}
         values: dict[str, Any] = self.from_target()
         for key, text in settings.items():
@@ -186,7 +183,7 @@ class Recipe(ABC):
         return config
 
     def from_target(self) -> dict[str, Any]:
-        """The fields that the target decides."""
+        """Values of the fields that the target determines."""
         return {"hidden_size": self.parts.hidden_size, "vocab_size": self.parts.vocab_size}
 
     def build(self) -> nn.Module:
@@ -199,24 +196,24 @@ class Recipe(ABC):
 
     @abstractmethod
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """A drafter over the network as it is now."""
+        """A drafter with the current network."""
 
     def spec(self, folder: Path | str) -> str:
-        """The spec string that loads what a run has written to ``folder``."""
+        """The spec string of a drafter that was stored in ``folder``."""
         return f"{self.method}:{folder}"
 
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """What drafting should know of held-out text, stored beside the weights."""
+        """Measurements on held-out text for drafting, stored with the weights."""
         return {}
 
     def stored_config(self) -> dict[str, Any]:
-        """The network's shape as it is written to disk: no more than the network needs."""
+        """The network's shape as stored: only the fields that it needs."""
         config = asdict(self.config)
         return config if self.net_config is None else {f.name: config[f.name] for f in fields(self.net_config)}
 
 
 class TargetRecipe(Recipe):
-    """Trains the target itself: there is no network beside it, and the loss reads the text."""
+    """Trains the target itself: there is no other network, and the loss reads the text."""
 
     target_lr = 1.0
     lr = 1e-3
@@ -237,20 +234,19 @@ def _convert(key: str, text: str, kind: type[Any]) -> Any:
 
 
 def _check_number(key: str, value: Any, default: Any) -> None:
-    """Sizes, weights and shares are finite, and only a default below zero stands for something else."""
+    """Raise ``ValueError`` for numbers that are not finite, and for negative ones unless the default is negative."""
     if isinstance(value, int | float) and not min(0, default) <= value < math.inf:
         raise ValueError(f"setting {key}={value} must be a finite number, and not negative")
 
 
 def check_rank(rank: int, trains_target: bool) -> None:
-    """Refuse, by a ``ValueError``, a setting ``rank`` that is negative, or where no target is trained that it is
-    about."""
+    """Raise ``ValueError`` for a negative ``rank``, and for one without a trained target."""
     if rank < 0 or (rank and not trains_target):
         raise ValueError(f"rank must be 0, or above 0 in a mode that trains the target, not {rank}")
 
 
 def check_labels(labels: str, decay: float = 1.0) -> None:
-    """Refuse, by a ``ValueError``, ``labels`` that do not exist, and a ``decay`` that is not positive."""
+    """Raise ``ValueError`` for unknown ``labels``, and for a ``decay`` that is not positive."""
     if labels not in ("target", "text"):
         raise ValueError(f"labels must be target or text, not {labels!r}")
     if not decay > 0:
@@ -258,7 +254,7 @@ def check_labels(labels: str, decay: float = 1.0) -> None:
 
 
 def check_depths(setting: str, depths: str, layers: int) -> None:
-    """Refuse, by a ``ValueError``, depths (joined by commas) that a target with so many layers does not have."""
+    """Raise ``ValueError`` for depths (joined by commas) beyond the target's number of layers."""
     deepest = max(map(int, depths.split(",")))
     if deepest > layers:
         raise ValueError(f"{setting}={depths} reach to {deepest}, and the target has {layers}")
@@ -278,17 +274,18 @@ def cross_entropy(logits: Tensor, labels: Tensor, counted: Tensor | None = None)
 
 
 def mean_of(losses: Tensor, counted: Tensor | None) -> Tensor:
-    """Mean of those that count, all by default; 0 where none does."""
+    """Mean of the counted losses, by default all; 0 if none counts."""
     return losses.mean() if counted is None else (losses * counted).sum() / counted.sum().clamp_min(1)
 
 
 def some_places(
     batch: Batch, count: int, margin: int, generator: torch.Generator, ahead: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Rows and columns [count] of random places with ``margin`` tokens behind them: logits of all would be too many.
+    """Rows and columns [count] of random positions followed by at least ``margin`` tokens; logits of all positions
+    would be too many.
 
-    Where only some tokens are to be guessed, the token ``ahead`` places behind is one of them, if there is any such
-    place.
+    If only some tokens are learned, the token ``ahead`` positions later is one of them, provided such a position
+    exists.
     """
     b, n = batch.tokens.shape[0], batch.length - margin
     if n < 1:
@@ -302,14 +299,14 @@ def some_places(
 
 
 def text_loss(batch: Batch, places: int, generator: torch.Generator) -> Tensor:
-    """The target's own cross-entropy with the text at ``places`` random places per text."""
+    """The target's own cross-entropy with the text at ``places`` random positions per text."""
     rows, columns = some_places(batch, places * len(batch.tokens), 0, generator)
     logits = batch.parts.logits(batch.taps["last"][rows, columns])
     return cross_entropy(logits, batch.tokens[rows, columns + 1], batch.counted(rows, columns))
 
 
 def token_counts(tokens: np.ndarray[Any, np.dtype[Any]], vocab_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """How often each of ``vocab_size`` ids is in a text."""
+    """Counts of each of ``vocab_size`` ids in a text."""
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, len(tokens), COUNTED):
         counts += np.bincount(tokens[start : start + COUNTED], minlength=vocab_size)

@@ -1,7 +1,8 @@
-"""What the recipes of block drafters share: blocks behind places all over a text, in one pass (arXiv 2602.06036).
+"""Shared parts of the recipes of block drafters: blocks after positions all over a text, in one pass (arXiv
+2602.06036).
 
-A block behind the anchor at column a sees the text's places before a, and its own rows; not the anchor's own hidden
-state, which the target has not computed when it drafts.
+A block after the anchor at column a sees the text's positions before a, and its own rows.  It does not see the anchor's
+hidden state, which the target has not computed when it drafts.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from foretoken.training.recipes.features import some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, places_of
 
 PLACES = 512
-"""Places per text whose distributions are compared with the target's."""
+"""Positions per text whose distributions are compared with the target's."""
 SAMPLED = 1024
-"""Token embeddings whose mean the mask's own starts from."""
+"""Token embeddings whose mean initialises the mask's embedding."""
 
 
 @dataclass(frozen=True)
 class BlockSettings(BlockConfig):
-    """The network's shape and its loss; heads and widths are the target's by default.
+    """The network's shape and its loss; heads and widths default to the target's.
 
     Attributes:
-        gamma: the place k tokens behind the anchor weighs ``exp(-(k - 1) / gamma)``.
+        gamma: the position k tokens after the anchor has the weight ``exp(-(k - 1) / gamma)``.
     """
 
     heads: int = 0
@@ -51,7 +52,7 @@ class BlockSettings(BlockConfig):
 
 
 def default_taps(count: int) -> str:
-    """Depths of a target of ``count`` layers: five from 2 to L - 2, fewer and up to L - 1 of a shallow one."""
+    """Depths of a target of ``count`` layers: five from 2 to L - 2; fewer, and up to L - 1, for a shallow one."""
     high = count - 2 if count > 6 else max(1, count - 1)
     low, fused = min(2, high), max(1, min(5, count // 2))
     depths = [round(low + i * (high - low) / max(1, fused - 1)) for i in range(fused)]
@@ -59,13 +60,13 @@ def default_taps(count: int) -> str:
 
 
 class BlockRecipe(Recipe):
-    """Every place of a block learns the target's distribution there."""
+    """Every position of a block learns the target's distribution there."""
 
     config_class: ClassVar[type[Any]] = BlockSettings
     fixed = ("hidden_size", "vocab_size", "eps", "rope_theta", "draft_vocab", "own_head", "input_scale")
     drafter_class: ClassVar[type[BlockDrafter]]
     lr = 3e-3
-    reduces = True  # the projection to a large vocabulary costs more than all else
+    reduces = True  # the projection to a large vocabulary costs more than all the rest
     config: Any
     net: BlockNet
 
@@ -87,7 +88,7 @@ class BlockRecipe(Recipe):
         return config
 
     def build(self) -> nn.Module:
-        """A new network; its last norm starts as the target's, whose projection reads it."""
+        """A new network, whose last norm starts as the target's, because the target's projection reads it."""
         kind = self.drafter_class
         net = kind.net_class(kind.net_config(**self.stored_config()))
         weight = getattr(self.parts.final_norm, "weight", None)
@@ -103,7 +104,7 @@ class BlockRecipe(Recipe):
         return self.drafter_class.of(self.net, self.parts, self.target, self.frequent)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Weighted mean over places of the cross-entropy with the target's distribution."""
+        """Weighted mean over positions of the cross-entropy with the target's distribution."""
         drafts = self.config.drafts
         anchors = 1 + some_rows(batch, drafts, generator, max(1, PLACES // drafts))
         states = self.states(batch, anchors)  # [b, R, drafts, D]
@@ -119,9 +120,9 @@ class BlockRecipe(Recipe):
     def place_loss(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
     ) -> tuple[Tensor, Any]:
-        """The loss of one place of all blocks, a scalar, and what the next place is asked with.  States are [b, R, D]
-        of the network, ``columns`` [b, R] the tokens before the guessed ones; ``memory`` is what the place before
-        returned (``None`` at first)."""
+        """The loss of one position of all blocks, a scalar, and the memory for the next position.  States are [b, R, D]
+        of the network, ``columns`` [b, R] the tokens before the predicted ones, and ``memory`` the result of the
+        previous position (``None`` at first)."""
         return labels.distance(self.logits(states), texts_of(columns), columns.flatten()), None
 
     def logits(self, states: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class BlockRecipe(Recipe):
         return self.parts.logits(states.flatten(0, 1), self.frequent)
 
     def states(self, batch: Batch, anchors: Tensor) -> Tensor:
-        """[b, R, drafts, D] states of the rows that guess, of blocks behind ``anchors`` [b, R]."""
+        """[b, R, drafts, D] states of the predicting rows, of blocks after ``anchors`` [b, R]."""
         net, config, n = self.net, self.config, batch.length
         b, count = anchors.shape
         context = net.context([batch.taps[tap].float() for tap in config.tap_names])
@@ -149,7 +150,8 @@ class BlockRecipe(Recipe):
 
 
 def training_mask(anchors: Tensor, length: int, rows: int, reach: int, causal: bool) -> Tensor:
-    """Additive [b, 1, R rows, length + R rows]: a row sees places before its anchor and rows of its own block."""
+    """Additive mask [b, 1, R rows, length + R rows]: a row sees positions before its anchor and rows of its own
+    block."""
     b, count = anchors.shape
     places = torch.arange(length, device=anchors.device)
     within = torch.arange(rows, device=anchors.device)

@@ -1,7 +1,7 @@
-"""The training of DFlash, DFlash2 and DSpark: blocks behind places all over a text, all of them at once.
+"""Training of DFlash, DFlash2 and DSpark: blocks after positions all over a text, all at once.
 
-DFlash is arXiv 2602.06036.  DFlash2 adds the selector's loss over each place's candidates.  DSpark (arXiv 2607.05147)
-learns corrected distributions near the target's, and the chance that a draft is accepted.
+DFlash is arXiv 2602.06036.  DFlash2 adds the selector's loss over each position's candidates.  DSpark (arXiv
+2607.05147) learns corrected distributions near the target's, and the probability that a draft is accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foretoken.training.recipes.labels import Labels
 
 
 class DflashRecipe(BlockRecipe):
-    """The loss of the block, and no more."""
+    """The loss of the block alone."""
 
     method = "dflash"
     net_config = BlockConfig
@@ -39,7 +39,7 @@ class Dflash2Settings(BlockSettings, Dflash2Config):
 
 
 class Dflash2Recipe(BlockRecipe):
-    """The selector learns to choose among the candidates behind the text's own token."""
+    """The selector learns to choose among the candidates after the text's own token."""
 
     method = "dflash2"
     config_class: ClassVar[type[Any]] = Dflash2Settings
@@ -52,7 +52,7 @@ class Dflash2Recipe(BlockRecipe):
     ) -> tuple[Tensor, Any]:
         """Cross-entropies with the target's distribution, over all tokens and over the candidates.
 
-        The target's likeliest token is made a candidate where it is none.
+        The target's most likely token is always made a candidate.
         """
         logits = self.logits(states)
         distributions, counted = labels.of(texts_of(columns), columns.flatten())
@@ -72,8 +72,7 @@ class DsparkSettings(BlockSettings, DsparkConfig):
     """The network's shape and its loss.
 
     Attributes:
-        entropy: weight of the cross-entropy; the distance between the distributions, summed over tokens, weighs the
-            rest of 1.
+        entropy: weight of the cross-entropy; the L1 distance between the distributions has the remaining weight.
     """
 
     from_anchor: bool = True
@@ -86,7 +85,8 @@ class DsparkSettings(BlockSettings, DsparkConfig):
 
 
 class DsparkRecipe(BlockRecipe):
-    """Places are corrected by the text's own tokens; the confidence head learns how often a draft would be accepted."""
+    """Positions are corrected by the text's own tokens; the confidence head learns the acceptance probability of a
+    draft token."""
 
     method = "dspark"
     config_class: ClassVar[type[Any]] = DsparkSettings
@@ -97,7 +97,7 @@ class DsparkRecipe(BlockRecipe):
     def place_loss(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
     ) -> tuple[Tensor, Any]:
-        """Cross-entropy and distance to the target's distribution, and the confidence's cross-entropy."""
+        """Cross-entropy with and distance to the target's distribution, and the confidence head's cross-entropy."""
         before, states = batch.tokens.gather(1, columns).flatten(), states.flatten(0, 1)
         query, memory = self.net.query(before, states, memory)
         rows = self.net.successors if self.frequent is None else self.net.successors[self.frequent]

@@ -1,7 +1,7 @@
-"""LayerSkip's training: layer dropout and an early-exit loss make a target's first layers a good draft of it.
+"""LayerSkip training: layer dropout and an early-exit loss turn a target's first layers into a good drafter.
 
-Elhoushi et al. 2024 (arXiv 2404.16710), sections 4.1 and 4.2.  There is no network beside the target: the result is a
-target, and ``early_exit`` drafts with it.
+Elhoushi et al. 2024 (arXiv 2404.16710), sections 4.1 and 4.2.  There is no other network: the result is a target, and
+``early_exit`` drafts with it.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from foretoken.training.recipes.base import (
 )
 
 PLACES = 128
-"""Places per text and exit whose logits are made."""
+"""Positions per text and exit whose logits are computed."""
 
 
 @dataclass(frozen=True)
 class EarlyExitSettings:
-    """How the target is trained.
+    """Training settings.
 
     Attributes:
-        layer: exit layer that drafts (0: a quarter of the layers).
-        dropout: chance that the last layer is left out for a text; lower layers have less, the first none.
-        scale: weight of the early exits: e_scale of the paper, or that of the one exit where the last layer's is 1.
-        exits: ``"all"`` (the paper's) or ``"layer"`` (in every step the one that drafts, and no other).
-        every: rotational curriculum: in one step one of ``every`` early exits is trained; not for the one exit.
+        layer: exit layer for drafting (0: a quarter of the layers).
+        dropout: probability that the last layer is dropped for a text; smaller for lower layers, 0 for the first.
+        scale: weight of the early exits: e_scale of the paper, or with ``exits="layer"`` the weight of that exit
+            relative to the last layer's.
+        exits: ``"all"`` (the paper's) or ``"layer"`` (only the drafting exit, in every step).
+        every: rotational curriculum for ``exits="all"``: a step trains one in ``every`` early exits.
         labels: ``"text"`` (the paper's) or ``"target"`` (early exits learn the distribution of the last layer).
-        rank: 0 trains all weights; above 0 only a low-rank update of the decoder's linear layers is trained.
+        rank: 0 trains all weights, a positive rank only a low-rank update of the decoder's linear layers.
     """
 
     num_layers: int
@@ -70,12 +71,11 @@ class EarlyExitSettings:
 
     @property
     def exit_layer(self) -> int:
-        """The exit that drafts."""
         return self.layer or max(1, self.num_layers // 4)
 
 
 class EarlyExitRecipe(TargetRecipe):
-    """Trains the target itself; every layer's output goes through the same final norm and head."""
+    """Trains the target itself; the same final norm and head read every exit."""
 
     method = "early_exit"
     config_class: ClassVar[type[Any]] = EarlyExitSettings
@@ -86,14 +86,14 @@ class EarlyExitRecipe(TargetRecipe):
         return {"num_layers": self.parts.num_layers}
 
     def spec(self, folder: object) -> str:
-        """Nothing is loaded but the target."""
+        """A spec without a folder: only the target is loaded."""
         return f"early_exit,layer={self.config.exit_layer}"
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         return EarlyExitDrafter(self.target, self.config.exit_layer)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Weighted sum over the exits of this step and the last layer."""
+        """Weighted sum over this step's exits and the last layer."""
         exits = self.exits(batch.step)
         last = self.config.num_layers
         names = [*(f"layer:{layer}" for layer in exits), "last"]
@@ -117,7 +117,7 @@ class EarlyExitRecipe(TargetRecipe):
         return total
 
     def exits(self, step: int) -> list[int]:
-        """Early exits that are trained in a step: one in every R layers, and others in the next step."""
+        """Early exits trained in a step: one in every R layers, in rotation."""
         if self.config.exits == "layer":
             return [self.config.exit_layer]
         return [
@@ -125,25 +125,25 @@ class EarlyExitRecipe(TargetRecipe):
         ]
 
     def weights(self, exits: list[int]) -> dict[int, float]:
-        """Weights by exit, of those of a step and of the last layer; they sum to 1."""
+        """Weights of a step's exits and of the last layer, by exit; they sum to 1."""
         last, scale = self.config.num_layers, self.config.scale
         if self.config.exits == "all":
             return exit_weights(last, scale, exits)
         return {**dict.fromkeys(exits, scale / (1 + scale)), last: 1 / (1 + scale)}
 
     def kept_layers(self, texts: int, generator: torch.Generator) -> Tensor:
-        """Bool [layers, texts]: which layers every text goes through."""
+        """Bool [layers, texts]: the layers that each text runs through."""
         chances = torch.tensor(dropout_rates(self.config.num_layers, self.config.dropout))
         return torch.rand(len(chances), texts, generator=generator) >= chances[:, None]
 
 
 def dropout_rates(layers: int, highest: float) -> list[float]:
-    """Chance per layer that it is left out: exponential from 0 to ``highest`` (S(t) = 1, as for finetuning)."""
+    """Dropout probability per layer: exponential from 0 to ``highest`` (S(t) = 1, as for finetuning)."""
     return [highest * (math.exp(layer * math.log(2) / max(1, layers - 1)) - 1) for layer in range(layers)]
 
 
 def exit_weights(layers: int, scale: float, exits: list[int]) -> dict[int, float]:
-    """Weight by exit (layers that have run; ``layers`` is the whole network), normalised over those of this step.
+    """Weight by exit (number of layers run; ``layers`` is the whole network), normalised over this step's exits.
 
     With l counted from 0, e(l) = scale * sum of 0..l before the last layer, and (L - 1) + scale * sum of 0..L-2 for it.
     """
@@ -155,7 +155,7 @@ def exit_weights(layers: int, scale: float, exits: list[int]) -> dict[int, float
 
 @contextmanager
 def dropped_layers(network: nn.Module, keep: Tensor) -> Iterator[None]:
-    """Forwards inside the block hand a text's states on unchanged at the layers that ``keep`` [layers, b] denies it."""
+    """Inside the block, layers pass on the states of texts that ``keep`` [layers, b] excludes unchanged."""
     handles = []
     for layer, mask in zip(decoder_layers(network), keep, strict=True):
         if not bool(mask.all()):

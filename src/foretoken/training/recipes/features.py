@@ -1,4 +1,4 @@
-"""What the recipes of feature-level drafters share: drafting from every place of a text, batched for training."""
+"""Shared parts of the recipes of feature-level drafters: batched drafting from every position of a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from foretoken.training.recipes.base import Batch, Recipe
 from foretoken.training.recipes.labels import Labels, places_of
 
 PLACES = 256
-"""Places per text that are drafted from, and whose distributions are compared with the target's."""
+"""Draft positions per text, whose distributions are compared with the target's."""
 
 
 class FeatureRecipe(Recipe):
@@ -43,16 +43,17 @@ class FeatureRecipe(Recipe):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The networks of the first steps, the last of which goes on alone."""
+        """The networks of the first steps; the last one runs all further steps."""
         return (self.net,)
 
     def unrolled(self, batch: Batch, features: Tensor, rows: Tensor, steps: int) -> Iterator[Tensor]:
-        """Outputs [b, R, D] of drafting ``steps`` steps from every one of ``rows`` [b, R], one per step.
+        """Outputs [b, R, D] of ``steps`` draft steps from each of ``rows`` [b, R], one per step.
 
-        Step 0 reads the whole text on true features.  Step k goes on from the same row's output, with the text's token
-        k places further, as drafting does: it sees the true places up to the row, and of the steps behind them its own
-        row only (training-time test, arXiv 2503.01840).  Output k is the feature of token row + k + 1. Where there are
-        several modules, each reads the whole text on what the one before it made, and the last one goes on so.
+        Step 0 reads the whole text with true features.  Step k continues from the same row's output with the text's
+        token k positions later, as in drafting: it sees the true positions up to the row, and only its own row of the
+        later steps (training-time test, arXiv 2503.01840).  Output k is the feature of token row + k + 1.  With several
+        modules, each reads the whole text with the features of the one before it, and the last one runs all further
+        steps.
         """
         b, count = rows.shape
         modules = self.modules[:steps]
@@ -83,8 +84,8 @@ class FeatureRecipe(Recipe):
     def unrolled_loss(
         self, batch: Batch, features: Tensor, steps: int, decay: float, generator: torch.Generator
     ) -> Tensor:
-        """Weighted mean over drafted steps of the cross-entropy with the target's distribution over what can be
-        guessed; a step weighs ``decay`` times what the one before it does."""
+        """Weighted mean over draft steps of the cross-entropy with the target's distribution over the draft vocabulary;
+        a step's weight is ``decay`` times that of the step before it."""
         weights = [decay**step for step in range(steps)]
         rows = some_rows(batch, steps, generator)
         total = features.new_zeros(())
@@ -94,22 +95,22 @@ class FeatureRecipe(Recipe):
         return total
 
     def labels(self, batch: Batch, rows: Tensor, steps: int) -> Labels:
-        """What ``steps`` steps from ``rows`` [b, R] are judged by."""
+        """Labels of ``steps`` steps from ``rows`` [b, R]."""
         columns = torch.cat([rows + step for step in range(1, steps + 1)], 1)
         return Labels(batch, places_of(batch, texts_of(columns), columns.flatten()), self.guessed)
 
     def agreement(self, labels: Labels, output: Tensor, columns: Tensor, step: int = 0) -> Tensor:
-        """Cross-entropy of the distributions of outputs [b, R, D] of a step with the target's behind the tokens at
+        """Cross-entropy of the distributions of a step's outputs [b, R, D] with the target's after the tokens at
         ``columns`` [b, R]."""
         return labels.distance(self.draft_logits(output.flatten(0, 1), step), texts_of(columns), columns.flatten())
 
     @property
     def guessed(self) -> Tensor | None:
-        """[V_d] the tokens that can be guessed; ``None``: all."""
+        """[V_d] the draft vocabulary; ``None``: all tokens."""
         return self.frequent
 
     def draft_logits(self, output: Tensor, step: int = 0) -> Tensor:
-        """[m, V_d] of outputs [m, D] of a step."""
+        """Logits [m, V_d] of a step's outputs [m, D]."""
         module = self.modules[min(step, len(self.modules) - 1)]
         return self.parts.logits(module.head_state(output), self.guessed)  # type: ignore[operator]
 
@@ -122,12 +123,13 @@ def chain_accuracies(
     guess: Callable[[Batch, Tensor, Tensor], Tensor],
     conditional: bool = False,
 ) -> dict[str, Any]:
-    """``accuracies`` [k]: how often the i-th guess of a chain of ``length`` is what the target would say.
+    """``accuracies`` [k]: how often the i-th token of a chain of ``length`` is the target's most likely one.
 
     Args:
-        batches: held-out texts, of each of which the first counts.
-        guess: the guesses [g, k] behind places [1, g], which stand for the tokens behind the places [g, k].
-        conditional: count a guess only where all before it are right.
+        batches: held-out batches; only the first text of each is used.
+        guess: function that returns draft tokens [g, k] after positions [1, g], predictions of the tokens after the
+            positions [g, k].
+        conditional: count a token only if all before it are right.
     """
     hits, tries = torch.zeros(length), torch.zeros(length)
     for batch in batches:
@@ -147,10 +149,10 @@ def chain_accuracies(
 
 
 def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int = PLACES) -> Tensor:
-    """[b, R] at most ``count`` random places per text, in order, that have ``steps`` places behind them.
+    """[b, R] at most ``count`` random positions per text, in order, that are followed by ``steps`` positions.
 
-    Where only some tokens are to be guessed, places whose first guess is one of them go first, and there are no more
-    places than the text with the most of them has.  Raises ``ValueError`` for texts too short for that.
+    If only some tokens are learned, positions whose first predicted token is learned come first, and R is at most their
+    largest number in a text.  Raises ``ValueError`` for texts that are too short.
     """
     n = batch.length - steps
     if n < 1:
@@ -169,5 +171,5 @@ def at_rows(states: Tensor, rows: Tensor) -> Tensor:
 
 
 def texts_of(rows: Tensor) -> Tensor:
-    """[b R] which text every one of ``rows`` [b, R] belongs to."""
+    """[b R] index of the text of each of ``rows`` [b, R]."""
     return torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])

@@ -1,4 +1,4 @@
-"""What the recipes of several heads on one hidden state share: labels, weights, and the accuracies of the tree."""
+"""Shared parts of the recipes with several heads on one hidden state: labels, weights, and accuracies for the tree."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from foretoken.training.recipes.base import Batch, Recipe, some_places
 from foretoken.training.recipes.labels import Labels, places_of
 
 PLACES = 256
-"""Places per step and block whose heads are trained."""
+"""Positions per step and block whose heads are trained."""
 RANKS = 10
-"""Ranks per head whose accuracy is measured."""
+"""Number of ranks per head whose accuracy is measured."""
 
 
 class HeadsRecipe(Recipe):
-    """Head i learns the token that the target says i + 1 places after its own.
+    """Head i learns the target's token i + 1 positions after the target's own next token.
 
-    The settings have ``heads``, ``labels`` (``"target"``: the target's own distribution, which is what the heads must
-    guess, or ``"text"``: the next tokens of the text) and ``decay`` (the weight of head i is ``decay ** i``).
+    Settings include ``heads``, ``labels`` (``"target"``: the target's distribution, which the heads must predict, or
+    ``"text"``: the next tokens of the text) and ``decay`` (the weight of head i is ``decay ** i``).
     """
 
     net_config: ClassVar[type[Any]]
     drafter_class: ClassVar[type[HeadsDrafter]]
 
     def build(self) -> nn.Module:
-        """New heads; own projections start as the target's."""
+        """New heads; their own projections start as the target's."""
         heads = super().build()
         for projection in heads.projections:  # type: ignore[union-attr]
             projection.weight.data.copy_(self.parts.head.weight.detach())
@@ -50,10 +50,10 @@ class HeadsRecipe(Recipe):
     def states(
         self, batch: Batch, rows: Tensor, columns: Tensor, generator: torch.Generator | None = None
     ) -> Sequence[Tensor]:
-        """What the K heads make of the places [m]: K times [m, D].  ``rows`` and ``columns`` [m] say which text, and
-        which token: the one before the root.
+        """The outputs of the K heads at the positions [m], K times [m, D].  ``rows`` and ``columns`` [m] are the text
+        and the token before the root.
 
-        The generator is the randomness of a training step; there is none when accuracies are measured.
+        The generator is the randomness of a training step; ``None`` when accuracies are measured.
         """
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
@@ -70,7 +70,7 @@ class HeadsRecipe(Recipe):
 
     @property
     def reduces(self) -> bool:
-        """Heads that use the target's projection, and learn its distribution."""
+        """Whether the heads use the target's projection and learn its distribution."""
         return self.config.labels == "target" and not len(self.net.projections)  # type: ignore[arg-type]
 
     def project(self, head: int, state: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ class HeadsRecipe(Recipe):
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """``accuracies`` [K][R]: how often the candidate of each rank is what the target would say.
+        """``accuracies`` [K][R]: how often the candidate of each rank is the target's most likely token.
 
-        Heads that read drafted tokens are given those of the text: the chance is conditional on the path above.
+        Heads that read draft tokens get those of the text, so the frequency is conditional on the path above.
         """
         hits = torch.zeros(self.config.heads, RANKS)
         tries = torch.zeros(self.config.heads, 1)
@@ -95,7 +95,7 @@ class HeadsRecipe(Recipe):
                 continue
             columns = torch.arange(n, device=batch.tokens.device).repeat(len(batch.tokens))
             rows = torch.arange(len(batch.tokens), device=batch.tokens.device).repeat_interleave(n)
-            choices = self.parts.logits(batch.taps["last"]).argmax(-1)  # [b, n]: what the target says after each token
+            choices = self.parts.logits(batch.taps["last"]).argmax(-1)  # [b, n]: the target's argmax after each token
             for i, state in enumerate(self.states(batch, rows, columns)):
                 targets = choices[rows, columns + 1 + i]
                 logits = self.project(i, state)

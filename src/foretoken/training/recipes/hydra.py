@@ -1,4 +1,4 @@
-"""Hydra's training: heads that read the text's own tokens learn the target's distribution (arXiv 2402.05109, section
+"""Training of Hydra: heads that read the text's own tokens learn the target's distribution (arXiv 2402.05109, section
 4)."""
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from foretoken.training.recipes.heads import HeadsRecipe
 
 @dataclass(frozen=True)
 class HydraSettings(HydraConfig):
-    """The heads' shape and how they are trained.
+    """The heads' shape and training settings.
 
     Attributes:
-        labels: ``"target"`` (the target's own distribution, as in the paper) or ``"text"``.
+        labels: ``"target"`` (the target's distribution, as in the paper) or ``"text"``.
         decay: weight of head i is ``decay ** i``.
-        dropout: share of a head's inputs that is left out in a step (the paper's long runs: 0.2).
+        dropout: dropout rate of a head's inputs (the paper's long runs: 0.2).
     """
 
     labels: str = "target"
@@ -39,7 +39,7 @@ class HydraSettings(HydraConfig):
 
 
 class HydraRecipe(HeadsRecipe):
-    """Teacher forcing: the tokens between the state and the guess are those of the text."""
+    """Teacher forcing: the tokens between the state and the predicted one are those of the text."""
 
     method = "hydra"
     config_class: ClassVar[type[Any]] = HydraSettings
@@ -56,7 +56,7 @@ class HydraRecipe(HeadsRecipe):
     def states(
         self, batch: Batch, rows: Tensor, columns: Tensor, generator: torch.Generator | None = None
     ) -> Sequence[Tensor]:
-        """K times [m, D]; head i reads the state and the i + 1 tokens behind it."""
+        """K times [m, D]; head i reads the state and the next i + 1 tokens."""
         places = columns[:, None] + 1 + torch.arange(self.config.heads, device=columns.device)
         embeddings = self.parts.embedding(batch.tokens[rows[:, None], places]).float()  # [m, K, D]
         inputs = torch.cat([self._hidden(batch)[rows, columns], embeddings.flatten(1)], -1)
@@ -67,7 +67,7 @@ class HydraRecipe(HeadsRecipe):
         return [self.net(i, inputs[:, : (i + 2) * size]) for i in range(self.config.heads)]
 
     def _hidden(self, batch: Batch) -> Tensor:
-        """[b, n, D]: the target's states, behind the prefix layer if there is one."""
+        """[b, n, D]: the target's states, after the prefix layer if there is one."""
         hidden = batch.taps["last"].float()
         if self.net.prefix is None:
             return hidden

@@ -1,7 +1,7 @@
-"""Consistency training of a target: its Jacobi iteration jumps to its fixed point instead of walking there.
+"""Consistency training of a target: its Jacobi iteration reaches the fixed point in fewer steps.
 
-Kou et al. 2024, "CLLMs: Consistency Large Language Models" (arXiv 2403.00835).  There is no network beside the target:
-the result is a target, and ``jacobi`` drafts for it.
+Kou et al. 2024, "CLLMs: Consistency Large Language Models" (arXiv 2403.00835).  There is no other network: the result
+is a target, and ``jacobi`` drafts for it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from foretoken.training.recipes.base import Batch, TargetRecipe, check_rank, mea
 from foretoken.training.recipes.features import at_rows, some_rows, texts_of
 
 PLACES = 128
-"""Places per text where the target's own loss is taken."""
+"""Positions per text for the target's own loss."""
 
 
 @dataclass(frozen=True)
 class JacobiSettings:
-    """How the target is trained.
+    """Training settings.
 
     Attributes:
-        m: tokens of a block, which is what the drafter guesses per round.
+        m: tokens per block, the drafter's draft length.
         blocks: blocks per text and step.
-        text: weight of the target's own cross-entropy with the text, which keeps it a language model (10 in the paper).
-        smoothing: of that loss's labels (0.1 in the paper).
-        rank: 0 trains all weights; above 0 only a low-rank update of the decoder's linear layers is trained.
+        text: weight of the target's cross-entropy with the text, which keeps it a language model (10 in the paper).
+        smoothing: label smoothing of that loss (0.1 in the paper).
+        rank: 0 trains all weights, a positive rank only a low-rank update of the decoder's linear layers.
     """
 
     m: int = 8
@@ -52,10 +52,10 @@ class JacobiSettings:
 
 
 class JacobiRecipe(TargetRecipe):
-    """At a random point of a block's trajectory the target learns what it says at the block's fixed point.
+    """At a random point of a block's trajectory the target learns its prediction at the block's fixed point.
 
-    The trajectories are those of the target as it is, behind places of the text: greedy, from the guess that the
-    drafter begins with.
+    The trajectories are greedy ones of the current target after positions of the text, from the drafter's initial
+    guess.
     """
 
     method = "jacobi"
@@ -68,27 +68,27 @@ class JacobiRecipe(TargetRecipe):
         return {}
 
     def build(self) -> nn.Module:
-        self.model  # noqa: B018  (is refused before any text is read)
+        self.model  # noqa: B018  (refused before any text is read)
         return super().build()
 
     def spec(self, folder: object) -> str:
-        """Nothing is loaded but the target."""
+        """A spec without a folder: only the target is loaded."""
         return f"jacobi,m={self.config.m}"
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         return JacobiDrafter(self.config.m)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """The consistency loss, and the weighted loss of the text."""
+        """The consistency loss plus the weighted loss on the text."""
         text = batch.tokens[:, :-1]
-        columns = some_rows(batch, 1, generator, self.config.blocks) + 1  # those before tokens to be guessed go first
+        columns = some_rows(batch, 1, generator, self.config.blocks) + 1  # positions before learned tokens come first
         steps, targets = self.trajectory(text, columns)
-        reached = (steps == steps[-1]).all(-1).float().argmax(0)  # [b, g]: the first point that is the fixed one
+        reached = (steps == steps[-1]).all(-1).float().argmax(0)  # [b, g]: first point equal to the fixed one
         chance = torch.rand(reached.shape, generator=generator).to(reached.device)
         chosen = (chance * reached).long()
         start = steps.gather(0, chosen[None, ..., None].expand(1, *steps.shape[1:]))[0]  # [b, g, m]
         states, text_states = joint_states(self.model, text, columns, start, grad=True)
-        differs = ((start != steps[-1]).cumsum(-1) > 0).float()  # what sees the same tokens says the same
+        differs = ((start != steps[-1]).cumsum(-1) > 0).float()  # equal prefixes give equal predictions
         counted = batch.counted(texts_of(columns), columns.flatten())
         if counted is not None:
             differs = differs * counted.view(*columns.shape, 1)
@@ -107,10 +107,10 @@ class JacobiRecipe(TargetRecipe):
 
     @torch.no_grad()
     def trajectory(self, text: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """The Jacobi iteration below places [b, g] of texts [b, n]: its points [s, b, g, m], the last of them fixed,
-        and the target's distributions [b, g, m, V] behind the tokens of that one.
+        """The Jacobi iteration after positions [b, g] of texts [b, n]: its points [s, b, g, m], the last of them fixed,
+        and the target's distributions [b, g, m, V] after the tokens of that one.
 
-        A block is fixed after m steps at the latest, and as soon as a step changes nothing.
+        A block is fixed after m steps at the latest, or when a step changes nothing.
         """
         m = self.config.m
         point = text.gather(1, columns)[..., None].expand(-1, -1, m).contiguous()

@@ -1,4 +1,4 @@
-"""The training of `jump`: rollouts of the draft through the target's own frozen layers, from places all over a text."""
+"""Training of ``jump``: draft rollouts through the target's own frozen layers, from positions all over a text."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from foretoken.training.recipes.features import at_rows, some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, places_of
 
 PLACES = 32
-"""Places per text that are drafted from."""
+"""Draft positions per text."""
 
 
 @dataclass(frozen=True)
 class JumpSettings(JumpConfig):
-    """Shape of the predictor, and how it is trained.
+    """Shape of the predictor, and training settings.
 
     Attributes:
-        steps: drafted tokens per place.
+        steps: draft tokens per position.
         decay: weight of step k (from 0) is ``decay ** k``.
-        state_weight: of the distance of a predicted state from the true one, relative to its size.
+        state_weight: weight of the distance between predicted and true state, relative to the latter's size.
     """
 
     start: int = 1
@@ -50,7 +50,7 @@ class JumpSettings(JumpConfig):
 
 
 class JumpRecipe(Recipe):
-    """The predictor and the readout learn; the layers that draft are the target's, and stay as they are."""
+    """Trains the predictor and the readout; the drafting layers are the target's and stay frozen."""
 
     method = "jump"
     config_class: ClassVar[type[Any]] = JumpSettings
@@ -83,16 +83,16 @@ class JumpRecipe(Recipe):
         return config
 
     def from_target(self) -> dict[str, Any]:
-        """One layer behind two thirds of them: layer 17 of 24, as published."""
+        """One layer after two thirds of the layers: layer 17 of 24, as published."""
         layers = self.parts.num_layers
         start = max(1, min(2 * layers // 3, layers - 1))
         return {"hidden_size": self.parts.hidden_size, "start": start, "stop": start + 1, "state": start + 1}
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Weighted mean over the steps of the cross-entropy with the target's distributions, and of the distance of
-        predicted states."""
+        """Weighted mean over steps of the cross-entropy with the target's distribution and the distance of predicted
+        states."""
         config = self.config
-        columns = 1 + some_rows(batch, config.steps, generator, PLACES)  # a draft begins behind a token
+        columns = 1 + some_rows(batch, config.steps, generator, PLACES)  # a draft begins after a token
         places = torch.cat([columns + step for step in range(config.steps)], 1)
         labels = Labels(batch, places_of(batch, texts_of(places), places.flatten()), self.frequent)
         total = torch.zeros((), device=columns.device)
@@ -108,8 +108,8 @@ class JumpRecipe(Recipe):
         return total / sum(config.decay**step for step in range(config.steps))
 
     def rollout(self, batch: Batch, columns: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """By step the states [b, R, D] that are predicted at layer ``start``, and those behind layer ``stop``, of the
-        tokens at ``columns`` [b, R] and behind them."""
+        """Per step: the predicted states [b, R, D] at layer ``start``, and the states after layer ``stop``, of the
+        tokens from ``columns`` [b, R] on."""
         config, ends, read = self.config, f"layer:{self.config.stop}", f"layer:{self.config.state}"
         state, true = at_rows(batch.taps[read].float(), columns - 1), batch.taps[f"layer:{config.start}"]
         plan, states = LayerPlan(start=config.start, stop=config.stop), []
@@ -123,7 +123,7 @@ class JumpRecipe(Recipe):
         return states
 
     def draft_logits(self, states: Tensor) -> Tensor:
-        """[m, V_d] of states [m, D] behind layer ``stop``."""
+        """Logits [m, V_d] of states [m, D] after layer ``stop``."""
         wide = self.net.read_out(states)
         norm = self.parts.final_norm
         dtype = next((weight.dtype for weight in norm.parameters()), wide.dtype)

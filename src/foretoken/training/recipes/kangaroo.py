@@ -1,4 +1,5 @@
-"""Kangaroo's training: the adapter's distribution at every place is pulled to the whole model's (arXiv 2404.18911)."""
+"""Training of Kangaroo: the adapter's distribution at every position approaches the whole model's (arXiv
+2404.18911)."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy, some_places
 
 PLACES = 256
-"""Places per text and step whose logits are compared with the target's distribution."""
+"""Positions per text and step whose logits are compared with the target's distribution."""
 
 
 class KangarooRecipe(Recipe):
-    """The adapter reads whole texts of exit states; nothing of the target is trained."""
+    """The adapter reads the exit states of whole texts; the target stays frozen."""
 
     method = "kangaroo"
     config_class: ClassVar[type[Any]] = KangarooConfig
@@ -43,12 +44,13 @@ class KangarooRecipe(Recipe):
         return config
 
     def from_target(self) -> dict[str, Any]:
-        """The attention of the target's own layers, behind a sixteenth of them: layer 2 of 32, as the paper has it."""
+        """The attention shape of the target's layers, and an exit after a sixteenth of them: layer 2 of 32, as in the
+        paper."""
         shape = asdict(LayerConfig.of_target(self.parts.config))
         return {**shape, "ffn": 0, "layer": max(1, round(self.parts.num_layers / 16))}
 
     def build(self) -> nn.Module:
-        """A new adapter that says what an early exit says: where the target ends with an RMS norm, with that norm."""
+        """A new adapter that starts as an early exit: if the target ends with an RMS norm, it gets that norm."""
         net: Any = super().build()
         some = torch.randn(2, self.config.hidden_size, dtype=self.parts.head.weight.dtype, device=self.parts.device)
         with torch.no_grad():
@@ -59,7 +61,7 @@ class KangarooRecipe(Recipe):
         return net
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Mean cross-entropy with the whole model's distribution at random places."""
+        """Mean cross-entropy with the whole model's distribution at random positions."""
         states = batch.taps[self.taps[0]].float()
         output = self.net(None, states, torch.arange(batch.length, device=states.device).expand(len(states), -1))
         rows, columns = some_places(batch, PLACES * len(states), 0, generator)

@@ -1,4 +1,4 @@
-"""What the target says at places of a batch, which is what a drafter learns."""
+"""The target's predictions at positions of a batch, the labels of a drafter."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 from foretoken.training.recipes.base import Batch, cross_entropy, soft_cross_entropy
 
 CHUNK = 512
-"""Places whose logits over the target's whole vocabulary are made at once."""
+"""Positions whose logits over the target's whole vocabulary are computed at once."""
 
 
 class Labels:
-    """The target's distributions after tokens of a batch, over the tokens that can be guessed.
+    """The target's distributions after tokens of a batch, over the draft vocabulary.
 
-    With a small draft vocabulary they are made once for all places: steps and heads share most of them, and the
-    target's projection costs more than all else.  A place does not count where the target's likeliest token cannot be
-    guessed.
+    With a small draft vocabulary they are computed once for all positions: steps and heads share most of them, and the
+    target's projection costs more than all the rest.  A position does not count if the target's most likely token is
+    outside of the draft vocabulary.
 
     Args:
-        places: bool [b, n], those that will be asked for; with ``ids`` only.
-        ids: int64 [V_d], the tokens that can be guessed; ``None``: all.
+        places: bool [b, n], the positions that will be requested; only with ``ids``.
+        ids: int64 [V_d], the draft vocabulary; ``None``: all tokens.
     """
 
     @torch.no_grad()
@@ -35,32 +35,32 @@ class Labels:
         for texts, columns in zip(*(part.split(CHUNK) for part in places.nonzero(as_tuple=True)), strict=True):
             logits = batch.parts.logits(batch.taps["last"][texts, columns])
             some = logits[:, ids]
-            # The largest logit, not its place: on a CPU argmax of bfloat16 costs more than the projection.
+            # The largest logit, not its index: on a CPU argmax of bfloat16 costs more than the projection.
             self.counted[texts, columns] = (some.amax(-1) == logits.amax(-1)).float()
             self.distributions[texts, columns] = torch.softmax(some.float(), -1)
 
     def of(self, texts: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The distributions [m, V_d] after the tokens at the places (texts, columns), both [m], and which of them count
-        (``None``: all)."""
+        """The distributions [m, V_d] after the tokens at the positions (texts, columns), both [m], and which of them
+        count (``None``: all)."""
         if self.ids is None:
             return self.batch.teacher(texts, columns), self.batch.counted(texts, columns)
         return self.distributions[texts, columns], self.counted[texts, columns]
 
     def distance(self, logits: Tensor, texts: Tensor, columns: Tensor) -> Tensor:
-        """Mean cross-entropy of draft logits [m, V_d] with the target's distributions after the tokens at the places
+        """Mean cross-entropy of draft logits [m, V_d] with the target's distributions after the tokens at the positions
         (texts, columns), both [m]."""
         return soft_cross_entropy(logits, *self.of(texts, columns))
 
     def loss(self, logits: Tensor, texts: Tensor, columns: Tensor, labels: str) -> Tensor:
-        """The same for ``labels`` of ``"target"``; for ``"text"`` the mean cross-entropy with the text's next tokens,
-        of which all can be guessed."""
+        """The same for ``labels`` of ``"target"``; for ``"text"`` the mean cross-entropy with the text's next tokens
+        over the whole vocabulary."""
         if labels == "target":
             return self.distance(logits, texts, columns)
         return cross_entropy(logits, self.batch.tokens[texts, columns + 1], self.batch.counted(texts, columns))
 
 
 def places_of(batch: Batch, texts: Tensor, columns: Tensor) -> Tensor:
-    """Bool [b, n]: the places (texts, columns), both [m]."""
+    """Bool [b, n]: true at the positions (texts, columns), both [m]."""
     places = torch.zeros(len(batch.tokens), batch.length, dtype=torch.bool, device=batch.tokens.device)
     places[texts, columns] = True
     return places

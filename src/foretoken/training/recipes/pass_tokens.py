@@ -1,4 +1,4 @@
-"""PaSS's training: look-ahead tokens below random places of a text, everything else frozen (arXiv 2311.13581)."""
+"""Training of PaSS: look-ahead tokens after random positions of a text, everything else frozen (arXiv 2311.13581)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from foretoken.training.recipes.features import chain_accuracies, some_rows, tex
 from foretoken.training.recipes.labels import Labels
 
 SAMPLED = 1024
-"""Token embeddings whose mean the rows start from."""
+"""Token embeddings whose mean initialises the rows."""
 
 
 @dataclass(frozen=True)
 class PassTokensSettings(PassTokensConfig):
-    """How many look-ahead tokens there are and how they are trained.
+    """Number of look-ahead tokens, and training settings.
 
     Attributes:
-        labels: ``"target"`` (the target's own distribution, which is what they must guess) or ``"text"`` (the paper's
-            labels).
+        labels: ``"target"`` (the target's distribution, which they must predict) or ``"text"`` (the paper's labels).
         decay: weight of look-ahead token i (from 0) is ``decay ** i``.
-        noise: spread of the rows that training starts from, in parts of the spread of token embeddings.
+        noise: initial spread of the rows, relative to the spread of token embeddings.
     """
 
     labels: str = "target"
@@ -45,7 +44,7 @@ class PassTokensSettings(PassTokensConfig):
 
 
 class PassTokensRecipe(Recipe):
-    """Look-ahead token i below column c learns what the target says after the token at c + i."""
+    """Look-ahead token i after column c learns the target's prediction after the token at c + i."""
 
     method = "pass_tokens"
     lr = 1e-2
@@ -65,7 +64,7 @@ class PassTokensRecipe(Recipe):
         return {"hidden_size": int(self.parts.embed.weight.shape[1])}
 
     def build(self) -> nn.Module:
-        """Rows at the mean of the token embeddings, and a little apart."""
+        """Rows near the mean of the token embeddings."""
         check_rows(self.model.model, torch.empty(self.config.k, self.config.hidden_size))
         net: Any = super().build()
         ids = torch.linspace(0, self.parts.vocab_size - 1, SAMPLED, device=self.parts.device).long()
@@ -80,7 +79,7 @@ class PassTokensRecipe(Recipe):
         last = batch.length - k  # columns that have all labels
         if last < 1:
             raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
-        # Most look-ahead tokens per text and step: with a text of that length, twice its tokens go through the target
+        # At most 512 look-ahead tokens per text and step: the target reads at most twice the text's tokens
         groups = max(1, min(batch.length, 512) // k)
         columns = torch.randint(last, (b, groups), generator=generator).to(batch.tokens.device)
         if batch.learned is not None:
@@ -95,14 +94,14 @@ class PassTokensRecipe(Recipe):
         return total / sum(self.config.decay**i for i in range(k))
 
     def states(self, batch: Batch, columns: Tensor) -> Tensor:
-        """[b, g, k, D] of the look-ahead tokens below the places ``columns`` [b, g]."""
+        """[b, g, k, D] of the look-ahead tokens after the positions ``columns`` [b, g]."""
         return branch_states(self.model, batch.tokens[:, :-1], columns, self.net.rows)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         return PassTokensDrafter(self.net, self.target)
 
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """``accuracies`` [k]: how often a look-ahead token's guess is what the target would say."""
+        """``accuracies`` [k]: how often a look-ahead token predicts the target's most likely token."""
 
         def guess(batch: Batch, columns: Tensor, ahead: Tensor) -> Tensor:
             return self.parts.logits(self.states(batch, columns))[0].argmax(-1)

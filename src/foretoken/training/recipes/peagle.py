@@ -1,4 +1,4 @@
-"""P-EAGLE's training: the text's rows, and masks behind places all over it, in one pass (arXiv 2602.01469)."""
+"""Training of P-EAGLE: the text's rows, and masks after positions all over it, in one pass (arXiv 2602.01469)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ROWS = 512
 
 @dataclass(frozen=True)
 class PeagleSettings(PeagleConfig):
-    """The network's shape and its loss; heads and widths are the target's by default.
+    """The network's shape and its loss; heads and widths default to the target's.
 
     Attributes:
-        keep: share of the anchors that each depth of masks keeps of those of the depth before.
-        least: least share of all anchors that a depth keeps.
+        keep: share of the previous depth's anchors that each depth of masks keeps.
+        least: least share of all anchors at a depth.
     """
 
     heads: int = 0
@@ -47,7 +47,7 @@ class PeagleSettings(PeagleConfig):
 
 
 class PeagleRecipe(Eagle3Recipe):
-    """Every row learns the target's distribution behind its place."""
+    """Every row learns the target's distribution after its position."""
 
     method = "peagle"
     config_class: ClassVar[type[Any]] = PeagleSettings
@@ -59,7 +59,7 @@ class PeagleRecipe(Eagle3Recipe):
     net: PeagleNet
 
     def build(self) -> nn.Module:
-        """A new network, as EAGLE-3 starts; what stands in unknown places starts as noise."""
+        """A new network, started like EAGLE-3's; the hidden state of masks starts as noise."""
         net: Any = super().build()
         net.mask_hidden.data.normal_(std=0.1)
         if net.embed_tokens is not None:
@@ -81,8 +81,8 @@ class PeagleRecipe(Eagle3Recipe):
         return labels.distance(self.draft_logits(output[:, chosen].flatten(0, 1)), texts, columns)
 
     def rows(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Anchors and depths [m] of the rows of a text, whose last place has a label, and of masks.  Raises
-        ``ValueError`` for texts too short for that."""
+        """Anchors and depths [m] of the rows of a text, whose last position has a label, and of masks.  Raises
+        ``ValueError`` for texts that are too short."""
         config, n = self.config, batch.length - 1
         if n < config.places:
             raise ValueError(
@@ -95,7 +95,7 @@ class PeagleRecipe(Eagle3Recipe):
         return with_text(n, *mask_rows(seeds, config.places - 1, generator, config.keep, config.least))
 
     def outputs(self, batch: Batch, anchors: Tensor, depths: Tensor) -> Tensor:
-        """[b, m, D] of rows by anchors and depths [m], those of the text first."""
+        """Outputs [b, m, D] of rows by anchors and depths [m], those of the text first."""
         net, device, n = self.net, batch.tokens.device, int((depths == 0).sum())
         features = net.fuse([batch.taps[tap][:, :n].float() for tap in self.config.taps])
         masks = net.mask_feature.expand(len(features), len(anchors) - n, -1)
@@ -106,7 +106,7 @@ class PeagleRecipe(Eagle3Recipe):
         return net(self.embedded(ids).to(features.dtype), whole, positions, visible)
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """[b, m, D] of ids, by the network's own embedding where it has one."""
+        """Embeddings [b, m, D] of ids, by the network's own embedding if it has one."""
         embedding = self.net.embed_tokens
         return self.parts.embedding(ids) if embedding is None else F.embedding(ids, embedding.weight)
 

@@ -1,8 +1,7 @@
-"""SpecDec++'s training: which of the draft model's guesses would the target take?  Arxiv 2405.19715.
+"""Training of SpecDec++: which of the draft model's tokens would the target accept? Arxiv 2405.19715.
 
-Some tokens of a text are replaced by guesses of the draft model ("token mixing").  The head reads the draft model's
-state behind every guess and learns how likely it is to be accepted, ``min(1, p/q)``, with p and q of the text as it
-then is.
+Some tokens of a text are replaced by tokens of the draft model ("token mixing").  The head reads the draft model's
+state after each of them and learns its acceptance probability, ``min(1, p/q)``, with p and q on the mixed text.
 """
 
 from __future__ import annotations
@@ -21,20 +20,19 @@ from foretoken.training.recipes.base import Batch, Recipe
 from foretoken.training.written import drawn
 
 CHUNK = 256
-"""Places whose distributions are made at once."""
+"""Positions whose distributions are computed at once."""
 HELD_MIX, HELD_ROUNDS = 0.15, 6
-"""Measured where most of the text is the text's, as it is when drafts are made; guesses are drawn a few times."""
+"""Measured with few mixed tokens, as when drafts are made, and with several draws of them."""
 DEPTH = 8
-"""Longest draft while the head is tried out."""
+"""Longest draft when the head is measured."""
 BINS = 5
-"""Groups of equally many guesses that the calibration is told for."""
+"""Groups of equally many tokens in the calibration table."""
 
 
 class SpecdecPpRecipe(Recipe):
-    """The head over a frozen draft model, whose hidden states it reads; ``target`` in the sense of the trainer is that
-    model.
+    """The head on the hidden states of a frozen draft model, which is the trainer's ``target``.
 
-    ``judge`` is the target, whose acceptance is learnt; ``settings`` are ``key=value`` of the head and its loss.
+    ``judge`` is the target, whose acceptance is learned; ``settings`` are ``key=value`` of the head and its loss.
     """
 
     method = "specdec_pp"
@@ -62,9 +60,10 @@ class SpecdecPpRecipe(Recipe):
 
     @torch.no_grad()
     def guesses(self, batch: Batch, generator: torch.Generator, mix: float | None = None) -> tuple[Tensor, Tensor]:
-        """The draft model's states [m, D] behind the guesses that were mixed into the texts, and their chances [m].
+        """The draft model's states [m, D] after the tokens mixed into the texts, and their acceptance probabilities
+        [m].
 
-        ``mix`` is the share of guesses, the setting's by default.
+        ``mix`` is the share of mixed tokens, by default the setting's.
         """
         tokens = batch.tokens[:, :-1]
         share = self.config.mix if mix is None else mix
@@ -86,7 +85,7 @@ class SpecdecPpRecipe(Recipe):
     def chances(
         self, draft_states: Tensor, target_states: Tensor, tokens: Tensor, rows: Tensor, before: Tensor
     ) -> Tensor:
-        """``min(1, p/q)`` [m] of the tokens behind the places (rows, before), float32."""
+        """``min(1, p/q)`` [m] of the tokens after the positions (rows, before), float32."""
         chances = []
         for r, c in zip(rows.split(CHUNK), before.split(CHUNK), strict=True):
             token = tokens[r, c + 1][:, None]
@@ -96,17 +95,17 @@ class SpecdecPpRecipe(Recipe):
         return torch.cat(chances)
 
     def _logits(self, parts: TargetParts, states: Tensor) -> Tensor:
-        """Logits [m, V] of the tokens that both models have, float32."""
+        """Logits [m, V] of the tokens in both vocabularies, float32."""
         return parts.logits(states)[:, : self.width].float()
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Weighted cross-entropy with the chances of the guesses."""
+        """Weighted cross-entropy with the acceptance probabilities."""
         states, chances = self.guesses(batch, generator)
         return weighted_loss(self.net(states), chances, self.config.mismatch)
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """Held-out loss beside that of the best constant, and how far the head's chances are those of the guesses."""
+        """Held-out loss, that of the best constant, and the calibration of the head's probabilities."""
         generator = torch.Generator().manual_seed(0)
         pairs = [self.guesses(batch, generator, HELD_MIX) for _ in range(HELD_ROUNDS) for batch in batches]
         if not sum(len(states) for states, _ in pairs):
@@ -123,12 +122,12 @@ class SpecdecPpRecipe(Recipe):
         }
 
     def drafter(self, measured: Mapping[str, Any]) -> ModelDrafter:
-        """The draft model, with room for drafts that the head may end."""
+        """The draft model, with drafts long enough for the head to stop."""
         return ModelDrafter(self.target, k=DEPTH, target=self.judge)
 
 
 def _calibration(predicted: Tensor, chances: Tensor) -> list[list[float]]:
-    """(mean prediction, mean chance) of groups of guesses from the least to the most likely."""
+    """(mean predicted probability, mean true probability) of groups of tokens, from the least to the most likely."""
     order = predicted.argsort()
     groups = [part for part in order.tensor_split(BINS) if len(part)]
     return [[float(predicted[part].mean()), float(chances[part].mean())] for part in groups]

@@ -1,4 +1,5 @@
-"""UNO's training: chains of noise below random places of a text, with the updates in their rows (arXiv 2609.04010)."""
+"""Training of UNO: chains of noise after random positions of a text, with the updates in their rows (arXiv
+2609.04010)."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ class UnoSettings(UnoConfig):
     """The updates' shape and their loss.
 
     Attributes:
-        noise: as there; a mask is learned faster.
-        parts: which linear layers are updated: ``"all"``, or those of the ``"attention"`` or of the ``"mlp"``.
-        entropy: weight of the cross-entropy; the total variation distance weighs the rest of 1 (1 in the paper).
-        decay: the row of noise i (from 0) weighs ``decay ** i``.
+        noise: as in :class:`UnoConfig`; a mask is learned faster.
+        parts: linear layers to update: ``"all"``, or those of the ``"attention"`` or the ``"mlp"``.
+        entropy: weight of the cross-entropy; the total variation distance has the remaining weight (1 in the paper).
+        decay: weight of noise row i (from 0) is ``decay ** i``.
     """
 
     noise: str = "mask"
@@ -50,7 +51,7 @@ class UnoSettings(UnoConfig):
 
 
 class UnoRecipe(Recipe):
-    """Row i of noise below column c learns what the target says after the token at c + i."""
+    """Row i of noise after column c learns the target's prediction after the token at c + i."""
 
     method = "uno"
     lr = 3e-3
@@ -78,9 +79,9 @@ class UnoRecipe(Recipe):
         return config
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Weighted mean over rows of noise of the distance to the target's distribution."""
+        """Weighted mean over noise rows of the distance to the target's distribution."""
         config, behind = self.config, self.config.places - 1
-        # Most rows of noise per text and step
+        # At most 512 noise rows per text and step
         groups = max(1, min(batch.length, 512) // behind)
         columns = some_rows(batch, behind, generator, groups)
         ids = self.random_noise((*columns.shape, behind), generator).to(columns.device)
@@ -97,11 +98,11 @@ class UnoRecipe(Recipe):
         return total
 
     def random_noise(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Ids of what stands in unknown places, drawn anew for every one of them."""
+        """Ids for unknown positions, drawn anew for each of them."""
         return self.config.filler(torch.randint(2**31, tuple(shape), generator=generator))
 
     def states(self, batch: Batch, columns: Tensor, ids: Tensor) -> Tensor:
-        """[b, g, k, D] of the noise ``ids`` [b, g, k] below the places ``columns`` [b, g]."""
+        """States [b, g, k, D] of the noise ``ids`` [b, g, k] after the positions ``columns`` [b, g]."""
 
         @contextmanager
         def within(hidden: Tensor) -> Iterator[Tensor]:
@@ -114,8 +115,8 @@ class UnoRecipe(Recipe):
         return UnoDrafter(self.target, self.net)
 
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """``accuracies`` of the rows of noise: how often a guess is what the target would say, where all guesses before
-        it are."""
+        """``accuracies`` of the noise rows: how often a token is the target's most likely one if all tokens before it
+        are."""
 
         def guess(batch: Batch, columns: Tensor, ahead: Tensor) -> Tensor:
             ids = self.config.filler(ahead).expand(len(batch.tokens), -1, -1)
