@@ -22,9 +22,6 @@ from foretoken.training.loop import Progress
 from foretoken.training.text_sources import TeacherText
 from foretoken.training.workshop import Workshop, load_student
 
-BATCH = 8
-"""Rows per forward."""
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -45,10 +42,10 @@ class Stage:
 
 
 @torch.no_grad()
-def best_tokens(network: Any, rows: Tensor) -> Tensor:
+def best_tokens(network: Any, rows: Tensor, batch: int = 8) -> Tensor:
     """The most likely token after every position of ``rows`` int64 [n, m + 1], int64 [n, m]."""
     best = []
-    for some in rows.split(BATCH):
+    for some in rows.split(batch):
         ids = some[:, :-1].to(network.device)
         best.append(network(input_ids=ids, use_cache=False).logits.argmax(-1).cpu())
     return torch.cat(best)

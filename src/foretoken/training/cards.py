@@ -19,8 +19,6 @@ LIMITS = (
     "Its losses above were measured on documents that were held out by a hash of their content. "
     "Near-duplicates of training documents may be among them.",
 )
-WRITTEN_OPTIONS = ("text", "written_blocks", "written_temperature")
-RUN_OPTIONS = ("steps", "batch_size", "context", "lr", "seed")
 
 
 def front_matter(licence: str = "") -> str:
@@ -210,7 +208,8 @@ def _run_options(run: Mapping[str, Any]) -> dict[str, Any]:
     """Command options of a drafter's or a stop head's run, without usual values."""
     usual = {"text": "fixed", "optimizer": "muon", "precision": "bfloat16"}  # older reports leave them out
     run = {**usual, **run}
-    names = [*RUN_OPTIONS, *(() if run["text"] == "fixed" else WRITTEN_OPTIONS)]
+    names = ["steps", "batch_size", "context", "lr", "seed"]
+    names += [] if run["text"] == "fixed" else ["text", "written_blocks", "written_temperature"]
     names += [name for name in ("optimizer", "precision") if run[name] != usual[name]]
     return {name: run[name] for name in names}
 

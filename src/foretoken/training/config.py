@@ -10,13 +10,6 @@ from dataclasses import dataclass
 from foretoken.core.settings import setting
 from foretoken.methods.drafters.learning.losses import check_loss
 
-OPTIMIZERS = ("muon", "adamw")
-"""Muon for matrices with AdamW for the rest, or AdamW for everything.
-
-Muon orthogonalises in bfloat16, which costs more than the rest of a step on a CPU without bfloat16 products.
-"""
-PRECISIONS = ("bfloat16", "float32")
-"""Precision of products: bfloat16 by autocast, or float32 like the weights."""
 BLOCK_TEXTS = ("fixed", "target")
 """Text of a drafter: the corpus, or the target's continuations of the beginnings of its blocks."""
 TEXTS = ("fixed", "teacher", "policy", "mixed")
@@ -198,6 +191,8 @@ def check_context(context: int, longest: int, whose: str = "target's") -> None:
 
 def check_choices(optimizer: str, precision: str) -> None:
     """Raise ``ValueError`` for an unknown optimizer or precision."""
-    for name, value, choices in (("optimizer", optimizer, OPTIMIZERS), ("precision", precision, PRECISIONS)):
+    # Muon orthogonalises in bfloat16, which costs more than the rest of a step on a CPU without bfloat16 products.
+    optimizers, precisions = ("muon", "adamw"), ("bfloat16", "float32")
+    for name, value, choices in (("optimizer", optimizer, optimizers), ("precision", precision, precisions)):
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")

@@ -28,8 +28,6 @@ from foretoken.core.io.locks import lock
 from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
 
 END_OF_TEXT = "<|endoftext|>"
-READING = 2
-"""Version of the conversion of rows to text; a corpus of an earlier version is rebuilt."""
 HELD = 0.01
 """Share of the documents that are held out."""
 PARTS = ("tokens", "learned", "starts")
@@ -126,7 +124,7 @@ def _identity(paths: Sequence[str | Path], tokenizer: Any) -> dict[str, Any]:
         "paths": [str(p) for p in paths],
         "files": _listed(paths),
         "held_fraction": HELD,
-        "reading": READING,
+        "reading": 2,  # version of the conversion of rows to text: a corpus of an earlier one is rebuilt
         "vocab": checksum(json.dumps(sorted(tokenizer.get_vocab().items()))),
     }
 

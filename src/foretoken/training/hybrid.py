@@ -22,8 +22,6 @@ from foretoken.loading.networks import from_pretrained
 if TYPE_CHECKING:
     from foretoken.training.config import LmConfig
 
-PROBE = 1024
-"""Tokens used to measure the sizes of queries and keys."""
 DECAYS = (0.02, 1.0)
 """exp(A_log) of the first and the last recurrent head: the first remembers hundreds of tokens, the last a few."""
 
@@ -85,7 +83,7 @@ def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
         raise ValueError(f"a hybrid that starts from {source} must have {2 * other.num_hidden_layers} layers")
     model.model.embed_tokens.weight.copy_(llama.model.embed_tokens.weight)
     _norm(model.model.norm, llama.model.norm)
-    sizes = _head_sizes(llama, torch.from_numpy(tokens[:PROBE].astype("int64"))[None])
+    sizes = _head_sizes(llama, torch.from_numpy(tokens[:1024].astype("int64"))[None])
     for index, layer in enumerate(llama.model.layers):
         recurrent, full = model.model.layers[2 * index], model.model.layers[2 * index + 1]
         for new_layer in (recurrent, full):

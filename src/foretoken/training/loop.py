@@ -21,9 +21,6 @@ from foretoken.training.checkpoint import check_same, latest_checkpoint, load_ch
 from foretoken.training.config import RunConfig
 from foretoken.training.curves import Curve
 
-SCHEDULE = ("steps", "warmup", "decay")
-"""Settings that may change when a run is resumed."""
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -167,5 +164,6 @@ class Loop:
 
 
 def identity_of(config: RunConfig, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The data that must be equal when a run is resumed."""
-    return {"run": {key: value for key, value in asdict(config).items() if key not in SCHEDULE}, **(more or {})}
+    """The data that must be equal when a run is resumed: all but the schedule."""
+    schedule = ("steps", "warmup", "decay")
+    return {"run": {key: value for key, value in asdict(config).items() if key not in schedule}, **(more or {})}

@@ -10,9 +10,6 @@ from pathlib import Path
 
 from foretoken.core.io.locks import lock
 
-RESULTS = ("README.md", "config.json", "drafter.json", "model.safetensors", "adapter_config.json", "target")
-"""Files of a finished run; only a checkpoint shows that they belong to it."""
-
 
 @contextmanager
 def run_folder(out: Path) -> Iterator[None]:
@@ -43,7 +40,9 @@ def run_folder(out: Path) -> Iterator[None]:
 
 def _check_own(out: Path) -> None:
     """Raise ``ValueError`` if the run would overwrite results that are not its own."""
-    others = [name for name in RESULTS if (out / name).exists()]
+    # Files of a finished run; only a checkpoint shows that they belong to it.
+    results = ("README.md", "config.json", "drafter.json", "model.safetensors", "adapter_config.json", "target")
+    others = [name for name in results if (out / name).exists()]
     if others and not (out / "checkpoints").is_dir():
         raise ValueError(
             f"{out} holds {', '.join(others)} and no checkpoint to go on from: give --out a new folder, or move "

@@ -17,8 +17,6 @@ from torch.nn import functional as F
 from foretoken.methods.drafters.target_states import LAYERS, NAME, SCALE, taps_of
 from foretoken.models.forward.parts import TargetParts
 
-DROPPED = 0.1
-"""Share of the texts read without states."""
 OWN_SHARE = 0.1
 """Weight of the cross entropy of the text's own tokens, relative to the target's distribution."""
 
@@ -61,7 +59,7 @@ class StateRows:
         projection: nn.Linear = getattr(self.student, NAME)
         beside = projection(torch.cat([states[tap].float() for tap in self.taps], -1)) * SCALE
         before = F.pad(beside, (0, 0, 1, 0))[:, anchors]  # position t of the padded states belongs to token t - 1
-        keep = torch.rand(len(ids), generator=generator) >= DROPPED
+        keep = torch.rand(len(ids), generator=generator) >= 0.1  # a tenth of the texts is read without states
         embedded: Tensor = self.student.get_input_embeddings()(ids)
         return embedded + before * keep.to(before.device)[:, None, None]
 

@@ -16,16 +16,6 @@ from foretoken.training.formats.base import Target, check_sizes
 from foretoken.training.formats.llama_layer import layer_shape, refuse_others
 from foretoken.training.formats.values import MOST, class_of, flag, listed, number, positive, whole
 
-QUANTISED = ("weight_packed", "weight_scale", "qweight", "scales")
-"""Suffixes of tensor names in quantised checkpoints."""
-REFUSED: dict[str, Any] = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "hidden_act": "silu",
-}
-"""Keys with the only values that our layer supports."""
-
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config.json`` flattened: the layers' own configuration, the top level, and ``dflash_config`` over both, each a
@@ -45,7 +35,8 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
 def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors by our names, with separate queries, keys and values.  Raises ``ValueError`` for a quantised
     checkpoint."""
-    if any(name.rsplit(".", 1)[-1] in QUANTISED for name in tensors) or config.get("quantization_config"):
+    suffixes = (".weight_packed", ".weight_scale", ".qweight", ".scales")
+    if any(f".{name}".endswith(suffixes) for name in tensors) or config.get("quantization_config"):
         quantisation = config.get("quantization_config")
         kind = quantisation.get("quant_method", "") if isinstance(quantisation, Mapping) else ""
         raise ValueError(
@@ -96,7 +87,9 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
     Raises ``ValueError`` if a key is missing, is for another target, or requires features that our network lacks.
     """
     check_sizes(config, target)
-    refuse_others(config, REFUSED)
+    refuse_others(
+        config, {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0, "hidden_act": "silu"}
+    )
     # 256 layers: more than any published drafter has
     layers = whole(config, "num_hidden_layers", most=256)
     return {

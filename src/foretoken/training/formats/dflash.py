@@ -31,8 +31,6 @@ from foretoken.training.formats.values import flag, whole
 
 CODEBOOK = "candidate_selector.predecessor_codebook"
 W1 = "markov_head.markov_w1.weight"
-TOP = 64
-"""Candidates of a position: more than any draft of the published networks needs, and few of a large vocabulary."""
 
 
 class DflashPlain(NetFormat):
@@ -218,7 +216,8 @@ class DsparkPlain(DflashPlain):
         return {
             "from_anchor": flag(config, "sample_from_anchor") is not False,
             "rank": rank,
-            "top": whole(config, "markov_candidates", default=TOP),
+            # More candidates than any draft of the published networks needs, and few of a large vocabulary
+            "top": whole(config, "markov_candidates", default=64),
             "head": head,
             "confidence": confidence,
         }

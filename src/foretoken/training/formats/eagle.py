@@ -14,9 +14,6 @@ from foretoken.training.formats.folders import Found
 from foretoken.training.formats.llama_layer import layer_config, layer_keys, layer_names
 
 NAMES = {"fc.weight": "fc.weight", "fc.bias": "fc.bias", **layer_names("layer", "layers.0")}
-UNUSED = ("layers.0.input_layernorm.weight", "embed_tokens.weight", "lm_head.weight")
-"""Tensors of some checkpoints that are ignored: no reader uses the norm, and the others are the target's."""
-READERS = ("q_proj", "k_proj", "v_proj")
 LAYER = "layers.0.self_attn"
 
 
@@ -46,7 +43,9 @@ class EaglePlain(NetFormat):
         config, tensors = layer_config(checkpoint.config), dict(checkpoint.tensors)
         tensors.setdefault("fc.bias", torch.zeros(config["hidden_size"]))
         check_borrowed(tensors, target)
-        return Trained(config, renamed(tensors, self.shapes(config), NAMES, UNUSED))
+        # Some checkpoints hold these: no reader uses the norm, and the others are the target's.
+        ignored = ("layers.0.input_layernorm.weight", "embed_tokens.weight", "lm_head.weight")
+        return Trained(config, renamed(tensors, self.shapes(config), NAMES, ignored))
 
 
 def check_borrowed(tensors: dict[str, Tensor], target: Target) -> None:
@@ -100,7 +99,7 @@ class EagleVllm(EaglePlain):
 def folded(bias: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Biases of the attention's query, key and value projections that are equivalent to the bias [D]."""
     biases = {}
-    for name in READERS:
+    for name in ("q_proj", "k_proj", "v_proj"):
         weight = tensors.get(f"{LAYER}.{name}.weight")
         if weight is None or weight.shape[-1] != len(bias):
             raise ValueError(f"the checkpoint lacks the tensor {LAYER}.{name}.weight: it is incomplete")

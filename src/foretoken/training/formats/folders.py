@@ -20,8 +20,6 @@ from foretoken.models.checks.finite import check_finite
 
 NOTE = "foretoken.json"
 """File beside an export with its target and measurements, for which public layouts have no place."""
-MARKS = (NOTE, OURS, "config.json", "early_exit.json", "layer_skip.json")
-"""Files that identify a drafter, which ``force`` may replace."""
 
 
 @contextmanager
@@ -48,7 +46,8 @@ def _check_free(out: Path, force: bool, inputs: Sequence[Path]) -> None:
     entries = sorted(out.iterdir()) if out.is_dir() else []
     if entries and not force:
         raise ValueError(f"{out} is not empty: give another --out, or --force to replace it")
-    if entries and (any(path.is_dir() for path in entries) or not {path.name for path in entries} & set(MARKS)):
+    drafter_files = {NOTE, OURS, "config.json", "early_exit.json", "layer_skip.json"}
+    if entries and (any(path.is_dir() for path in entries) or not {path.name for path in entries} & drafter_files):
         raise ValueError(f"{out} holds something else than a drafter, which --force does not replace")
 
 

@@ -9,20 +9,11 @@ from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.training.formats.base import Target
 from foretoken.training.formats.values import flag, listed, number, positive, whole
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-REFUSED: dict[str, Any] = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": None,
-    "logit_scale": 1.0,
-    "partial_rotary_factor": 1.0,
-}
-"""Keys with the only values that our layer supports."""
-
 
 def layer_names(ours: str, theirs: str) -> dict[str, str]:
     """Their names of a layer's matrices and of the norm before its MLP, by our names."""
-    attention = {f"{ours}.{name}.weight": f"{theirs}.self_attn.{name}.weight" for name in PROJECTIONS}
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    attention = {f"{ours}.{name}.weight": f"{theirs}.self_attn.{name}.weight" for name in projections}
     mlp = {f"{ours}.{name}.weight": f"{theirs}.mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
     norm = f"{ours}.post_attention_layernorm.weight"
     return {**attention, **mlp, norm: f"{theirs}.post_attention_layernorm.weight"}
@@ -116,6 +107,12 @@ def _refuse(config: Mapping[str, Any]) -> None:
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"the checkpoint's hidden_act is {config['hidden_act']!r}, and our layer has 'silu'")
     is_off = flag(config, "use_sliding_window") is False  # the target's window may be listed too
-    refuse_others({key: value for key, value in config.items() if not (is_off and key == "sliding_window")}, REFUSED)
+    followed: dict[str, Any] = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "logit_scale": 1.0,
+        "partial_rotary_factor": 1.0,
+    }
+    refuse_others(config, followed if is_off else {**followed, "sliding_window": None})
     if "sliding_attention" in (listed(config, "layer_types") or ()):
         raise ValueError("the checkpoint has a sliding window, which our layer does not do")

@@ -29,7 +29,6 @@ FILES = (
     "LICENSE*",
 )
 """Files of a model; all others of its folder are not copied."""
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 TAPS = "warp_model.bin"
 """File with the pickled projection of the target's states in PARD-2's own code."""
 APART = Path("..") / "pard_warp_model" / "model.safetensors"
@@ -76,7 +75,8 @@ class ModelFolder(Format):
             for file in sorted(source.glob(pattern)):
                 if file.is_file():
                     shutil.copyfile(file, folder / file.name)
-        if target.tokenizer is not None and not any((source / name).exists() for name in TOKENIZERS):
+        tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+        if target.tokenizer is not None and not any((source / name).exists() for name in tokenizers):
             target.tokenizer.save_pretrained(folder)
             self.warnings.append("the draft model has no tokenizer: the target's was written beside it")
         if not (folder / "generation_config.json").exists():

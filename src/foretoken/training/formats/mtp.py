@@ -38,11 +38,6 @@ NAMES = {
 """Our names of the tensors around the layer, by theirs."""
 THEIRS = {ours: theirs for theirs, ours in NAMES.items()}
 TENSOR = re.compile(r"mtp_layers\.(\d+)\.(.+)")
-SHARED = {ours: theirs for theirs, ours in QWEN.items()}
-DECLARED = "mtp_num_hidden_layers"
-COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
-          "merges.txt", "chat_template.jinja")  # fmt: skip
-"""Files copied from the target's folder beside its configuration and weights."""
 
 
 class MtpSpeculators(Format):
@@ -162,8 +157,9 @@ class MtpNative(Format):
         load_weights(source, module)
         write_tensors(folder / WEIGHTS, {**load_file(place / WEIGHTS), **by_their_names(stored(module))})
         base_config = json.loads((place / "config.json").read_text(encoding="utf-8"))
-        write_json(folder / "config.json", {**base_config, DECLARED: 1})
-        for name in COPIED:
+        write_json(folder / "config.json", {**base_config, "mtp_num_hidden_layers": 1})
+        tokenizer = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+        for name in ("generation_config.json", *tokenizer, "chat_template.jinja"):
             if (place / name).exists():
                 shutil.copyfile(place / name, folder / name)
 
@@ -172,4 +168,5 @@ class MtpNative(Format):
 
 
 def by_their_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {SHARED.get(name, f"mtp.layers.0.{name.removeprefix('layer.')}"): tensor for name, tensor in tensors.items()}
+    shared = {ours: theirs for theirs, ours in QWEN.items()}
+    return {shared.get(name, f"mtp.layers.0.{name.removeprefix('layer.')}"): tensor for name, tensor in tensors.items()}

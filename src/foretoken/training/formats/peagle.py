@@ -20,8 +20,6 @@ MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Keys of the mask token; the first present one counts."""
 MASK_HIDDEN, EMBEDDING = "mask_hidden", "embed_tokens.weight"
 NUMBERED = re.compile(r"layers\.(\d+)\.")
-USUAL_PLACES = 8
-"""Default number of trained positions."""
 
 
 class ParallelParts(Eagle3Plain):
@@ -71,7 +69,7 @@ class ParallelParts(Eagle3Plain):
         return Trained(config, {**base.tensors, **renamed(further, shapes, names)})
 
     def _places(self, config: Mapping[str, Any]) -> int:
-        count = drafted(config, USUAL_PLACES)
+        count = drafted(config, 8)
         if count > DEEPEST:
             self.warnings.append(f"the checkpoint drafts {count} tokens, and this drafter {DEEPEST} at most")
         return min(count, DEEPEST)

@@ -24,11 +24,6 @@ from foretoken.training.recipes.base import Batch, Recipe, check_depths
 from foretoken.training.recipes.features import some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, places_of
 
-PLACES = 512
-"""Positions per text whose distributions are compared with the target's."""
-SAMPLED = 1024
-"""Token embeddings whose mean initialises the mask's embedding."""
-
 
 @dataclass(frozen=True)
 class BlockSettings(BlockConfig):
@@ -95,7 +90,7 @@ class BlockRecipe(Recipe):
         if isinstance(weight, Tensor) and weight.shape == net.norm.weight.shape:
             net.norm.weight.data.copy_(weight.detach())
         if net.mask_embedding is not None:
-            ids = torch.linspace(0, self.parts.vocab_size - 1, SAMPLED, device=self.parts.device).long()
+            ids = torch.linspace(0, self.parts.vocab_size - 1, 1024, device=self.parts.device).long()
             rows = self.parts.embed.weight.detach()[ids].float().cpu()
             net.mask_embedding.data.copy_(rows.mean(0) + 0.1 * rows.std(0) * torch.randn(rows.shape[1]))
         return net
@@ -106,7 +101,8 @@ class BlockRecipe(Recipe):
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over positions of the cross-entropy with the target's distribution."""
         drafts = self.config.drafts
-        anchors = 1 + some_rows(batch, drafts, generator, max(1, PLACES // drafts))
+        # About 512 positions per text are compared with the target.
+        anchors = 1 + some_rows(batch, drafts, generator, max(1, 512 // drafts))
         states = self.states(batch, anchors)  # [b, R, drafts, D]
         columns = anchors[..., None] + torch.arange(drafts, device=anchors.device)
         labels = Labels(batch, places_of(batch, texts_of(columns.flatten(1)), columns.flatten()), self.frequent)

@@ -28,9 +28,6 @@ from foretoken.training.recipes.base import (
     some_places,
 )
 
-PLACES = 128
-"""Positions per text and exit whose logits are computed."""
-
 
 @dataclass(frozen=True)
 class EarlyExitSettings:
@@ -100,7 +97,7 @@ class EarlyExitRecipe(TargetRecipe):
         keep = self.kept_layers(len(batch.tokens), generator)
         with dropped_layers(self.parts.network, keep):
             states = self.parts.features(batch.tokens[:, :-1], names, grad=True)
-        rows, columns = some_places(batch, PLACES * len(batch.tokens), 0, generator)
+        rows, columns = some_places(batch, 128 * len(batch.tokens), 0, generator)
         logits = self.parts.logits(states["last"][rows, columns])
         labels, counted = batch.tokens[rows, columns + 1], batch.counted(rows, columns)
         weights = self.weights(exits)

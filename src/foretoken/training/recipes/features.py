@@ -18,9 +18,6 @@ from foretoken.training.mask_rows import additive
 from foretoken.training.recipes.base import Batch, Recipe
 from foretoken.training.recipes.labels import Labels, places_of
 
-PLACES = 256
-"""Draft positions per text, whose distributions are compared with the target's."""
-
 
 class FeatureRecipe(Recipe):
     """Trains a network that maps (embedding of the next token, feature) to the next feature."""
@@ -148,7 +145,7 @@ def chain_accuracies(
     return {"accuracies": (hits / tries.clamp_min(1)).tolist()}
 
 
-def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int = PLACES) -> Tensor:
+def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int = 256) -> Tensor:
     """[b, R] at most ``count`` random positions per text, in order, that are followed by ``steps`` positions.
 
     If only some tokens are learned, positions whose first predicted token is learned come first, and R is at most their

@@ -20,9 +20,6 @@ from foretoken.models.network.chains import joint_states
 from foretoken.training.recipes.base import Batch, TargetRecipe, check_rank, mean_of, some_places
 from foretoken.training.recipes.features import at_rows, some_rows, texts_of
 
-PLACES = 128
-"""Positions per text for the target's own loss."""
-
 
 @dataclass(frozen=True)
 class JacobiSettings:
@@ -96,7 +93,7 @@ class JacobiRecipe(TargetRecipe):
         total = mean_of(-(targets * torch.log_softmax(logits, -1)).sum(-1), differs)
         if not self.config.text:
             return total
-        rows, places = some_places(batch, PLACES * len(text), 0, generator)
+        rows, places = some_places(batch, 128 * len(text), 0, generator)  # positions for the loss on the text
         text_loss = F.cross_entropy(
             self.parts.logits(states[rows, places]).float(),
             batch.tokens[rows, places + 1],

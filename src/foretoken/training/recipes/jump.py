@@ -19,9 +19,6 @@ from foretoken.training.recipes.base import Batch, Recipe, mean_of
 from foretoken.training.recipes.features import at_rows, some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, places_of
 
-PLACES = 32
-"""Draft positions per text."""
-
 
 @dataclass(frozen=True)
 class JumpSettings(JumpConfig):
@@ -92,7 +89,7 @@ class JumpRecipe(Recipe):
         """Weighted mean over steps of the cross-entropy with the target's distribution and the distance of predicted
         states."""
         config = self.config
-        columns = 1 + some_rows(batch, config.steps, generator, PLACES)  # a draft begins after a token
+        columns = 1 + some_rows(batch, config.steps, generator, 32)  # a draft begins after a token
         places = torch.cat([columns + step for step in range(config.steps)], 1)
         labels = Labels(batch, places_of(batch, texts_of(places), places.flatten()), self.frequent)
         total = torch.zeros((), device=columns.device)

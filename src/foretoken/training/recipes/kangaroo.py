@@ -17,9 +17,6 @@ from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy, some_places
 
-PLACES = 256
-"""Positions per text and step whose logits are compared with the target's distribution."""
-
 
 class KangarooRecipe(Recipe):
     """The adapter reads the exit states of whole texts; the target stays frozen."""
@@ -64,7 +61,7 @@ class KangarooRecipe(Recipe):
         """Mean cross-entropy with the whole model's distribution at random positions."""
         states = batch.taps[self.taps[0]].float()
         output = self.net(None, states, torch.arange(batch.length, device=states.device).expand(len(states), -1))
-        rows, columns = some_places(batch, PLACES * len(states), 0, generator)
+        rows, columns = some_places(batch, 256 * len(states), 0, generator)
         logits = self.parts.logits(self.net.head_state(output[rows, columns]))
         return soft_cross_entropy(logits, batch.teacher(rows, columns), batch.counted(rows, columns))
 

@@ -7,9 +7,6 @@ from torch import Tensor
 
 from foretoken.training.recipes.base import Batch, cross_entropy, soft_cross_entropy
 
-CHUNK = 512
-"""Positions whose logits over the target's whole vocabulary are computed at once."""
-
 
 class Labels:
     """The target's distributions after tokens of a batch, over the draft vocabulary.
@@ -32,7 +29,8 @@ class Labels:
             places = places & batch.learned[:, 1:]
         self.distributions = torch.zeros(*places.shape, len(ids), device=places.device)
         self.counted = torch.zeros(places.shape, device=places.device)
-        for texts, columns in zip(*(part.split(CHUNK) for part in places.nonzero(as_tuple=True)), strict=True):
+        # Logits over the whole vocabulary of 512 positions at a time
+        for texts, columns in zip(*(part.split(512) for part in places.nonzero(as_tuple=True)), strict=True):
             logits = batch.parts.logits(batch.taps["last"][texts, columns])
             some = logits[:, ids]
             # The largest logit, not its index: on a CPU argmax of bfloat16 costs more than the projection.

@@ -18,9 +18,6 @@ from foretoken.training.recipes.base import Batch, Recipe, check_labels
 from foretoken.training.recipes.features import chain_accuracies, some_rows, texts_of
 from foretoken.training.recipes.labels import Labels
 
-SAMPLED = 1024
-"""Token embeddings whose mean initialises the rows."""
-
 
 @dataclass(frozen=True)
 class PassTokensSettings(PassTokensConfig):
@@ -67,7 +64,7 @@ class PassTokensRecipe(Recipe):
         """Rows near the mean of the token embeddings."""
         check_rows(self.model.model, torch.empty(self.config.k, self.config.hidden_size))
         net: Any = super().build()
-        ids = torch.linspace(0, self.parts.vocab_size - 1, SAMPLED, device=self.parts.device).long()
+        ids = torch.linspace(0, self.parts.vocab_size - 1, 1024, device=self.parts.device).long()
         rows = self.parts.embedding(ids).float().cpu()
         spread = torch.randn(net.rows.shape) * rows.std(0) * self.config.noise
         net.learned.data[0] = rows.mean(0) + spread

@@ -19,9 +19,6 @@ from foretoken.training.recipes.eagle3 import Eagle3Recipe
 from foretoken.training.recipes.features import texts_of
 from foretoken.training.recipes.labels import Labels, places_of
 
-ROWS = 512
-"""Rows per text whose distributions are compared with the target's."""
-
 
 @dataclass(frozen=True)
 class PeagleSettings(PeagleConfig):
@@ -74,7 +71,8 @@ class PeagleRecipe(Eagle3Recipe):
         """Mean over rows of the cross-entropy with the target's distribution over the draft vocabulary."""
         anchors, depths = self.rows(batch, generator)
         output = self.outputs(batch, anchors, depths)
-        chosen = torch.randperm(len(anchors), generator=generator)[:ROWS].sort().values
+        # At most 512 rows per text are compared with the target.
+        chosen = torch.randperm(len(anchors), generator=generator)[:512].sort().values
         columns = (anchors + depths + 1)[chosen].to(output.device).expand(len(output), -1)
         texts, columns = texts_of(columns), columns.flatten()
         labels = Labels(batch, places_of(batch, texts, columns), self.guessed)

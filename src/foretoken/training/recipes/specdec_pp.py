@@ -23,10 +23,6 @@ CHUNK = 256
 """Positions whose distributions are computed at once."""
 HELD_MIX, HELD_ROUNDS = 0.15, 6
 """Measured with few mixed tokens, as when drafts are made, and with several draws of them."""
-DEPTH = 8
-"""Longest draft when the head is measured."""
-BINS = 5
-"""Groups of equally many tokens in the calibration table."""
 
 
 class SpecdecPpRecipe(Recipe):
@@ -123,11 +119,11 @@ class SpecdecPpRecipe(Recipe):
 
     def drafter(self, measured: Mapping[str, Any]) -> ModelDrafter:
         """The draft model, with drafts long enough for the head to stop."""
-        return ModelDrafter(self.target, k=DEPTH, target=self.judge)
+        return ModelDrafter(self.target, k=8, target=self.judge)
 
 
-def _calibration(predicted: Tensor, chances: Tensor) -> list[list[float]]:
+def _calibration(predicted: Tensor, chances: Tensor, bins: int = 5) -> list[list[float]]:
     """(mean predicted probability, mean true probability) of groups of tokens, from the least to the most likely."""
     order = predicted.argsort()
-    groups = [part for part in order.tensor_split(BINS) if len(part)]
+    groups = [part for part in order.tensor_split(bins) if len(part)]
     return [[float(predicted[part].mean()), float(chances[part].mean())] for part in groups]
