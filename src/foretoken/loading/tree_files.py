@@ -1,4 +1,4 @@
-"""Files of ``foretoken tune tree`` that were measured for another target than the one that they are used with."""
+"""Check whether a file of ``foretoken tune tree`` was measured for the target that uses it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class TreeWarning(UserWarning):
 
 
 def check_target(tree: str, target: LanguageModel) -> None:
-    """Look at the option ``tree`` of a drafter that was built, where it names a file; older files tell no target.
+    """Check the ``tree`` option of a drafter if it names a file; older files record no target.
 
     Warns:
-        TreeWarning: the file is of another target, for which other places may be right.
+        TreeWarning: the file is for another target, for which other positions may be better.
     """
     file = Path(tree).expanduser()
     if not tree or not file.is_file():
