@@ -1,4 +1,4 @@
-"""How causal language models are run: see :class:`foretoken.models.base.LanguageModel`."""
+"""Running causal language models; see :class:`foretoken.models.base.LanguageModel`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def wrap(
     in_place: bool = False,
     probe: Callable[[], Sequence[int] | None] | None = None,
 ) -> LanguageModel:
-    """A ``PreTrainedModel`` (or a :class:`LanguageModel`, returned as it is) as a language model.
+    """Wrap a ``PreTrainedModel`` as a language model; a :class:`LanguageModel` is returned unchanged.
 
     Models that cannot take trees get :class:`~foretoken.models.sequential.SequentialModel`, or
     :class:`~foretoken.models.stateful.StatefulModel` where they have recurrent layers whose state survives a trial.
@@ -26,7 +26,7 @@ def wrap(
     :class:`~foretoken.models.huggingface.HuggingFaceModel`).
 
     Raises:
-        CapabilityError: the model is not causal, or cannot be run through a cache.
+        CapabilityError: the model is not causal, or cannot be run with a cache.
     """
     if isinstance(model, LanguageModel):
         return model
@@ -42,7 +42,7 @@ def wrap(
     fault = cache_fault(model, runs)
     if fault is not None:
         runs = SequentialModel(model, fault)
-    if not runs.capabilities.tree_mask:  # which has said so itself
+    if not runs.capabilities.tree_mask:  # which reports its own lost bits
         runs.refused += lost_bits(exact, runs.exactness, runs.exactness_why)
     return runs
 

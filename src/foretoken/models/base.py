@@ -1,7 +1,7 @@
 """The ``LanguageModel`` protocol: a causal LM over *committed tokens + a scratch tree*.
 
-Target and draft model alike are used through it.  ``forward`` appends nodes to a sequence's scratch tree, ``commit``
-keeps one path of it and drops the rest.  Nothing else in the library touches a Transformers forward or cache.
+Target and draft models share it.  ``forward`` appends nodes to a sequence's scratch tree, ``commit`` keeps one path of
+it and drops the rest.  No other package touches a Transformers forward or cache.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class SequenceState:
-    """A committed prefix and its scratch tree, as every model keeps it.
+    """Committed prefix and scratch tree of one sequence.
 
     Attributes:
-        row: the cache row that holds it (a model's own business).
-        cache: which cache the row is in, for a model that has several.
+        row: cache row of the sequence (internal to the model).
+        cache: the cache that holds the row, for a model that has several.
         tokens: committed token ids, exactly those whose KV is in the cache.
-        regime: the length of text for which its tokens were read, where the model reads long texts in another way;
-            0 for short ones.  Texts of one regime can take over keys and values from each other.
-        provisional: whether the scratch nodes were run by a part of the network only: they can be drafted from, but
-            not be kept, and the next whole forward states the tree anew.
-        exit_states: per scratch node its hidden state [D] at layer ``exit_layer``, from which a whole forward goes on.
-        exit_layer: how many leading layers the scratch nodes have behind them for good.
+        regime: text length under which its tokens were read, for models that read long texts differently; 0 for short
+            ones.  Only sequences of one regime can share keys and values.
+        provisional: whether only a part of the network scored the scratch nodes.  They serve drafting but cannot be
+            committed; the next full forward scores the tree again.
+        exit_states: hidden state [D] of each scratch node at layer ``exit_layer``, where a full forward resumes.
+        exit_layer: number of leading layers that are final for the scratch nodes.
         scratch_tokens: token ids of the scratch nodes.
-        scratch_parents: their parents; ``-1`` hangs from the last committed token.
-        scratch_depths: their distance from the last committed token minus one.
+        scratch_parents: parents of the scratch nodes; ``-1`` is the last committed token.
+        scratch_depths: distance from the last committed token, minus one.
     """
 
     row: int
@@ -57,7 +57,7 @@ class SequenceState:
 
     @property
     def num_slots(self) -> int:
-        """Slots of its row that hold something: committed tokens, then the scratch."""
+        """Number of occupied slots in its row: committed tokens, then the scratch."""
         return len(self.tokens) + len(self.scratch_tokens)
 
     def append(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
@@ -68,13 +68,13 @@ class SequenceState:
             self.scratch_depths.append(0 if parent < 0 else self.scratch_depths[parent] + 1)
 
     def drop_last(self, count: int) -> None:
-        """Take back the last ``count`` scratch nodes."""
+        """Remove the last ``count`` scratch nodes."""
         length = len(self.scratch_tokens) - count
         for per_node in (self.scratch_tokens, self.scratch_parents, self.scratch_depths, self.exit_states):
             del per_node[length:]
 
     def clear_scratch(self) -> None:
-        """Drop every scratch node."""
+        """Remove all scratch nodes."""
         self.drop_last(len(self.scratch_tokens))
         self.provisional, self.exit_layer = False, 0
 
@@ -100,13 +100,13 @@ class Feed:
     """Nodes to append to one sequence's scratch.
 
     Attributes:
-        sequence: where they go.
+        sequence: the sequence that receives them.
         tokens: n token ids.
-        parents: n parents in scratch numbering (``-1``: the last committed token); ``None`` means a chain that hangs
-            from the last scratch node, or from the last committed token if there is none.
-        wanted: how many of the *last* rows need logits; ``None`` means all.
-        after: hang the nodes from this many committed tokens instead of from all of them (to look at a text again).
-        states: for a model that reads a hidden state with every token, those [n, D].
+        parents: n parents in scratch numbering (``-1``: the last committed token); ``None`` means a chain below the
+            last scratch node, or below the last committed token if the scratch is empty.
+        wanted: number of *last* rows that need logits; ``None`` means all.
+        after: number of committed tokens that the nodes follow, instead of all of them (to score a text again).
+        states: hidden states [n, D], for a model that reads one with every token.
     """
 
     sequence: SequenceState
@@ -122,19 +122,19 @@ class Feed:
 
     @property
     def is_chain(self) -> bool:
-        """Whether its nodes hang from the end of the scratch, one from the other."""
+        """Whether its nodes extend the end of the scratch as a chain."""
         old = len(self.sequence.scratch_tokens)
         chain = range(old - 1, old - 1 + len(self.tokens))
         return self.after is None and (self.parents is None or list(self.parents) == list(chain))
 
     def parents_behind(self, old: int) -> Sequence[int]:
-        """The parents of its nodes in a scratch that has ``old`` nodes already."""
+        """Parents of its nodes in a scratch that already has ``old`` nodes."""
         return range(old - 1, old - 1 + len(self.tokens)) if self.parents is None else self.parents
 
 
 @contextmanager
 def opened(model: LanguageModel, *texts: Sequence[int]) -> Iterator[list[SequenceState]]:
-    """New sequences that have read these texts, which are released behind the block, the last one first."""
+    """Open sequences and prefill them with these texts; release them after the block, last one first."""
     sequences: list[SequenceState] = []
     try:
         for text in texts:
@@ -147,18 +147,18 @@ def opened(model: LanguageModel, *texts: Sequence[int]) -> Iterator[list[Sequenc
 
 
 def check_distinct(feeds: Sequence[Feed]) -> None:
-    """Refuse two feeds of one call for one sequence, by a ``ValueError``."""
+    """Raise ``ValueError`` if two feeds belong to the same sequence."""
     if len({id(feed.sequence) for feed in feeds}) < len(feeds):
         raise ValueError("two feeds of one forward belong to the same sequence: join them")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a forward gives back for one feed.
+    """Result of a forward for one feed.
 
     Attributes:
         logits: [wanted, V] logits.
-        taps: hidden states by name, each [n, D]: all fed rows, which may be taken out when they are looked up.
+        taps: hidden states [n, D] of all fed rows, by name; some are computed on access.
     """
 
     logits: Tensor
@@ -167,13 +167,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a model keeps of a text, copied out of its cache.
+    """Keys and values of a token sequence, copied out of a model's cache.
 
     Attributes:
         tokens: n token ids.
-        layers: per layer its keys and values [H, n, D*], ``None`` for a layer that keeps nothing.
-        divisible: whether a beginning of it can be put back (recurrent states know the whole text only).
-        regime: of the sequence that it was copied from.
+        layers: keys and values [H, n, D*] per layer, ``None`` for a layer without any.
+        divisible: whether a prefix of it can be restored (recurrent states cover the whole text only).
+        regime: regime of the sequence that it was copied from.
     """
 
     tokens: Sequence[int]
@@ -183,34 +183,34 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Size in bytes."""
         return sum(part.numel() * part.element_size() for pair in self.layers if pair for part in pair)
 
 
 class LanguageModel(ABC):
-    """How a causal language model is run.
+    """Protocol of a causal language model.
 
     Attributes:
         vocab_size: V, the width of the logits.
-        context_length: most tokens that a sequence may hold.
-        context_why: what limits it, in words; empty where that is the model's configuration alone.
-        eos_token_ids: tokens that end a text.
-        answer_start: tokens that follow every prompt before anything is drawn (a decoder's first ones).
+        context_length: maximum number of tokens in a sequence.
+        context_why: reason for that limit; empty if it comes from the model's configuration alone.
+        eos_token_ids: tokens that end a sequence.
+        answer_start: tokens that follow every prompt before the first drawn one (a decoder's start tokens).
         capabilities: what the model offers.
-        run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
-        run_rows: rows of hidden states that it computed in this time, padding included.
-        threads: how many it computes with.
-        forward_name: what computes its forwards: ``"public"`` for Transformers' own, ``"lean"``, ``"native"``.
-        stored_as: how its weights are stored, where that is not in the dtype of its activations.
-        exactness: ``"bitwise"``: the bits of a token's logits do not depend on what is scored beside it, so that text
-            with drafts, in batches and alone is the same; ``"rounding"``: near-ties may fall differently.
-        exactness_why: how that is known, in words.
-        refused: faster paths that were tried at load and not taken.
-        reads: whether its sequences must be fed the text; where not, :meth:`open_beside` takes it over from the target.
-        path: the file that it runs from, where that holds everything about it (llama.cpp's models); else ``None``.
-        weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before is stale.
-        copied_bytes: memory of packed weights that a fast forward keeps beside those of the model.
-        prefill_chunk: most tokens of a prompt that are read in one call.
+        run_s: seconds spent in the network so far, without masks and bookkeeping; on a GPU until its work is done.
+        run_rows: rows of hidden states computed in this time, padding included.
+        threads: number of compute threads.
+        forward_name: the forward in use: ``"public"`` for Transformers' own, ``"lean"`` or ``"native"``.
+        stored_as: storage format of the weights, if it differs from the dtype of the activations.
+        exactness: ``"bitwise"`` if the bits of a token's logits do not depend on the other rows, so that drafts and
+            batches do not change the output; ``"rounding"`` if near-ties may differ.
+        exactness_why: the reason for ``exactness``.
+        refused: faster paths that were tried at load and rejected.
+        reads: whether its sequences must be fed; if not, :meth:`open_beside` takes the tokens over from the target.
+        path: the file that it runs from, if that file holds everything about it (llama.cpp's models); else ``None``.
+        weights_version: incremented whenever :meth:`follow` detects a changed network; earlier results are then stale.
+        copied_bytes: size of the packed weights that a fast forward keeps beside those of the model.
+        prefill_chunk: maximum number of prompt tokens per call.
     """
 
     path: Path | None = None
@@ -235,16 +235,16 @@ class LanguageModel(ABC):
 
     @property
     def num_ids(self) -> int:
-        """How many ids it can be fed: its vocabulary, and the rows that were added behind it."""
+        """Number of valid ids: the vocabulary plus the rows added after it."""
         return self.vocab_size
 
     @property
     def trouble(self) -> str | None:
-        """Why it cannot run anything any more; ``None`` as long as it can."""
+        """Reason why it can no longer run anything; ``None`` while it can."""
         return None
 
     def describe(self) -> dict[str, Any]:
-        """How it runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``,
+        """Describe how it runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``,
         ``graphs_off``."""
         return {
             "forward": self.forward_name,
@@ -257,108 +257,108 @@ class LanguageModel(ABC):
         }
 
     def follow(self) -> None:  # noqa: B027
-        """Notice whether the network was changed from outside (its weights, its layers, hooks), and run it as it is
-        now.  :meth:`open` does so; open sequences then hold what another network has computed."""
+        """Check whether the network was changed from outside (weights, layers, hooks) and run it in its present state.
+        :meth:`open` calls this; the caches of open sequences then come from the old network."""
 
     def chains(self, feeds: Sequence[Feed], counts: Sequence[int], pick: Pick | None = None) -> list[list[int]] | None:
-        """``counts`` tokens behind the last node of each feed, by default the likeliest, which become scratch nodes but
-        for the last; ``None``, and nothing was done, where no way is faster than a :meth:`forward` for each."""
+        """Generate ``counts`` tokens after the last node of each feed, greedily by default; all but the last become
+        scratch nodes.  Returns ``None``, with nothing done, if that is no faster than one :meth:`forward` per token."""
         return None
 
     @property
     def kv_bytes(self) -> int:
-        """Memory that keys and values of open sequences take now; 0 where that is not known."""
+        """Bytes of keys and values of open sequences; 0 if unknown."""
         return 0
 
     @property
     def kv_peak_bytes(self) -> int:
-        """The most that they have taken."""
+        """Peak of :attr:`kv_bytes`."""
         return 0
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What they take per token; 0 where that is not known."""
+        """Bytes of keys and values per token; 0 if unknown."""
         return 0
 
     def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
-        """A copy of what is kept of the first ``length`` committed tokens; ``None`` where that cannot be copied."""
+        """Copy the cache of the first ``length`` committed tokens; ``None`` if that is impossible."""
         return None
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
         """Commit the first ``length`` tokens of a snapshot to an empty sequence without reading them.
 
         Raises:
-            CapabilityError: the model gives no snapshots.
+            CapabilityError: the model has no snapshots.
         """
         raise CapabilityError(f"{type(self).__name__} cannot take over what another text has left")
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that the weights take; 0 for a model without any."""
+        """Bytes of the weights; 0 for a model without any."""
         return 0
 
     def unpack(self) -> None:  # noqa: B027
-        """Give the model's packed linear layers (``pack=True``) their plain form back, with the same weights."""
+        """Restore the plain form of the model's packed linear layers (``pack=True``), with the same weights."""
 
     @abstractmethod
     def open(self) -> SequenceState:
-        """A new, empty sequence."""
+        """Open a new, empty sequence."""
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
-        """A new, empty sequence for a draft of the text in the target's ``source``, which not every model looks at."""
+        """Open a new, empty sequence that drafts for the target's ``source``; most models ignore ``source``."""
         return self.open()
 
     def expect(self, sequence: SequenceState, length: int) -> None:  # noqa: B027
-        """The text of a sequence has ``length`` tokens, or will have them before anything is drawn: models that read a
-        long text in another way from its first token on read it again."""
+        """Announce that the sequence will have ``length`` tokens before the next draw, so that a model that reads long
+        texts differently from the first token on can read it again."""
 
     def room(self, sequence: SequenceState) -> int:
-        """Most tokens that a path of the scratch may hold: a longer one would be read otherwise than one by one."""
+        """Maximum number of tokens in a scratch path; a longer one would be read differently than token by token."""
         return self.context_length - len(sequence.tokens)
 
     @abstractmethod
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         """Append nodes to scratch trees and score them, all feeds in one call.
 
-        ``taps`` names hidden states to hand out: ``"layer:i"`` is the output of the i-th layer (0 is the embedding),
+        ``taps`` names the hidden states to return: ``"layer:i"`` is the output of the i-th layer (0 is the embedding),
         ``"last"`` the output of the final norm.
         """
 
     def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
-        """Append *provisional* nodes: scored by a part of the network, to draft from, never to keep.
+        """Append *provisional* nodes, scored by a part of the network: for drafting only, never committed.
 
-        A later :meth:`forward` of the sequence states its tree anew from the first node on.
+        A later :meth:`forward` of the sequence scores its tree again from the first node.
 
         Raises:
-            CapabilityError: the model has no layers to choose from.
+            CapabilityError: the model has no selectable layers.
         """
         reason = self.capabilities.missing.get("layer_windows", f"{type(self).__name__} has no layers")
         raise CapabilityError(f"this model cannot run a part of its layers: {reason}")
 
     def extra_embeddings(self, rows: Tensor) -> int:
-        """Let ids behind the vocabulary be fed as probes, embedded as ``rows`` [k, D]; returns the first of the k ids.
+        """Add ids after the vocabulary, embedded as ``rows`` [k, D], to feed as probes; return the first of the k ids.
 
-        The tensor is held, not copied: changes of it show.  The same memory given again has the same ids.
+        The tensor is referenced, not copied, so later changes take effect.  The same memory gets the same ids again.
 
         Raises:
-            CapabilityError: the model has no token embedding that rows could be added to.
-            ValueError: rows of another width.
+            CapabilityError: the model has no token embedding to extend.
+            ValueError: the rows have another width.
         """
         raise CapabilityError(f"{type(self).__name__} has no token embedding that rows could be added to")
 
     @abstractmethod
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep the scratch nodes of ``path`` (from the last committed token downwards), drop all others."""
+        """Keep the scratch nodes of ``path`` (from the last committed token down) and drop all others."""
 
     def forget(self, sequence: SequenceState) -> None:
-        """Drop all scratch nodes and what they have stored, which may be no finite number."""
+        """Drop all scratch nodes and their keys and values, which may not be finite."""
         self.commit(sequence, ())
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Keep the first ``length`` committed tokens, drop the later ones and every scratch node.
+        """Keep the first ``length`` committed tokens; drop later ones and all scratch nodes.
 
         Raises:
-            CapabilityError: the model cannot give back what it has read.
+            CapabilityError: the model cannot undo what it has read.
         """
         raise CapabilityError(f"{type(self).__name__} cannot give back committed tokens")
 
@@ -367,7 +367,7 @@ class LanguageModel(ABC):
         """Free a sequence."""
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> Mapping[str, Tensor]:
-        """Commit ``tokens`` without making logits; returns the taps of all of them."""
+        """Commit ``tokens`` without computing logits; return the taps of all of them."""
         pieces: list[Mapping[str, Tensor]] = []
         for start in range(0, len(tokens), self.prefill_chunk):
             chunk = tokens[start : start + self.prefill_chunk]
@@ -376,23 +376,23 @@ class LanguageModel(ABC):
         return self._joined(pieces)
 
     def _joined(self, pieces: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Taps of a prompt from those of its pieces; none of a model that has none."""
+        """Join the taps of a prompt's chunks; empty for a model without taps."""
         return pieces[0] if len(pieces) == 1 else {}
 
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
     ) -> list[Mapping[str, Tensor]]:
-        """:meth:`prefill` of several sequences; override where one call is cheaper than several."""
+        """:meth:`prefill` for several sequences; override it if one call is cheaper than several."""
         return [self.prefill(sequence, tokens, taps) for sequence, tokens in texts]
 
     def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
-        """Make the committed part a prefix of ``tokens`` that is as long as the scratch allows; return what is missing.
+        """Make the committed part the longest prefix of ``tokens`` that the scratch allows; return the missing tokens.
 
-        This is all the bookkeeping that a draft model needs: whatever was accepted, its scratch is matched against
-        the committed text, the matching path is kept, and the rest is fed next time.
+        This is all the bookkeeping of a draft model: its scratch is matched against the committed text, the matching
+        path is kept, and the rest is fed next time.
         """
         have = len(sequence.tokens)
-        # The last token is always fed again: its logits are what the next draft starts from.
+        # The last token is always fed again, because the next draft starts from its logits.
         path = sequence.matching_path(tokens[have:-1])
         if sequence.scratch_tokens:
             self.commit(sequence, path)

@@ -1,7 +1,7 @@
-"""What a call of the target costs by the number of nodes in it, v(n): measured at length, or quickly and remembered.
+"""Cost of a target call by number of nodes, v(n): measured thoroughly, or quickly with a stored result.
 
-How many nodes a draft should have depends on the machine: where reading weights is what a call takes, 60 nodes cost
-what one does, and elsewhere every row costs something.
+The best draft size depends on the machine: if reading weights dominates, 60 nodes cost as much as one; elsewhere every
+row adds to the cost.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from foretoken.models.clock import now
 from foretoken.models.machine import WORTH_KEEPING_S, KeptResults, any_text, is_busy
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""Node counts that a target is measured at by default."""
+"""Default node counts."""
 QUICK_TEXT, QUICK_TURNS = 64, 3
-"""Tokens before the call that is timed quickly, and how often it is after one that warms up."""
+"""Tokens before a quickly timed call, and number of calls after one warm-up."""
 
-KEPT = KeptResults("calls", lambda: "quiet")  # earlier versions kept what a busy machine had told
+KEPT = KeptResults("calls", lambda: "quiet")  # earlier versions stored results from busy machines
 _KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
 
 
 def quick_costs(target: LanguageModel) -> TargetCost:
-    """v(n) of a target on this machine, by the quickest of a few calls at each count; remembered with the model's
-    fingerprint, the number of threads and the machine; a busy one, where threads wait for each other at 1 row and at 64
-    alike, is measured for this process only.
+    """v(n) of a target on this machine: the fastest of a few calls at each count.  The result is stored by the model's
+    fingerprint, the number of threads and the machine.  On a busy machine, where threads wait for each other at 1 row
+    and at 64 alike, it is kept for this process only.
 
-    A model whose drafts cannot be taken back is measured at one node only.
+    A model without rollback is measured at one node only.
     """
     if target not in _KNOWN:
         module: Any = getattr(target, "model", None)
@@ -56,13 +56,13 @@ def quick_costs(target: LanguageModel) -> TargetCost:
 
 
 def _measure_quickly(target: LanguageModel) -> dict[int, float]:
-    """The quickest of a few calls at each count, which take turns: other work on the machine meets all of them."""
+    """The fastest of a few calls at each count.  The counts are interleaved, so that other load affects all of them."""
     text = any_text(target, QUICK_TEXT)
     quickest = measure_target(
         target, text, repeats=QUICK_TURNS, typical=min, longest=6.0
-    ).seconds  # beyond, no draft pays
+    ).seconds  # beyond this, no draft pays
     costs, least = {}, 0.0
-    for count in sorted(quickest):  # more nodes never take less: what says so is noise
+    for count in sorted(quickest):  # more nodes never take less time: a decrease is noise
         costs[count] = least = max(least, quickest[count])
     return costs
 
@@ -78,20 +78,20 @@ def measure_target(
     typical: Callable[[Sequence[float]], float] = statistics.median,
     longest: float = math.inf,
 ) -> TargetCost:
-    """Typical seconds of target calls by node count, behind ``text_ids``; the counts take turns.
+    """Typical seconds of target calls by node count, after ``text_ids``; the counts are interleaved.
 
-    Measured is what :class:`~foretoken.engine.stats.SpecStats` calls ``target_s``: the network alone.
+    This is the time that :class:`~foretoken.engine.stats.SpecStats` calls ``target_s``: the network alone.
 
     Args:
-        target: the model; one that cannot be rolled back is measured with one node per request only.
-        text_ids: committed text, cut to half of the context where it is longer.
-        counts: node counts, summed over the batch; those below ``batch`` or past the context are left out.
-        repeats: calls per count after one that warms up.
-        batch: requests that share the nodes.
-        shapes: parents of the trees that are scored, the root's -1 first; chains where there is none of a size.
-        typical: of several calls.
-        longest: larger counts than one that takes so many times as long as the least are left out of the turn, and
-            altogether if that happens in nearly all.
+        target: the model; without rollback it is measured with one node per request only.
+        text_ids: committed text, cut to half of the context length.
+        counts: node counts, summed over the batch; those below ``batch`` or beyond the context are skipped.
+        repeats: calls per count after one warm-up.
+        batch: number of requests that share the nodes.
+        shapes: parents of the trees to score, starting with the root's -1; other sizes use chains.
+        typical: statistic over several calls.
+        longest: a count that takes this many times as long as the smallest one ends the turn for larger counts, which
+            are left out of the result if that happens in nearly all turns.
     """
     if not text_ids or repeats < 1 or batch < 1:
         raise ValueError("measuring a target needs a text, and repeats and batch of at least 1")
@@ -109,7 +109,7 @@ def measure_target(
                 break
             for count in usable:
                 spent = _call_s(target, sequences, text, count, trees.get(count))
-                for sequence in sequences:  # without rollback the one token stays
+                for sequence in sequences:  # without rollback the one token stays committed
                     target.commit(sequence, [] if rollback else [0])
                 times[count].append(spent)
                 if spent > longest * min(times[usable[0]]):
@@ -125,7 +125,7 @@ def _call_s(
     count: int,
     parents: Sequence[int] | None = None,
 ) -> float:
-    """Seconds of one call with ``count`` nodes, spread evenly over the sequences as chains; or a tree in each."""
+    """Seconds of one call with ``count`` nodes, spread evenly over the sequences as chains, or as a tree in each."""
     feeds = []
     for i, sequence in enumerate(sequences):
         share = count // len(sequences) + (i < count % len(sequences))

@@ -1,4 +1,4 @@
-"""The clock for work on a device: CUDA and MPS return from a call before its work is done."""
+"""Clock for work on a device: CUDA and MPS return from a call before its work is done."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def now(device: Any) -> float:
-    """Seconds by ``perf_counter``, read when ``device`` (``None``: the CPU) has done everything that it was given."""
+    """``perf_counter`` seconds, after ``device`` (``None``: the CPU) has finished all queued work."""
     kind = getattr(device, "type", "cpu")
     if kind == "cuda":
         torch.cuda.synchronize(device)

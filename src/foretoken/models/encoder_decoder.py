@@ -1,9 +1,9 @@
-"""Encoder-decoder models as target or draft model: the prompt is the encoder's input, the answer the decoder's text.
+"""Encoder-decoder models as target or draft model: the encoder reads the prompt, the decoder writes the answer.
 
-To the engine and to drafters a text is what it always is: the prompt and what was written behind it.  The prompt is
-followed by the tokens that every answer begins with (``answer_start``), so that the last token of the prompt is the
-decoder's first, and ``ngram`` finds what it copies in the encoder's input, too.  A sequence knows how many of its
-tokens are the encoder's (``num_inputs``); they take no slots.  See ``docs/encoder_decoder.md``.
+The engine and drafters see an ordinary sequence: the prompt, then the tokens every answer starts with
+(``answer_start``), then the completion.  The last prompt token is thus the decoder's first, and ``ngram`` can also copy
+from the encoder's input.  A sequence knows how many of its tokens belong to the encoder (``num_inputs``); they take no
+slots.  See ``docs/encoder_decoder.md``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ UNKNOWN = -1
 
 @dataclass
 class AnswerState(SequenceState):
-    """A text whose first tokens are an encoder's input.
+    """A sequence whose first tokens are an encoder's input.
 
     Attributes:
-        num_inputs: how many of its tokens are the encoder's; -1: not known yet.
-        encoded: what the decoder keeps of them, once all are there.
+        num_inputs: number of encoder tokens; -1: still unknown.
+        encoded: the encoder's output, once all of them are there.
     """
 
     num_inputs: int = UNKNOWN
@@ -44,7 +44,7 @@ class AnswerState(SequenceState):
 
     @property
     def num_committed(self) -> int:
-        """Slots of committed tokens: the encoder's tokens have none."""
+        """Slots of committed tokens; encoder tokens have none."""
         return max(0, len(self.tokens) - max(self.num_inputs, 0)) if self.encoded is not None else 0
 
     @property
@@ -53,15 +53,15 @@ class AnswerState(SequenceState):
 
 
 class EncoderDecoderModel(TreeRunner):
-    """Runs an encoder-decoder ``PreTrainedModel`` over prompts and the trees of their answers.
+    """Runs an encoder-decoder ``PreTrainedModel`` over prompts and trees of their answers.
 
     Args:
-        model: one with a vocabulary projection, whose decoder has positions as T5 has them.
-        exact: as for :class:`~foretoken.models.huggingface.HuggingFaceModel`.
+        model: a model with a vocabulary projection and a decoder with T5's kind of positions.
+        exact: see :class:`~foretoken.models.huggingface.HuggingFaceModel`.
 
     Raises:
-        CapabilityError: a decoder with other positions, without a token to begin with, or whose logits here are not
-            those of its own forward.
+        CapabilityError: the decoder has other positions or no start token, or its logits differ from those of its own
+            forward.
     """
 
     forwards: DecoderForward
@@ -93,12 +93,12 @@ class EncoderDecoderModel(TreeRunner):
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self) -> SequenceState:
-        """A new, empty sequence.  Unless :meth:`expect` says otherwise, what is prefilled first is the encoder's."""
+        """Open a new, empty sequence.  Without :meth:`expect`, the first prefill is the encoder's input."""
         self.follow()
         return self.pool.open(AnswerState(row=0))
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
-        """A new sequence for a draft of the answer that the target writes in ``source``."""
+        """Open a sequence that drafts for the target's answer in ``source``."""
         if not isinstance(source, AnswerState) or source.num_inputs == UNKNOWN:
             raise CapabilityError("a draft model with an encoder needs a target with an encoder, whose input it reads")
         sequence = _answer_state(self.open())
@@ -106,7 +106,7 @@ class EncoderDecoderModel(TreeRunner):
         return sequence
 
     def expect(self, sequence: SequenceState, length: int) -> None:
-        """The prompt has ``length`` tokens, with those that the answer begins with."""
+        """Announce a prompt of ``length`` tokens, start tokens of the answer included."""
         state = _answer_state(sequence)
         if state.num_inputs == UNKNOWN:
             state.num_inputs = max(0, length - len(self.answer_start))
@@ -116,12 +116,12 @@ class EncoderDecoderModel(TreeRunner):
         self.forwards.forget(_answer_state(sequence).encoded)
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Keep the first ``length`` tokens; an encoder's input that is cut is read anew when it is whole again."""
+        """Keep the first ``length`` tokens; a truncated encoder input is read again once it is complete."""
         super().rewind(sequence, length)
         if length < _answer_state(sequence).num_inputs:
             _answer_state(sequence).encoded = None
 
-    snapshot = LanguageModel.snapshot  # none: every token of an input sees all others, a beginning is worth nothing
+    snapshot = LanguageModel.snapshot  # none: every input token sees all others, so a prefix is useless
 
     @property
     def kv_bytes(self) -> int:
@@ -137,7 +137,7 @@ class EncoderDecoderModel(TreeRunner):
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """What a token of an answer takes; one of a prompt takes as much in cross-attention."""
+        """Bytes per token of an answer; a prompt token takes as much in cross-attention."""
         probe = copy.copy(self)
         probe.separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
         sequence = probe.open()
@@ -156,10 +156,9 @@ class EncoderDecoderModel(TreeRunner):
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Commit ``tokens``: the encoder's, which are read once all are there, then the decoder's.
+        """Commit ``tokens``: those of the encoder, which are read once complete, then those of the decoder.
 
-        Hidden states of the encoder's tokens are the encoder's last ones, whatever the tap, and come with the last of
-        these tokens.
+        Taps of encoder tokens are always the encoder's last hidden states, and come with the last of these tokens.
         """
         state = _answer_state(sequence)
         if state.num_inputs == UNKNOWN:
@@ -177,15 +176,15 @@ class EncoderDecoderModel(TreeRunner):
                 states[name].append(rows)
         return {name: torch.cat(parts) for name, parts in states.items() if parts}
 
-    prefill_batch = LanguageModel.prefill_batch  # one by one: an input must not depend on what is read beside it
+    prefill_batch = LanguageModel.prefill_batch  # one by one: an input must not depend on the rows read beside it
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append nodes of answers and score them; leading tokens that are still the encoder's are committed first."""
+        """Append and score nodes of answers; leading tokens that belong to the encoder are committed first."""
         return super().forward([self._of_answer(feed) for feed in feeds], taps)
 
     def _of_answer(self, feed: Feed) -> Feed:
-        """What of a feed is the decoder's."""
+        """The decoder's part of a feed."""
         state = _answer_state(feed.sequence)
         if state.encoded is not None:
             return feed

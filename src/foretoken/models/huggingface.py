@@ -1,4 +1,4 @@
-"""A Transformers causal LM as a :class:`LanguageModel`: a runner over its network, which follows what is changed."""
+"""A Transformers causal LM as a :class:`LanguageModel`: a runner over its network that follows changes of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 
 def _stored_as(model: Any) -> str:
-    """What a network's weights are, where its dtype does not tell: those of a GGUF file, or quantised ones."""
+    """Storage format of a network's weights if its dtype does not show it: from a GGUF file, or quantised."""
     stored_as: str = getattr(model, "stored_as", "")
     quantised = getattr(model, "quantised_to", "") or storage_of(model)
     return stored_as or (f"{quantised}, with activations in" if quantised else "")
@@ -38,19 +38,20 @@ def _stored_as(model: Any) -> str:
 class HuggingFaceModel(TreeRunner):
     """Runs a ``PreTrainedModel`` over committed prefixes plus scratch trees.
 
-    The model object is left as it was found: the attention function is switched for the duration of a forward only.
+    The model object stays unchanged: its attention function is switched only during a forward.
 
     Args:
         model: any causal LM whose attention takes additive 4-D masks.
-        exact: ``"distribution"`` (any kernel), ``"bitwise"`` (our own kernels, or attention in float64 and products of
-            constant numbers of rows: a bfloat16 target gives the same tokens with and without speculation), or
-            ``"approximate"`` (cheaper arithmetic for a draft model, whose distribution may be anything).
-        lean: run models of known families on a forward with few Python calls, after checking it against the public one.
-        in_place: the model is ours to change: projections take the place of its linear layers where this machine
-            multiplies them faster in another layout (:meth:`unpack` takes that back).  Otherwise the lean forward has
-            copies of the weights, and large models are not run on it.
-        probe: gives ids of an ordinary text for the checks of fast paths (:mod:`foretoken.models.checks.fast_paths`).
-        network: makes the forward of the model, which may count its layers in another way.
+        exact: ``"distribution"`` (any kernel); ``"bitwise"`` (our own kernels, or float64 attention and products of a
+            constant number of rows, so that a bfloat16 target gives the same tokens with and without speculation); or
+            ``"approximate"`` (cheaper arithmetic for a draft model, whose distribution is free).
+        lean: use a forward with few Python calls for known families, if it passes a check against the public one.
+        in_place: whether the model may be changed: projections then replace its linear layers if another layout is
+            faster on this machine (:meth:`unpack` undoes that).  Otherwise the lean forward copies weights, and large
+            models do not use it.
+        probe: returns token ids of an ordinary text for the checks of fast paths
+            (:mod:`foretoken.models.checks.fast_paths`).
+        network: builds the model's forward, which may count layers differently.
 
     Raises:
         CapabilityError: the model cannot take trees (use :func:`foretoken.models.wrap`, which falls back).
@@ -85,11 +86,11 @@ class HuggingFaceModel(TreeRunner):
         self.refused += lost_bits(network.exact, self.exactness, self.exactness_why)
 
     def _renew(self) -> None:
-        """Fused copies of the weights are made anew; open sequences keep a cache that nobody else writes to."""
+        """Rebuild the fused copies of the weights; open sequences keep the old cache, to which nothing else writes."""
         self.forwards.renew()
         graphs, self.graphs = self.graphs, None
         self.cache = self.cache.fresh()
-        self._watch = None  # the checks open texts of their own
+        self._watch = None  # the checks open sequences
         self._choose()
         if graphs is not None:
             graphs.stop("the model was changed after it was loaded")
@@ -114,7 +115,7 @@ class HuggingFaceModel(TreeRunner):
         return 0 if fast is None else weight_bytes(self.model, fast.products) - self.weight_bytes
 
     def unpack(self) -> None:
-        """Give the model its plain linear layers back, with the same weights; forwards are the public ones then."""
+        """Restore the model's plain linear layers, with the same weights; forwards are then public."""
         if self._sequences:
             raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
         self.forwards.unpack()
@@ -123,7 +124,7 @@ class HuggingFaceModel(TreeRunner):
         self._watch = Watch(self.model)
 
     def keep_on_host(self) -> None:
-        """Keep keys and values in host memory from now on; a forward has those of one layer at a time on its device."""
+        """Keep keys and values in host memory from now on; a forward holds one layer's at a time on its device."""
         if self.device.type == "cpu":
             raise ValueError("offload=true is for a target on a GPU: on the CPU keys and values are in host memory")
         if self._sequences:
@@ -140,8 +141,8 @@ class HuggingFaceModel(TreeRunner):
     def chains(
         self, feeds: Sequence[Feed], counts: Sequence[int], pick: Pick | None = None, plan: LayerPlan = WHOLE
     ) -> list[list[int]] | None:
-        """Tokens behind feeds on the native forward, where every layer sees all of the texts; ``plan`` is what runs, as
-        for :meth:`forward_part`."""
+        """Chains on the native forward, if every layer sees the whole text; ``plan`` has the meaning of
+        :meth:`forward_part`."""
         native = self.forwards.native(plan)
         if native is None or self.rotary is not None or not all(map(self._is_seen_whole, feeds, counts)):
             return None
@@ -164,7 +165,7 @@ class HuggingFaceModel(TreeRunner):
         return behind
 
     def _is_seen_whole(self, feed: Feed, count: int) -> bool:
-        """Whether a feed and a chain behind it are one chain of which every layer sees every node, and the text."""
+        """Whether a feed and the chain after it form one chain in which every layer sees every earlier token."""
         scratch, last = feed.sequence.scratch_parents, feed.sequence.num_slots + len(feed.tokens) + count
         if feed.states is not None or not feed.is_chain or list(scratch) != list(range(-1, len(scratch) - 1)):
             return False
@@ -180,7 +181,7 @@ class HuggingFaceModel(TreeRunner):
         behind: Sequence[list[int]],
         pick: Pick | None,
     ) -> None:
-        """Further tokens behind the first ones, which are in ``behind``."""
+        """Append further tokens to the first ones in ``behind``."""
         if max(counts) < 2:
             return
         ends = [
@@ -211,25 +212,26 @@ class HuggingFaceModel(TreeRunner):
     def take_weights(self, source: torch.nn.Module) -> None:
         """Copy the weights of ``source``, a network of the same shape, over the present ones.
 
-        Open sequences stay: what their caches hold was made by the old weights, what follows is made by the new ones.
+        Open sequences stay valid: their caches come from the old weights, later rows from the new ones.
         """
         self.forwards.take_weights(source)
         self._watch = Watch(self.model)
         self.weights_version += 1
 
     def over(self, network: Any) -> HuggingFaceModel:
-        """The model over another network of the same shape, fused weights and all, for :meth:`go_on_with`.
+        """This model with another network of the same shape, fused weights included, for :meth:`go_on_with`.
 
-        Nothing that runs meanwhile is touched: another thread may go on with the model.
+        It does not affect this model, which another thread may be using.
         """
         clone = copy.copy(self)
         clone.forwards, clone._watch = self.forwards.over(network), Watch(network)
         return clone
 
     def go_on_with(self, other: HuggingFaceModel) -> None:
-        """Take the network of a model that :meth:`over` has made ready; open sequences stay.
+        """Switch to the network of a model from :meth:`over`; open sequences stay valid.
 
-        It takes no time, but where CUDA graphs hold the places of the present weights: then the new ones are copied.
+        This takes no time, except with CUDA graphs: they hold the addresses of the present weights, so the new ones are
+        copied.
         """
         if self.graphs is not None:
             self.take_weights(other.model)
@@ -238,10 +240,10 @@ class HuggingFaceModel(TreeRunner):
         self.weights_version += 1
 
     def sibling(self) -> HuggingFaceModel:
-        """The same weights with sequences of their own, for engines that take turns.
+        """The same weights with separate sequences, for engines that take turns.
 
-        A forward covers all rows from its first sequence to its last: in a shared cache, those of another engine that
-        lie between them cost time.  :meth:`take_weights` must be told to siblings one by one.
+        A forward covers all rows from its first sequence to its last, so rows of another engine in a shared cache would
+        cost time.  :meth:`take_weights` must be called on every sibling.
         """
         clone = copy.copy(self)
         clone.forwards = copy.copy(self.forwards)
@@ -249,7 +251,7 @@ class HuggingFaceModel(TreeRunner):
         return clone
 
     def windowed(self, window: Window) -> HuggingFaceModel:
-        """A :meth:`sibling` that reads texts through a window; it runs no graphs, whose shapes are fixed."""
+        """A :meth:`sibling` that reads texts through a window, without CUDA graphs, whose shapes are fixed."""
         clone = self.sibling()
         clone.window, clone.graphs_off = window, "it reads a window of the text"
         return clone

@@ -1,4 +1,4 @@
-"""This machine: what tells it from others, how calls are timed on it, and the one file of what was measured on it."""
+"""This machine: its identity, timing of calls, and the file of stored measurements."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from foretoken.models.base import LanguageModel
 
 COPIES_BYTES, MOST_COPIES_BYTES = 32 * 2**20, 256 * 2**20
-"""Bounds of :func:`cache_bytes`."""
+"""Limits of :func:`cache_bytes`."""
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 PRESSURE = Path("/proc/pressure/cpu")
 MUCH = 25.0
-"""Percent of the last ten seconds in which something that could run had to wait for a processor."""
+"""Percentage of the last ten seconds in which a runnable task waited for a processor, from which a machine is busy."""
 LOAD = 0.9
-"""Programs that run or wait, for each processor, where the pressure is not told."""
+"""The same limit as running or waiting tasks per processor, for systems without pressure information."""
 WORTH_KEEPING_S = 0.2
-"""What takes less is found out again in another process: a file of tiny models would only grow."""
+"""Faster results are recomputed in every process: a file of tiny models would only grow."""
 MOST_KEPT = 512
-"""Results of one kind in the file; the oldest are dropped."""
+"""Maximum results of one kind in the file; the oldest are dropped."""
 
 _THREAD_CLOCK = thread_time if get_clock_info("thread_time").resolution <= 1e-6 else perf_counter
 Name = TypeVar("Name", bound=Hashable)
@@ -43,11 +43,11 @@ Name = TypeVar("Name", bound=Hashable)
 
 @cache
 def machine_key() -> str:
-    """What tells machines, and ways of measuring on them, apart."""
+    """Key of the machine and of the way of measuring."""
     fields = ("model name", "flags", "model\t", "stepping")
     lines = [line for line in library.cpu_lines() if line.startswith(fields)]
     pages = os.environ.get("THP_MEM_ALLOC_ENABLE", "")
-    # What was measured in another way is measured again.
+    # Another way of measuring makes a new key.
     way = f"{_THREAD_CLOCK.__name__} {cache_bytes()} {pages} {library.level()}"
     text = "\n".join([*lines, platform.processor(), platform.machine(), str(os.cpu_count()), torch.__version__, way])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
@@ -55,7 +55,7 @@ def machine_key() -> str:
 
 @cache
 def cache_bytes() -> int:
-    """What no cache of this machine holds: twice the last one's size, where Linux tells it."""
+    """More bytes than any cache of this machine holds: twice the last level, if Linux reports it."""
     sizes = [0]
     for file in CACHES.glob("index*/size"):
         with suppress(OSError, ValueError):
@@ -64,7 +64,7 @@ def cache_bytes() -> int:
 
 
 def free_bytes() -> int | None:
-    """Memory that can be had without swapping; ``None`` where the system does not tell."""
+    """Memory available without swapping; ``None`` if unknown."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
@@ -74,7 +74,7 @@ def free_bytes() -> int | None:
 
 
 def is_busy() -> bool:
-    """Whether others want the processors: by the kernel's pressure, else by the load of the last minute."""
+    """Whether other processes use the processors, by the kernel's pressure or else by the load of the last minute."""
     try:
         some = PRESSURE.read_text(encoding="ascii").split("\n", 1)[0]
         return float(some.split("avg10=")[1].split()[0]) > MUCH
@@ -87,16 +87,15 @@ def is_busy() -> bool:
 
 
 def any_text(model: LanguageModel, most: int) -> list[int]:
-    """Up to ``most`` token ids, and half of the context at most: some text, to measure behind."""
+    """Up to ``most`` token ids, at most half of the context: a text for measurements."""
     return [i % model.vocab_size for i in range(1, max(1, min(most, model.context_length // 2)) + 1)]
 
 
 def timed(calls: Mapping[Name, Sequence[Callable[[], Any]]], turns: int) -> dict[Name, float]:
-    """Seconds of calls by name: what the quickest quarter of all that have a name takes at most.  Others met another
-    process, or a cache that something else had filled.
+    """Seconds of calls by name: the fastest quartile.  Slower calls met another process, or a cache with other data.
 
-    All of them are made in turn, ``turns`` times after once to warm up.  The time of a single thread does not count
-    what other processes take; with several threads it would miss theirs.
+    All calls are interleaved, ``turns`` times after one warm-up.  A single thread is measured in thread time, which
+    excludes other processes; with several threads that would miss most of the work.
     """
     clock = _THREAD_CLOCK if torch.get_num_threads() == 1 else perf_counter
     spent: dict[Name, list[float]] = {name: [] for name in calls}
@@ -113,20 +112,20 @@ def timed(calls: Mapping[Name, Sequence[Callable[[], Any]]], turns: int) -> dict
 
 
 def results_file() -> Path:
-    """Where everything that was measured on this machine is kept."""
+    """File of all measurements on this machine."""
     return cache_folder() / f"machine-{machine_key()}.json"
 
 
 class KeptResults:
-    """Results of one kind, kept for later runs.
+    """Results of one kind, stored for later runs.
 
     Args:
         kind: their name in the file.
-        stamp: of the code that has made them; results of other stamps are kept apart.
-        file: where they are kept.
+        stamp: version of the code that computes them; other versions' results are stored separately.
+        file: path of the file.
 
     Attributes:
-        known: results of this process: ``custom_generate`` wraps the same model anew in every call.
+        known: results of this process: every call of ``custom_generate`` wraps the same model again.
     """
 
     def __init__(
@@ -136,25 +135,25 @@ class KeptResults:
         self.results: dict[str, Any] = {}
 
     def read(self, name: str) -> Any:
-        """A result of this process or of an earlier one; ``None`` where there is none."""
+        """A result from this process or an earlier one; ``None`` if there is none."""
         return self.results[name] if name in self.results else self.stored().get(name)
 
     def keep(self, name: str, result: Any, in_file: bool = True) -> None:
-        """Remember a result; where the file cannot be written, only for this process."""
+        """Store a result, only in this process if the file cannot be written."""
         self.results[name] = result
         if not in_file:
             return
         content = self._content()
         content.pop(self._part, None)
         alike = [part for part in content if part.split(" ")[0] == self.kind]
-        for part in alike[: max(0, len(alike) - 3)]:  # of four versions of the code: installations may take turns
+        for part in alike[: max(0, len(alike) - 3)]:  # keep four code versions: installations may alternate
             del content[part]
         results = list({**self.stored(), name: result}.items())[-MOST_KEPT:]
         with suppress(OSError):
             write_json(self.file(), {**content, self._part: dict(results)})
 
     def stored(self) -> dict[str, Any]:
-        """What is in the file."""
+        """The results in the file."""
         results = self._content().get(self._part)
         return results if isinstance(results, dict) else {}
 
@@ -163,7 +162,7 @@ class KeptResults:
         return f"{self.kind} {self.stamp()}".rstrip()
 
     def _content(self) -> dict[str, Any]:
-        """A file that cannot be read counts as none."""
+        """Content of the file; empty if it cannot be read."""
         try:
             content = json.loads(self.file().read_text(encoding="utf-8"))
         except (OSError, ValueError):

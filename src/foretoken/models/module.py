@@ -1,4 +1,4 @@
-"""A language model that is a PyTorch network of this process."""
+"""Language models that are PyTorch networks in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from foretoken.models.vocabulary import check_vocabulary
 
 
 class ModuleModel(LanguageModel):
-    """Knows what its network weighs, and notices when somebody changes it."""
+    """Knows the size of its network's weights, and detects changes of the network."""
 
     model: Any
     _watch: Watch | None = None
@@ -49,13 +49,13 @@ class ModuleModel(LanguageModel):
                     self.weights_version += 1
 
     def _renew(self) -> None:
-        """Take the network as it is now."""
+        """Use the network in its present state."""
         if self._watch is not None:
             self._watch = Watch(self._watch.network)
 
 
 class OneByOneModel(ModuleModel):
-    """Runs every sequence alone, through the network's own forward and a Transformers cache of its own."""
+    """Runs every sequence alone, through the network's own forward and a separate Transformers cache."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
@@ -80,7 +80,7 @@ class OneByOneModel(ModuleModel):
             raise CapabilityError(f"only chains can be scored: {self.capabilities.missing['tree_mask']}")
 
     def _keep(self, sequence: SequenceState, path: Sequence[int]) -> int:
-        """Commit a leading part of the scratch chain; returns how many nodes are dropped."""
+        """Commit a prefix of the scratch chain; return the number of dropped nodes."""
         if list(path) != list(range(len(path))):
             raise CapabilityError(self.capabilities.missing["keep_path"])
         surplus = len(sequence.scratch_tokens) - len(path)

@@ -1,4 +1,4 @@
-"""Provisional nodes: scored by a part of the layers, and restated by the whole forward that follows."""
+"""Provisional nodes: scored by a part of the layers, and scored again by the next full forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foretoken.models.network.layers import LayerPlan
 
 
 def window_inputs(feeds: Sequence[Feed], plan: LayerPlan) -> list[Tensor]:
-    """Per feed the states [n, D] that a window of layers above the first one goes on from; none for other windows."""
+    """Input states [n, D] per feed, for a window of layers above the first one; empty for other windows."""
     if not plan.start:
         return []
     states = [feed.states for feed in feeds if feed.states is not None and len(feed.states) == len(feed.tokens)]
@@ -21,23 +21,23 @@ def window_inputs(feeds: Sequence[Feed], plan: LayerPlan) -> list[Tensor]:
 
 
 def layer_reached(plan: LayerPlan, num_layers: int) -> int:
-    """The layer that provisional nodes can go on from; 0 for nodes that the whole network must state anew.
+    """The layer from which provisional nodes can resume; 0 for nodes that the whole network must score again.
 
-    Those are nodes behind the last layer, where nothing is left to go on with, nodes of layers with skipped parts, and
-    nodes that came from states that were handed in: these are guesses.
+    These are nodes after the last layer, which have nothing left to run; nodes of layers with skipped parts; and nodes
+    from supplied states, which are approximate.
     """
     guessed = plan.start or plan.skip_attention or plan.skip_mlp
     return 0 if guessed or plan.end(num_layers) == num_layers else plan.end(num_layers)
 
 
 def comes_before(tap: str, layer: int) -> bool:
-    """Whether a tap is a hidden state before the exit layer, which provisional nodes have not kept."""
+    """Whether a tap is a hidden state before the exit layer, which provisional nodes do not store."""
     kind, _, number = tap.partition(":")
     return kind == "layer" and int(number) < layer
 
 
 def keep_common(feed: Feed) -> None:
-    """Drop provisional nodes from the first one on that the feed does not restate."""
+    """Drop provisional nodes from the first difference to the feed on."""
     sequence = feed.sequence
     restated = zip(feed.tokens, feed.parents_behind(0), sequence.scratch_tokens, sequence.scratch_parents, strict=False)
     same = 0
@@ -50,5 +50,5 @@ def keep_common(feed: Feed) -> None:
 
 
 def without_first(feed: Feed, count: int) -> Feed:
-    """The nodes behind the first ``count``; no logits wanted."""
+    """The nodes after the first ``count``, without logits."""
     return Feed(feed.sequence, feed.tokens[count:], feed.parents_behind(0)[count:], wanted=0)

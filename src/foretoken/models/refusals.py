@@ -1,4 +1,4 @@
-"""What a model offers; what it does not get, and how that is said."""
+"""Capabilities of models, and refusals of faster paths."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _SAID: set[str] = set()
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a model offers.
+    """Capabilities of a model.
 
     Attributes:
-        tree_mask: scores branching scratch trees in one call.
-        keep_path: can keep any path of the scratch (false: only a leading part of a chain).
-        rollback: can drop scratch nodes at all (false: plain decoding only).
-        taps: hands out hidden states.
-        layer_windows: can run a part of its layers.
-        missing: for every capability that is absent, the layer type that lacks it, in words.
-        prompt_logits: scores the tokens of a prompt (an encoder does not).
+        tree_mask: it scores branching scratch trees in one call.
+        keep_path: it can commit any path of the scratch (false: only a prefix of a chain).
+        rollback: it can drop scratch nodes at all (false: plain decoding only).
+        taps: it returns hidden states.
+        layer_windows: it can run a part of its layers.
+        missing: for every absent capability, the reason with the layer type.
+        prompt_logits: it scores the tokens of a prompt (an encoder does not).
     """
 
     tree_mask: bool = True
@@ -32,16 +32,16 @@ class Capabilities:
 
 
 class CapabilityError(ValueError):
-    """A method needs something that the model cannot do; names the layer type."""
+    """A method needs a capability that the model lacks; the message names the layer type."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A faster path, or a promise, that a model does not get.
+    """A faster path, or a guarantee, that was refused to a model.
 
     Attributes:
         path: its name ("lean forward", "int4 kernel", "CUDA graphs", "bitwise").
-        costs: what is lost by it, in words.
+        costs: description of what that costs.
     """
 
     path: str
@@ -49,12 +49,12 @@ class Refusal:
     costs: str
 
     def __str__(self) -> str:
-        """The one line that users see."""
+        """The line that users see."""
         return f"{self.path}: refused, {self.why}; {self.costs}"
 
 
 def refusal(path: str, why: str, costs: str) -> Refusal:
-    """A refusal that is said once per process, on the library's logger (standard error, unless someone listens)."""
+    """A refusal, logged once per process on the library's logger (standard error by default)."""
     refused = Refusal(path, why, costs)
     if str(refused) not in _SAID:
         _SAID.add(str(refused))
@@ -63,7 +63,7 @@ def refusal(path: str, why: str, costs: str) -> Refusal:
 
 
 def lost_bits(exact: str, exactness: str, why: str) -> tuple[Refusal, ...]:
-    """The refusal of ``exact="bitwise"``, where it was asked for and cannot be kept."""
+    """The refusal of ``exact="bitwise"``, if it was requested and cannot be guaranteed."""
     if exact != "bitwise" or exactness == "bitwise":
         return ()
     return (refusal("bitwise", why, "near-ties may differ with drafts and in batches"),)

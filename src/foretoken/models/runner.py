@@ -1,4 +1,4 @@
-"""A forward and a cache as a language model: ragged batches of trees over committed prefixes."""
+"""A language model from a forward and a cache: ragged batches of trees over committed prefixes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from foretoken.models.network.taps import check_taps
 from foretoken.models.provisional import comes_before, keep_common, layer_reached, window_inputs, without_first
 
 PREFILL_CHUNK = 512
-"""Tokens of a prompt that are scored in one call."""
+"""Maximum prompt tokens per call."""
 SCRATCH_ROOM = 512
-"""Slots beyond the context for scratch nodes."""
+"""Slots for scratch nodes beyond the context."""
 
 
 class TreeRunner(ModuleModel):
     """Runs a forward over committed prefixes plus scratch trees in a cache.
 
     Attributes:
-        graphs: what runs forwards as CUDA graphs (:mod:`foretoken.models.forward.graphed`), if anything does.
-        graphs_off: why nothing does; empty where it does.
-        window: what new rows read of long texts; everything by default.
+        graphs: runs forwards as CUDA graphs (:mod:`foretoken.models.forward.graphed`), if available.
+        graphs_off: reason why there are none; empty if there are.
+        window: window of new rows in long texts; the whole text by default.
     """
 
     graphs: Any = None
@@ -65,17 +65,17 @@ class TreeRunner(ModuleModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return self.forwards.dtype
 
     @property
     def rotary(self) -> ChangingRotary | None:
-        """Rotary embeddings that change with the length of the text, if any do."""
+        """Rotary embeddings that depend on the text length, if any."""
         return self.forwards.rotary
 
     @property
     def cache(self) -> TreeCache:
-        """The cache that is always there; long texts may be in others (:mod:`foretoken.models.cache.pool`)."""
+        """The permanent cache; long sequences may be in others (:mod:`foretoken.models.cache.pool`)."""
         return self.pool.first
 
     @cache.setter
@@ -87,7 +87,7 @@ class TreeRunner(ModuleModel):
         return self.pool.texts
 
     def separate(self, cache: TreeCache) -> None:
-        """From now on with an empty cache, sequences and counts of its own."""
+        """Switch to an empty cache with separate sequences and counters."""
         self.cache = cache
         self.graphs, self.graphs_off = None, "this copy of a model has a cache of its own"
         self.run_s, self.run_rows = 0.0, 0
@@ -102,7 +102,7 @@ class TreeRunner(ModuleModel):
         self.pool.release(sequence)
 
     def _slots(self, sequence: SequenceState) -> int:
-        """How many slots the committed tokens take."""
+        """Number of slots of the committed tokens."""
         return len(sequence.tokens)
 
     @property
@@ -138,7 +138,7 @@ class TreeRunner(ModuleModel):
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
     ) -> list[Mapping[str, Tensor]]:
-        """As many texts in a call as fit into a chunk, if a forward that runs padding would run little of it."""
+        """Read as many texts per call as fit into a chunk, unless the forward would run much padding."""
         taps_of: list[Mapping[str, Tensor]] = []
         for group in self._groups([len(tokens) for _, tokens in texts]):
             together = [texts[i] for i in group]
@@ -153,7 +153,7 @@ class TreeRunner(ModuleModel):
         return taps_of
 
     def _groups(self, lengths: Sequence[int]) -> list[range]:
-        """Which texts are read in one call: neighbours, whose rows of the cache are neighbours, too."""
+        """Index ranges of texts to read in one call: neighbours, whose cache rows are neighbours, too."""
         groups = [range(0)]
         for end in range(1, len(lengths) + 1):
             group = range(groups[-1].start, end)
@@ -168,7 +168,7 @@ class TreeRunner(ModuleModel):
         return [group for group in groups if group]
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep one scratch path (gathered to contiguous slots), drop the rest."""
+        """Commit one scratch path (gathered to contiguous slots) and drop the rest."""
         if sequence.provisional and len(path):
             raise ValueError("these nodes were run by a part of the layers: run all before keeping them")
         sequence.cache.keep(sequence.row, self._slots(sequence), path)
@@ -180,7 +180,7 @@ class TreeRunner(ModuleModel):
         sequence.cache.blank(sequence.row, self._slots(sequence))
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Keep the first ``length`` committed tokens: the slots behind them are written anew."""
+        """Keep the first ``length`` committed tokens; later slots are overwritten."""
         del sequence.tokens[length:]
         sequence.clear_scratch()
         if not sequence.tokens:
@@ -195,7 +195,7 @@ class TreeRunner(ModuleModel):
         return super().room(sequence) if room is None else room
 
     def _grow(self, texts: Sequence[tuple[SequenceState, Sequence[int]]]) -> None:
-        """Texts get tokens that are certain: those that cross the border of the rotary embeddings are read again."""
+        """Account for committed tokens: sequences that cross the rotary border are read again."""
         if self.rotary is not None:
             self.rotary.grow(self, texts)
 
@@ -207,11 +207,10 @@ class TreeRunner(ModuleModel):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append nodes and score them: one padded [b, width] call over the rows that the feeds span.
+        """Append and score nodes in one padded [b, width] call over the rows that the feeds span.
 
-        Provisional nodes (see :meth:`forward_part`) that a feed restates go on from the layer that they have reached;
-        others are dropped.  When anything fails the scratch trees are as they were before, or empty where they were
-        provisional.
+        If a feed repeats provisional nodes (see :meth:`forward_part`), they resume from the layer that they reached;
+        others are dropped.  After a failure the scratch trees are unchanged, or empty if they were provisional.
         """
         self._check(feeds, taps)
         if any(feed.sequence.provisional for feed in feeds):
@@ -234,19 +233,19 @@ class TreeRunner(ModuleModel):
             raise
 
     def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
-        """Refuse what cannot be run; the roots of trees are text that is certain."""
+        """Reject invalid calls.  The roots of trees are committed text."""
         check_taps(taps, self.num_layers)
         check_distinct(feeds)
         self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
 
     @torch.inference_mode()
     def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
-        """Append provisional nodes, run by a part of the network; remember where nodes can go on from.
+        """Append provisional nodes, run by a part of the network, and record where they can resume.
 
-        Above the first layer nodes go on from the ``states`` [n, D] of their feeds; nothing is kept of such nodes.
+        Above the first layer, nodes resume from the ``states`` [n, D] of their feeds, and nothing is recorded.
         """
         self._check(feeds, taps)
-        if plan not in self._checked_plans:  # a draft runs the same plan at every step
+        if plan not in self._checked_plans:  # a draft uses the same plan at every step
             self.forwards.check(plan)
             self._checked_plans.add(plan)
         inputs, reached = window_inputs(feeds, plan), layer_reached(plan, self.num_layers)
@@ -263,16 +262,16 @@ class TreeRunner(ModuleModel):
 
     @torch.inference_mode()
     def forward_on(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
-        """Run further layers of provisional nodes: feeds name all that are there, with ``states`` at ``plan.start``."""
+        """Run further layers of provisional nodes: feeds list all of them, with ``states`` at ``plan.start``."""
         places = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
         return self._score(feeds, places, taps, plan, [list(feed.states) for feed in feeds if feed.states is not None])
 
     def _finish(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
-        """A whole forward of trees whose leading nodes have run the first layers already."""
+        """A full forward of trees whose leading nodes have already run the first layers."""
         exits = {feed.sequence.exit_layer for feed in feeds if feed.sequence.exit_layer}
         exit_tap = f"layer:{min(exits, default=0)}"
         if len(exits) != 1 or any(comes_before(name, min(exits)) for name in taps):
-            for feed in feeds:  # nothing to go on from, or hidden states of the first layers are asked for
+            for feed in feeds:  # nothing to resume from, or hidden states of the first layers are requested
                 feed.sequence.clear_scratch()
             return self._whole(feeds, taps)
         window = LayerPlan(stop=exits.pop())
@@ -287,7 +286,7 @@ class TreeRunner(ModuleModel):
             upper = LayerPlan(start=window.end(self.num_layers))
             states = [feed.sequence.exit_states for feed in feeds]
             results = self._score(feeds, places, [name for name in taps if name != exit_tap], upper, states)
-            if exit_tap in taps:  # what the upper layers went on from
+            if exit_tap in taps:  # the input of the upper layers
                 results = [
                     replace(rows, taps={**rows.taps, exit_tap: torch.stack(row_states)})
                     for rows, row_states in zip(results, states, strict=True)
@@ -309,9 +308,9 @@ class TreeRunner(ModuleModel):
         plan: LayerPlan = WHOLE,
         inputs: Sequence[Sequence[Tensor] | Tensor] = (),
     ) -> list[Rows]:
-        """Run the network, or the part of it that ``plan`` names, on the last nodes of the scratch trees.
+        """Run the network, or the part in ``plan``, on the last nodes of the scratch trees.
 
-        ``inputs`` are, per feed, the hidden states [D] of its nodes at layer ``plan.start``.
+        ``inputs`` holds, per feed, the hidden states [D] of its nodes at layer ``plan.start``.
         """
         if self.graphs is not None and self.graphs.owner is self and plan == WHOLE and not inputs:
             fixed: list[Rows] | None = self.graphs.score(feeds, places, taps)
@@ -345,12 +344,12 @@ class TreeRunner(ModuleModel):
         taps: Sequence[str],
         plan: LayerPlan,
     ) -> NetworkCall:
-        """The padded [b, width] call of nodes whose sequences share a cache, over the rows that they span."""
+        """The padded [b, width] call for nodes whose sequences share a cache, over the rows that they span."""
         cache = feeds[0].sequence.cache
         by_row = {feed.sequence.row: place for feed, place in zip(feeds, places, strict=True)}
         low, high = min(by_row), max(by_row) + 1
         width = max(place.new for place in places)
-        # A row between the fed ones takes no part: its padding is written behind its own scratch.
+        # A row between the fed ones is inactive: its padding is written after its own scratch.
         rows = [by_row[r] if r in by_row else self._row_plan(cache.texts[r], 0) for r in range(low, high)]
         starts = [row.committed + len(row.parents) - row.new for row in rows]
         used = max(starts) + width
@@ -368,7 +367,7 @@ class TreeRunner(ModuleModel):
 
     @property
     def _reach(self) -> Window:
-        """The window that calls apply."""
+        """The window applied by calls."""
         return self.window
 
     def _append(self, feed: Feed) -> RowPlan:
@@ -377,11 +376,11 @@ class TreeRunner(ModuleModel):
         return self._row_plan(sequence, len(feed.tokens), feed.after)
 
     def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
-        """Where the last ``new`` scratch nodes of a sequence are."""
+        """Location of a sequence's last ``new`` scratch nodes."""
         committed, after = len(sequence.tokens), -1 if after is None else after
         return RowPlan(committed, sequence.scratch_parents, sequence.scratch_depths, new, after)
 
     def _counts(self, rows: Sequence[RowPlan], width: int) -> list[int] | None:
-        """Nodes by row, where leaving out the padding saves more than it costs."""
+        """Number of nodes per row, if removing padding saves more than it costs; else ``None``."""
         counts, spared = [row.new for row in rows], self.forwards.spared
         return None if spared is None or len(rows) * width - sum(counts) < spared else counts

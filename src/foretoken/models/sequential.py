@@ -1,7 +1,7 @@
-"""Models that cannot take trees: plain decoding, and chains where Transformers' own cache can be rolled back.
+"""Models that cannot take trees: plain decoding, and chains if Transformers' own cache can be rolled back.
 
-Every sequence has its own Transformers cache and is run alone through the public forward.  A model that hands out no
-cache (it keeps its state to itself) reads the whole text again for every token: slow, and right.
+Every sequence has its own Transformers cache and runs alone through the public forward.  A model that returns no cache
+reads the whole text again for every token: slow, but correct.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SequentialModel(OneByOneModel):
 
     Args:
         model: any causal LM with ``use_cache``.
-        no_rollback: why its cache cannot be rolled back, where a trial showed it.
+        no_rollback: reason why its cache cannot be rolled back, from a trial.
     """
 
     def __init__(self, model: Any, no_rollback: str | None = None) -> None:
@@ -49,10 +49,10 @@ class SequentialModel(OneByOneModel):
             raise CapabilityError(self.capabilities.missing["rollback"])
         surplus, cache = self._keep(sequence, path), self._caches.get(sequence.row)
         if cache is not None and self.capabilities.rollback:
-            cache.crop(-surplus)  # of 0 tokens too: that drops what was recorded for a rollback
+            cache.crop(-surplus)  # even of 0 tokens: this drops what was recorded for a rollback
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Read the first ``length`` committed tokens again: what a layer has summed up cannot be taken apart."""
+        """Read the first ``length`` committed tokens again: a recurrent state cannot be rolled back."""
         if length >= len(sequence.tokens) and not sequence.scratch_tokens:
             return
         prefix = sequence.tokens[:length]
@@ -80,7 +80,7 @@ class SequentialModel(OneByOneModel):
         return Rows(logits[len(logits) - feed.num_wanted :], {name: h[0, -count:] for name, h in hidden.items()})
 
     def _run(self, sequence: SequenceState, tokens: Sequence[int]) -> Tensor:
-        """Logits [n, V] of the n tokens behind the sequence's committed and scratch tokens."""
+        """Logits [n, V] of n tokens after the sequence's committed and scratch tokens."""
         decoding(self.model)
         if self._cache_name is None:
             text = [*sequence.tokens, *sequence.scratch_tokens, *tokens]

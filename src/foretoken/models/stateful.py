@@ -1,9 +1,9 @@
 """Recurrent and hybrid models as target or draft model: chains, with exact rollback by checkpoint and replay.
 
-What a recurrent layer has summed up cannot be taken apart.  So before rows are scored that may be rejected, the state
-is copied.  After a rejection it is put back, and either brought forward by what the recurrences of the accepted tokens
-were fed (:mod:`foretoken.models.cache.delta_rule`), or those tokens are fed again *in front of the next verification*:
-a rejection costs rows, not a forward (Wu et al., "Snakes and Ladders").  See ``docs/hybrid.md``.
+A recurrent state cannot be undone.  So it is copied before scoring rows that may be rejected, and restored after a
+rejection.  Then either it is advanced by the recorded recurrence inputs of the accepted tokens
+(:mod:`foretoken.models.cache.delta_rule`), or these tokens are fed again *before the next verification*: a rejection
+costs rows, not a forward (Wu et al., "Snakes and Ladders").  See ``docs/hybrid.md``.
 """
 
 from __future__ import annotations
@@ -34,37 +34,36 @@ from foretoken.models.refusals import refusal
 
 REPLAYS = ("auto", "lazy", "capture")
 PADDED = 16
-"""Rows up to which a text is padded to those of others: drafts, not prompts that are being read."""
+"""Maximum rows of a sequence that is padded for a common forward: drafts, not prompts."""
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[object, ...], str | None]] = WeakKeyDictionary()
-"""Results of self-tests: ``custom_generate`` wraps the same model anew in every call."""
+"""Results of self-tests: every call of ``custom_generate`` wraps the same model again."""
 _JOINED: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
-"""The same of texts that share a forward."""
+"""The same for sequences that share a forward."""
 
 
 class StatefulModel(OneByOneModel):
     """Runs a ``PreTrainedModel`` with recurrent layers over committed prefixes plus a scratch chain.
 
-    Every sequence has a Transformers cache of its own.  Those that are fed equally many rows share a forward
-    (:mod:`foretoken.models.cache.joined`), and chains of all lengths where recurrences can be made to pass over padding
-    (``capture``).  The cache may lag behind the committed tokens; those are fed in front of the next nodes.
+    Every sequence has its own Transformers cache.  Sequences with equally many rows share a forward
+    (:mod:`foretoken.models.cache.joined`), as do chains of any length if the recurrences can ignore padding
+    (``capture``).  The cache may lag behind the committed tokens, which are then fed before the next nodes.
 
     Args:
-        model: any causal LM that hands out a Transformers cache.
-        replay: ``"capture"`` makes the state of the accepted tokens from what the recurrences were fed (Gated DeltaNet
-            only), ``"lazy"`` feeds those tokens again; ``"auto"`` captures where the model can.
-        flush: lazily, from how many such tokens on they are fed in a forward of their own, before nodes that may be
-            rejected (0 or 1: always).  In float32 on a CPU, where rows cost most, 4 was slower than 8.
-        joined: whether texts share forwards.  Alone, a text does not depend on what runs beside it, not even in
-            near-ties.
+        model: any causal LM that returns a Transformers cache.
+        replay: ``"capture"`` computes the state of accepted tokens from recorded recurrence inputs (Gated DeltaNet
+            only), ``"lazy"`` feeds these tokens again; ``"auto"`` captures if possible.
+        flush: for ``"lazy"``, number of lagging tokens from which they get a forward of their own before nodes that may
+            be rejected (0 or 1: always).  In float32 on a CPU, where rows cost most, 4 was slower than 8.
+        joined: whether sequences share forwards.  Alone, a sequence does not depend on others, not even in near-ties.
 
     Attributes:
-        joined_off: why texts share no forwards; empty where they do.
+        joined_off: reason why sequences share no forwards; empty if they do.
 
     Raises:
-        ValueError: a negative ``flush``, or a form of ``replay`` that is unknown or that the model cannot.
+        ValueError: ``flush`` is negative, or ``replay`` is unknown or unsupported by the model.
         CapabilityError: the model's state does not survive a rollback (use :func:`foretoken.models.wrap`, which then
-            decodes plainly); the message says what differed.
+            decodes plainly); the message states the difference.
     """
 
     prefill_chunk = 512
@@ -93,11 +92,11 @@ class StatefulModel(OneByOneModel):
 
     @property
     def replay(self) -> str:
-        """How a rejection is undone: ``"capture"`` or ``"lazy"``."""
+        """Rollback method: ``"capture"`` or ``"lazy"``."""
         return "capture" if self._files else "lazy"
 
     def _choose(self, replay: str) -> str | None:
-        """Settle on a form of replay that passes the self-test; what goes wrong if none does."""
+        """Choose a replay method that passes the self-test; return the fault if none does."""
         files = rule_files(self.model) if replay != "lazy" else []
         if replay == "capture" and not files:
             raise ValueError(f"replay='capture' needs Gated DeltaNet layers, which {self.config.model_type} lacks")
@@ -109,7 +108,7 @@ class StatefulModel(OneByOneModel):
         return fault
 
     def _fault(self) -> str | None:
-        """What the self-test found, once per model object, forwards, dtype, device and form of replay."""
+        """Fault found by the self-test, run once per model object, forwards, dtype, device and replay method."""
         faults = _FAULTS.setdefault(self.model, {})
         key = (self.dtype, self.device, self.replay, *map(id, forwards_of(self.model.modules())))
         if key not in faults:
@@ -117,7 +116,7 @@ class StatefulModel(OneByOneModel):
         return faults[key]
 
     def _try_joined(self) -> None:
-        """Learn whether texts can share a forward; what keeps them from it is told as a refusal."""
+        """Test whether sequences can share a forward; a fault is reported as a refusal."""
         faults = _JOINED.setdefault(self.model, {})
         key = (self.dtype, self.device, self.replay)
         if key not in faults:
@@ -137,18 +136,18 @@ class StatefulModel(OneByOneModel):
         self._states.pop(sequence.row, None)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep a leading part of the scratch chain; go back to the checkpoint if that is not all of it."""
+        """Keep a prefix of the scratch chain; return to the checkpoint if some of it is dropped."""
         self._keep(sequence, path)
         self._back_to(sequence)
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Keep the first ``length`` committed tokens; behind a checkpoint nothing is read again."""
+        """Keep the first ``length`` committed tokens; nothing is read again after a checkpoint."""
         del sequence.tokens[length:]
         sequence.clear_scratch()
         self._back_to(sequence)
 
     def _back_to(self, sequence: SequenceState) -> None:
-        """Let the cache hold a prefix of the committed tokens."""
+        """Reduce the cache to a prefix of the committed tokens."""
         state, length = self._states[sequence.row], len(sequence.tokens)
         if state.on_tape and state.saved <= length <= state.length:
             state.cut(length)
@@ -163,7 +162,7 @@ class StatefulModel(OneByOneModel):
         state.guarded = False
 
     def state(self, sequence: SequenceState) -> StateCache:
-        """What the layers keep of a sequence."""
+        """The cached state of a sequence."""
         return self._states[sequence.row]
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ class StatefulModel(OneByOneModel):
         return [results[i] for i in range(len(feeds))]
 
     def _groups(self, feeds: Sequence[Feed]) -> list[list[int]]:
-        """Which feeds run in one forward: those of equally many rows, or of few, whose layers keep alike shapes."""
+        """Indices of feeds by forward: those with equally many rows, or few, and layers of the same shapes."""
         groups: dict[Hashable, list[int]] = {}
         for i, feed in enumerate(feeds):
             state = self._states[feed.sequence.row]
@@ -193,11 +192,11 @@ class StatefulModel(OneByOneModel):
         return list(groups.values())
 
     def _guard(self, feed: Feed) -> None:
-        """Bring a text's state near its end, and make a checkpoint before rows that may be rejected."""
+        """Reduce a sequence's lag, and save a checkpoint before rows that may be rejected."""
         sequence, count, num_scored = feed.sequence, len(feed.tokens), feed.num_wanted
         state, scratch = self._states[sequence.row], sequence.scratch_tokens
-        # Rows whose logits nobody wants are text that is being read, and a lone root was accepted already: such rows
-        # are not rejected in practice (if they are, the text is read again), so that plain decoding copies nothing.
+        # Rows without logits are prompt text, and a lone root was already accepted: in practice such rows are not
+        # rejected (if they are, the text is read again), so that plain decoding copies nothing.
         at_risk = bool(scratch) or (count > 1 and num_scored > 1) or state.careful
         try:
             lag = len(sequence.tokens) - state.length
@@ -210,11 +209,11 @@ class StatefulModel(OneByOneModel):
                     state.start_tape()
                 state.guarded = True
         except BaseException:
-            state.reset()  # a forward that broke off has changed a part of the layers
+            state.reset()  # an interrupted forward has changed some layers
             raise
 
     def _together(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
-        """One forward for feeds whose states have been guarded."""
+        """One forward for feeds whose states are guarded."""
         states = [self._states[feed.sequence.row] for feed in feeds]
         texts = [
             [*_behind(feed.sequence, state.length), *feed.tokens] for feed, state in zip(feeds, states, strict=True)
@@ -236,7 +235,7 @@ class StatefulModel(OneByOneModel):
         return rows_of
 
     def settle(self, sequence: SequenceState) -> None:
-        """Read the committed tokens that the state still lacks, in forwards of their own."""
+        """Read the committed tokens that the state lacks, in separate forwards."""
         state, start_s = self._states[sequence.row], now(self.device)
         while state.length < len(sequence.tokens):
             self.read(state, sequence.tokens[state.length : state.length + self.prefill_chunk], 0)
@@ -244,13 +243,14 @@ class StatefulModel(OneByOneModel):
 
     @torch.inference_mode()
     def read(self, state: StateCache, tokens: Sequence[int], count: int) -> Tensor:
-        """Logits [count, V] of the last tokens, all of which the state reads."""
+        """Read tokens into the state; return logits [count, V] of the last ones."""
         return self._read([state], [tokens], [count])[0]
 
     def _read(
         self, states: Sequence[StateCache], texts: Sequence[Sequence[int]], counts: Sequence[int]
     ) -> list[Tensor]:
-        """Logits [count, V] of the last tokens of each text, which the states read; shorter texts are padded."""
+        """Read texts into the states; return logits [count, V] of the last tokens of each.  Shorter texts are
+        padded."""
         rows = max(map(len, texts))
         pads = [rows - len(text) for text in texts]
         num_logits = max(map(sum, zip(pads, counts, strict=True)))
@@ -275,11 +275,11 @@ class StatefulModel(OneByOneModel):
     def _inputs(
         self, states: Sequence[StateCache], cache: Any, pads: Sequence[int], rows: int, num_logits: int
     ) -> dict[str, Any]:
-        """What a forward is given beside the tokens."""
+        """Keyword arguments of a forward besides the token ids."""
         inputs: dict[str, Any] = {} if cache is None else {self._cache_name or "": cache}
         if "logits_to_keep" in self._parameters:
             inputs["logits_to_keep"] = max(num_logits, 1)
-        if "position_ids" in self._parameters:  # not every family asks its cache for them
+        if "position_ids" in self._parameters:  # not every family gets positions from its cache
             places = [
                 [state.length + min(i, rows - pad - 1) for i in range(rows)]
                 for state, pad in zip(states, pads, strict=True)
@@ -290,7 +290,7 @@ class StatefulModel(OneByOneModel):
 
 
 def padding_of(pads: Sequence[int], rows: int, device: torch.device) -> Tensor | None:
-    """Whether a row is padding, [texts, rows]; ``None`` where none is."""
+    """[sequences, rows] whether a row is padding; ``None`` if there is none."""
     if not any(pads):
         return None
     ends = torch.tensor([rows - pad for pad in pads], device=device)
@@ -298,6 +298,6 @@ def padding_of(pads: Sequence[int], rows: int, device: torch.device) -> Tensor |
 
 
 def _behind(sequence: SequenceState, length: int) -> list[int]:
-    """Committed and scratch tokens behind the first ``length``."""
+    """Committed and scratch tokens after the first ``length``."""
     have = len(sequence.tokens)
     return sequence.tokens[length:] + sequence.scratch_tokens[max(length - have, 0) :]

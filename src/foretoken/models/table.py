@@ -1,3 +1,3 @@
-"""The documented path of :class:`TableModel`, which lives in :mod:`foretoken.models.other.table`."""
+"""Documented import path of :class:`TableModel`, see :mod:`foretoken.models.other.table`."""
 
 from foretoken.models.other.table import TableModel as TableModel

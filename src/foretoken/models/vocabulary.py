@@ -1,4 +1,4 @@
-"""Vocabularies that are resized (``resize_token_embeddings``) after a model was loaded."""
+"""Detection of a vocabulary resized (``resize_token_embeddings``) after the model was loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from foretoken.models.base import LanguageModel
 
 
 def check_vocabulary(model: LanguageModel) -> None:
-    """Refuse a vocabulary that was resized: drafters, rules and checks of prompts were made for that of the load."""
+    """Raise ``ValueError`` if the vocabulary was resized: drafters, verifiers and prompt checks use the original
+    one."""
     config: Any = getattr(model, "config", None)
     wide = getattr(config, "vocab_size", model.vocab_size)
     if wide != model.vocab_size:

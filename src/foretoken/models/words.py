@@ -1,4 +1,4 @@
-"""What a model's description says, in words: one place for the command line, the server and the reports."""
+"""A model's description in words, shared by the command line, the server and the reports."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from foretoken.models.base import Refusal
 
 EXACT = {"bitwise": "exact to the last bit", "rounding": "exact up to rounding"}
-"""What each kind of exactness promises."""
+"""Wording of each kind of exactness."""
 
 
 def exactness_line(description: Mapping[str, Any]) -> str:
-    """What the model promises and how that is known, from :meth:`~foretoken.models.base.LanguageModel.describe`."""
+    """Exactness and its reason, from :meth:`~foretoken.models.base.LanguageModel.describe`."""
     kind = description["exactness"]
     return f"{EXACT.get(kind, kind)} ({description['exactness_why']})"
 
@@ -26,5 +26,5 @@ def how_it_runs(description: Mapping[str, Any]) -> str:
 
 
 def refused_lines(description: Mapping[str, Any]) -> list[str]:
-    """A line for every faster path that was refused, with the reason and what it costs."""
+    """One line per refused faster path, with its reason and cost."""
     return [str(Refusal(**refusal)) for refusal in description["refused"]]

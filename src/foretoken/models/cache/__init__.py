@@ -1,1 +1,1 @@
-"""Keys, values and states of committed tokens and a scratch tree, and which of their slots a row sees."""
+"""Caches (keys, values and states of committed tokens and a scratch tree) and their attention masks."""

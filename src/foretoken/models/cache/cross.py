@@ -1,4 +1,4 @@
-"""What a decoder keeps of its encoder's input: keys and values of its cross-attention, computed once per text."""
+"""Cross-attention keys and values of an encoder's input, computed once per request."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from foretoken.models.cache.masks import unseen
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """An encoder's input, as the decoder reads it.
+    """Encoder output for one input, as read by the decoder.
 
     Attributes:
-        states: [n, D] the encoder's hidden states.
-        layers: per decoder layer the keys and values [1, H, n, d] of its cross-attention.
+        states: [n, D] hidden states of the encoder.
+        layers: keys and values [1, H, n, d] of the cross-attention, per decoder layer.
     """
 
     states: Tensor
@@ -28,19 +28,19 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Size in bytes."""
         tensors = [self.states, *(tensor for pair in self.layers for tensor in pair)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class Crossed:
-    """Several inputs side by side, the shorter ones filled up behind their end.
+    """Several inputs as one batch; shorter ones are padded at the end.
 
     Attributes:
-        inputs: one per row; ``None`` for a row that takes no part.
-        cache: the keys and values of all layers, [b, H, n, d].
-        length: n, that of the longest.
+        inputs: one per row; ``None`` for an inactive row.
+        cache: keys and values of all layers, [b, H, n, d].
+        length: n, the length of the longest input.
     """
 
     inputs: Sequence[Encoded | None]
@@ -52,7 +52,7 @@ class Crossed:
 
     @cached_property
     def mask(self) -> Tensor:
-        """[b, 1, 1, n] additive: who may be looked at.  A row that takes no part looks at what fills it up."""
+        """[b, 1, 1, n] additive mask that hides padding.  An inactive row attends to its padding."""
         like = next(encoded for encoded in self.inputs if encoded is not None).states
         mask = like.new_zeros(len(self.inputs), 1, 1, self.length)
         for row, encoded in enumerate(self.inputs):
@@ -62,7 +62,7 @@ class Crossed:
 
 
 def crossed(inputs: Sequence[Encoded | None]) -> Crossed:
-    """Inputs side by side, one per row, at least one of them there."""
+    """Batch inputs, one per row; at least one must not be ``None``."""
     present = [encoded for encoded in inputs if encoded is not None]
     length = max(len(encoded.states) for encoded in present)
     cache = DynamicCache()
@@ -85,22 +85,22 @@ def _filled(inputs: Sequence[Encoded | None], like: Encoded, layer: int, which: 
 
 
 def with_crossed(decoder_cache: Cache, crossed_input: Crossed) -> EncoderDecoderCache:
-    """The cache that a decoder's forward is given: its own keys and values, and those of the encoder's input."""
+    """The cache for a decoder's forward: its own keys and values, and those of the encoder's input."""
     return EncoderDecoderCache(decoder_cache, crossed_input.cache)
 
 
 def reading_cache() -> EncoderDecoderCache:
-    """An empty cache, into which a decoder's forward writes what it makes of the encoder's input."""
+    """An empty cache in which a decoder's forward stores the cross-attention keys and values."""
     return EncoderDecoderCache(DynamicCache(), DynamicCache())
 
 
 def encoded(states: Tensor, cache: Any) -> Encoded:
-    """What such a forward has written, beside the encoder's hidden states [n, D]."""
+    """The contents of that cache after the forward, with the encoder's hidden states [n, D]."""
     return Encoded(states, [(layer.keys, layer.values) for layer in cache.cross_attention_cache.layers])
 
 
 def placeholder(crossed_input: Crossed, size: int) -> Tensor:
-    """[b, n, size] in place of the encoder's hidden states, whose keys and values are there: it takes no memory."""
+    """[b, n, size] stand-in for the encoder's hidden states, whose keys and values are cached; takes no memory."""
     like = next(encoded for encoded in crossed_input.inputs if encoded is not None).states
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(
         len(crossed_input.inputs), crossed_input.length, size

@@ -1,16 +1,16 @@
-"""Capture and replay for Gated DeltaNet: the state of an accepted prefix without a forward of the network.
+"""Capture and replay for Gated DeltaNet: the state of an accepted prefix without another forward.
 
-The recurrence of such a layer needs only keys, values, decays and write strengths, a few kilobytes a token.  Recorded
-while drafts are verified, they bring the checkpoint's state to any accepted prefix (Yang et al., "Gated Delta
-Networks", equation 10):
+The recurrence of such a layer needs only keys, values, decays and write strengths, a few kilobytes per token.  Recorded
+during verification, they advance the checkpoint's state to any accepted prefix (Yang et al., "Gated Delta Networks",
+equation 10):
 
     S = exp(g) S;   S = S + k (beta (v - k^T S))^T
 
-A row whose decay and write strength are zero leaves the state as it is: so padding behind a text's rows is hidden.
+A row with zero decay and write strength leaves the state unchanged, which hides padding after a sequence's rows.
 
-Transformers' Gated DeltaNet models call two functions of their modeling file by name; both are wrapped for the time of
-a forward.  The one for several tokens pads them to chunks of 64, which is made for prompts; on a CPU a verification of
-a few tokens goes through the one for single tokens, which plain decoding uses.
+Transformers' Gated DeltaNet models call two functions of their modeling file by name; both are wrapped during a
+forward.  The function for several tokens pads them to chunks of 64, which suits prompts.  On a CPU, a verification of a
+few tokens uses the single-token function of plain decoding instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 CHUNKED, SINGLE = RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 FEW = 8
-"""Tokens up to which the rule for single tokens is the faster one on a CPU: 5 take a third of the time of a chunk."""
+"""Maximum number of tokens for the single-token rule on a CPU: 5 take a third of the time of a chunk."""
 
 _lock = threading.Lock()
 _wrapped: dict[ModuleType, tuple[int, dict[str, Callable[..., Any]]]] = {}
@@ -37,14 +37,14 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class RecurrenceInputs:
-    """What one layer's recurrence was fed in one forward of n tokens of b texts.
+    """Recurrence inputs of one layer in one forward over n tokens of b sequences.
 
     Attributes:
         key: [b, n, Hk, Dk].
         value: [b, n, Hv, Dv].
-        decay: [b, n, Hv] logarithms.
+        decay: [b, n, Hv], as logarithms.
         strength: [b, n, Hv].
-        normed: whether keys are still to be brought to length one.
+        normed: whether keys still have to be normalised to unit length.
     """
 
     key: Tensor
@@ -54,22 +54,22 @@ class RecurrenceInputs:
     normed: bool
 
     def of(self, row: int, count: int) -> RecurrenceInputs:
-        """The first ``count`` tokens of one text."""
+        """The first ``count`` tokens of one row."""
         at = slice(row, row + 1), slice(count)
         return RecurrenceInputs(self.key[at], self.value[at], self.decay[at], self.strength[at], self.normed)
 
 
 def rule_files(model: nn.Module) -> list[ModuleType]:
-    """The modeling files of ``model`` that have both functions."""
+    """The modeling files of ``model`` that define both functions."""
     names = dict.fromkeys(type(module).__module__ for module in model.modules())
     return [file for name in names if (file := sys.modules[name]) and all(hasattr(file, rule) for rule in RULES)]
 
 
 @contextmanager
 def recorded(files: Sequence[ModuleType], padding: Tensor | None = None) -> Iterator[list[RecurrenceInputs]]:
-    """Record what the recurrences of this thread are fed, layer by layer, in the forward inside the block.
+    """Record the recurrence inputs of this thread's forward inside the block, layer by layer.
 
-    They take no notice of rows that are ``padding`` [b, n].
+    The recurrences ignore rows marked in ``padding`` [b, n].
     """
     tape: list[RecurrenceInputs] = []
     if not files:
@@ -87,7 +87,7 @@ def recorded(files: Sequence[ModuleType], padding: Tensor | None = None) -> Iter
 
 
 def _wrap(file: ModuleType) -> None:
-    """Wrap the functions of a file, unless another thread has."""
+    """Wrap the functions of a file, unless another thread already has."""
     with _lock:
         count, honest = _wrapped.get(file, (0, {}))
         if not count:
@@ -126,7 +126,7 @@ def _recording(rule: Callable[..., Any], single: Callable[..., Any]) -> Callable
 
 
 def replay(state: Tensor, windows: Sequence[RecurrenceInputs], count: int) -> None:
-    """Bring a state [1, Hv, Dk, Dv] ``count`` recorded tokens further, in place."""
+    """Advance a state [1, Hv, Dk, Dv] by ``count`` recorded tokens, in place."""
     flat = state.view(-1, *state.shape[-2:])
     for window in windows:
         if count <= 0:

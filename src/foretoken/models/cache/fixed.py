@@ -1,9 +1,9 @@
-"""A KV cache whose writes and moves have fixed shapes and read their places from tensors, as CUDA graphs need.
+"""A KV cache whose writes and moves have fixed shapes and take their indices from tensors, as CUDA graphs require.
 
-A graph replays the kernels that were captured, with the numbers that its input tensors hold at that time: whatever
-Python decided is frozen.  So a fixed step writes at slots that are given as a tensor, padding into a *spare* slot that
-nobody sees, and the path that was accepted in the last round is moved together by the next step, which reads from
-tensors what goes where.  Until then the cache remembers the moves; whoever else looks at the buffers sees them done.
+A graph replays the captured kernels with the current contents of its input tensors; every decision made in Python is
+frozen.  So a fixed step writes at slots read from a tensor and sends padding to a *spare* slot that is never visible.
+The next step moves the path accepted in the last round, again by indices from tensors.  The cache remembers pending
+moves until then; every other access to the buffers applies them first.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 from foretoken.models.cache.rectangle import Moves, TreeCache, whole_chunks
 
 CHUNK = 256
-"""Slots by which it grows, and the least that a step looks at: every size is a graph of its own."""
+"""Growth step in slots, and the smallest view of a step: every size is a separate graph."""
 PATH = 16
-"""Nodes of an accepted path that a fixed step moves; of a longer one the rest of the library takes care at once."""
+"""Longest accepted path that a fixed step moves; longer ones are moved immediately, outside the graph."""
 
 
 class FixedCache(TreeCache):
     """A :class:`TreeCache` with fixed steps beside its ordinary forwards; both see the same keys and values.
 
-    All layers' keys are one tensor [L, R, H, S, Dk], and so are the values, so that a move takes four kernels whatever
-    the depth.  Layers of another shape get buffers of their own.
+    The keys of all layers are one tensor [L, R, H, S, Dk], and so are the values, so that a move takes four kernels at
+    any depth.  Layers of another shape get separate buffers.
 
     Attributes:
-        generation: grows when a buffer moves to other memory: graphs that were captured before are void.
-        ceiling: slots beyond which its rows are not doubled, but made as long as they must be.
+        generation: incremented when a buffer moves to other memory, which invalidates graphs captured earlier.
+        ceiling: number of slots above which rows are no longer doubled, but grow only as needed.
     """
 
     movable = False
@@ -46,18 +46,18 @@ class FixedCache(TreeCache):
 
     @property
     def spare(self) -> int:
-        """The slot into which padding is written: the last one, which no token ever gets."""
+        """The slot for padding: the last one, which no token ever uses."""
         return self.num_slots - 1
 
     def view_of(self, used: int) -> int:
-        """How many slots attention looks at when ``used`` hold something: a power of two from ``CHUNK`` on, or all."""
+        """Number of slots that attention reads when ``used`` are occupied: a power of two from ``CHUNK`` on, or all."""
         return min(max(CHUNK, 1 << (used - 1).bit_length()), self.num_slots)
 
     # -- room --------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def reserve(self, num_rows: int, num_slots: int) -> None:
-        """Make room for rows (in powers of two) and slots (and the spare one), so that growing is rare."""
+        """Reserve rows (in powers of two) and slots (plus the spare one), so that growth is rare."""
         if num_rows <= self.num_rows and num_slots < self.num_slots:
             return
         self.flush()
@@ -69,17 +69,18 @@ class FixedCache(TreeCache):
 
     @staticmethod
     def rectangle(texts: Sequence[int]) -> tuple[int, int]:
-        """Rows and slots that texts of so many slots take together: every row is as long as the longest of them."""
+        """Rows and slots that sequences of these lengths take together: every row is as long as the longest of them."""
         return (1 << (len(texts) - 1).bit_length(), whole_chunks(max(texts) + 1, CHUNK)) if texts else (0, 0)
 
     def fit(self, texts: Sequence[int], most: int) -> bool:
-        """Whether texts that come to need so many slots fit into ``most`` slots of all rows; then it stays below that.
+        """Check whether sequences of these lengths fit into ``most`` slots over all rows; if so, limit the cache to
+        that.
 
-        What earlier texts have left behind is given back where there would be no room otherwise.
+        Memory left over from earlier sequences is released if needed.
 
         Args:
-            texts: slots of each text that is open, and of one more.
-            most: slots of all rows together.
+            texts: slots of each open sequence, and of one more.
+            most: total slots over all rows.
         """
         open_texts = [text.num_slots for text in self.texts]
         rows, slots = self.rectangle([*texts, *[1] * (len(open_texts) + 1 - len(texts))])
@@ -96,9 +97,9 @@ class FixedCache(TreeCache):
         return True
 
     def _rebuild(self, rows: int, slots: int) -> None:
-        """Move everything to buffers of another size, or, where memory is full, nothing.
+        """Move everything to buffers of another size, or nothing if memory is full.
 
-        Keys alone in new memory would leave graphs that read what was freed, so both are there before either is taken.
+        New keys with old values would leave graphs that read freed memory, so both are allocated before either is used.
         """
         stores = (self._keys, self._values)
         stacks = [None if old is None else _resized(old, rows, slots) for old in self._stacks]
@@ -122,7 +123,7 @@ class FixedCache(TreeCache):
         if buffer is None or (buffer.shape[1], buffer.shape[3]) != (like.shape[-3], like.shape[-1]):
             new = like.new_zeros(self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
             buffers = store
-            if self._stacks[index] is not None:  # another layer's shape: every layer gets a buffer of its own
+            if self._stacks[index] is not None:  # another layer's shape: every layer gets a separate buffer
                 buffers = [None if view is None else view.clone() for view in store]
             self.generation += 1
             self._stacks[index] = None
@@ -139,7 +140,7 @@ class FixedCache(TreeCache):
     # -- ordinary forwards -------------------------------------------------------------------------------------------
 
     def keep(self, row: int, start: int, path: Sequence[int]) -> None:
-        """Note which scratch slots ``start + path[i]`` of a row belong to ``start + i``: the next step moves them."""
+        """Note the scratch slots ``start + path[i]`` that belong at ``start + i``; the next step moves them."""
         moves = [(start + node, start + i) for i, node in enumerate(path) if node != i]
         if row in self._moves or len(moves) > PATH:
             self.flush()
@@ -150,7 +151,7 @@ class FixedCache(TreeCache):
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Move what waits to be moved; a fixed step has moved it already."""
+        """Apply pending moves; a fixed step has applied them already."""
         if self._places is None:
             super().flush()
 
@@ -163,12 +164,13 @@ class FixedCache(TreeCache):
     # -- fixed steps -------------------------------------------------------------------------------------------------
 
     def take_moves(self, rows: int) -> Moves:
-        """What waits to be moved in the first ``rows`` rows; from now on it is the caller's business."""
+        """Hand over the pending moves of the first ``rows`` rows; the caller must apply them."""
         return {row: self._moves.pop(row) for row in sorted(self._moves) if row < rows}
 
     @contextmanager
     def fixed(self, slots: Tensor, view: int) -> Iterator[None]:
-        """Forwards inside the block cover rows 0 to b, write at ``slots`` [b, n] and see the first ``view`` slots."""
+        """Let forwards inside the block cover rows 0 to b, write at ``slots`` [b, n] and read the first ``view``
+        slots."""
         batch = len(slots)
         self._places = (torch.arange(batch, device=slots.device)[:, None], slots)
         self.low, self._high, self.used, self.starts = 0, batch, view, [0]
@@ -187,7 +189,7 @@ class FixedCache(TreeCache):
 
 
 def _resized(stack: Tensor, rows: int, slots: int) -> Tensor:
-    """[L, R, H, S, D] with other numbers of rows and slots, zeros where nothing was."""
+    """[L, R, H, S, D] with other numbers of rows and slots, zero-filled."""
     layers, old_rows, heads, old_slots, dim = stack.shape
     new = stack.new_zeros(layers, rows, heads, slots, dim)
     kept_rows, kept_slots = min(rows, old_rows), min(slots, old_slots)
@@ -196,6 +198,6 @@ def _resized(stack: Tensor, rows: int, slots: int) -> Tensor:
 
 
 def rectangle_of(model: Any) -> FixedCache | None:
-    """The cache of a model that runs graphs, where every text takes the room of the longest; ``None`` for others."""
+    """The cache of a model that runs graphs, where every row is as long as the longest; ``None`` for other models."""
     cache = getattr(model, "cache", None)
     return cache if isinstance(cache, FixedCache) else None

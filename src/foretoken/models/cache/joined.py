@@ -1,9 +1,9 @@
-"""Caches of several texts as one, for a forward of all of them.
+"""Caches of several sequences joined for one forward.
 
-Recurrent states and the windows of convolutions are put side by side and handed back afterwards.  Keys and values stay
-where they are: an attention layer gets those of all texts aligned at their ends, with zeros in front of shorter ones,
-which a mask hides.  A text with fewer rows than others is fed padding behind them, which is dropped when its cache is
-handed back; a recurrence must let it pass unchanged (:mod:`foretoken.models.cache.delta_rule`).
+Recurrent states and convolution windows are concatenated and split again afterwards.  Keys and values stay where they
+are: an attention layer gets those of all sequences aligned at the end, with masked zeros in front of shorter ones.  A
+sequence with fewer rows than others is padded at the end; the padding is dropped when its cache is handed back.  A
+recurrence must ignore it (:mod:`foretoken.models.cache.delta_rule`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from foretoken.models.base import CapabilityError
 
 
 def join_key(cache: Any) -> Hashable:
-    """Caches of one key can be joined; ``None``: this one cannot be joined with others, as it has read nothing."""
+    """Compatibility key: caches with the same key can be joined.  ``None`` for an empty cache, which cannot be
+    joined."""
     if cache is None:
         return None
     linear = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
@@ -36,14 +37,14 @@ def join_key(cache: Any) -> Hashable:
 
 
 class JoinedCache(Cache):
-    """What a forward of several texts is given; :meth:`hand_back` ends it.
+    """Cache for a forward of several sequences, ended by :meth:`hand_back`.
 
     Args:
-        caches: of the texts, of one :func:`join_key`.
-        pads: rows of each text that are padding, at its end.
+        caches: caches of the sequences, all with the same :func:`join_key`.
+        pads: number of padding rows at the end of each sequence.
 
     Attributes:
-        lengths: tokens that the attention layers hold of each text; empty without such layers.
+        lengths: tokens in the attention layers, per sequence; empty without such layers.
     """
 
     def __init__(self, caches: Sequence[Cache], pads: Sequence[int]) -> None:
@@ -53,7 +54,7 @@ class JoinedCache(Cache):
         self.lengths = [text_layer.get_seq_length() for text_layer in keys[0].text_layers] if keys else []
 
     def mask(self, rows: int) -> Tensor | None:
-        """[texts, slots + rows] ones where a slot holds a token; ``None`` where all do."""
+        """[sequences, slots + rows] ones where a slot holds a token; ``None`` if all do."""
         longest = max(self.lengths, default=0)
         if all(length == longest for length in self.lengths):
             return None
@@ -64,7 +65,7 @@ class JoinedCache(Cache):
 
     @torch.inference_mode()
     def hand_back(self) -> None:
-        """Give every text its states, and drop its padding."""
+        """Return the states to their sequences and drop the padding."""
         for layer in self.layers:
             if isinstance(layer, _JoinedKeys | _JoinedStates):
                 layer.hand_back()
@@ -72,7 +73,7 @@ class JoinedCache(Cache):
 
 def _joined(column: tuple[Any, ...], pads: Sequence[int]) -> Any:
     kind = type(column[0])
-    if kind is DummyLayer:  # keeps nothing
+    if kind is DummyLayer:  # stores nothing
         return column[0]
     if kind not in JOINED:
         raise CapabilityError(f"cache layers of type {kind.__name__} of several texts cannot be put side by side")
@@ -80,14 +81,14 @@ def _joined(column: tuple[Any, ...], pads: Sequence[int]) -> Any:
 
 
 class _JoinedKeys(DynamicLayer):
-    """Keys and values, which every text's own layer keeps."""
+    """Keys and values, stored in each sequence's own layer."""
 
     def __init__(self, layers: Sequence[Any], pads: Sequence[int]) -> None:
         super().__init__()
         self.text_layers, self.pads = layers, pads
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """[texts, H, slots, D] of all that is there now."""
+        """Keys and values [sequences, H, slots, D] of everything read so far."""
         pairs = [
             layer.update(key_states[i : i + 1], value_states[i : i + 1]) for i, layer in enumerate(self.text_layers)
         ]
@@ -99,7 +100,7 @@ class _JoinedKeys(DynamicLayer):
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Of the longest text."""
+        """Length of the longest sequence."""
         return max(layer.get_seq_length() for layer in self.text_layers)
 
     def hand_back(self) -> None:
@@ -109,13 +110,13 @@ class _JoinedKeys(DynamicLayer):
 
 
 class _JoinedStates(LinearAttentionLayer):
-    """Convolution windows and recurrent states, side by side."""
+    """Convolution windows and recurrent states, concatenated."""
 
     def __init__(self, layers: Sequence[Any], pads: Sequence[int]) -> None:
         first = layers[0]
         super().__init__(number_of_states=first.number_of_states)
         self.text_layers, self.pads, self.device, self.dtype = layers, pads, first.device, first.dtype
-        # A window of fixed size would keep the padding and forget what was in front of it.
+        # A window of fixed size would keep the padding and lose the tokens before it.
         self.record_past = any(pads) or any(layer.record_past for layer in layers)
         for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
             setattr(self, name, dict(getattr(first, name)))
@@ -156,4 +157,4 @@ JOINED: dict[type, Callable[[Sequence[Any], Sequence[int]], Any]] = {
     LinearAttentionLayer: _JoinedStates,
     LinearAttentionAndFullAttentionLayer: _JoinedBoth,
 }
-"""By the kind of the texts' own layers."""
+"""Joined layer by type of the sequences' own layers."""

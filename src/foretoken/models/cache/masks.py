@@ -1,8 +1,8 @@
 """Additive attention masks for committed prefixes plus scratch trees, one per layer type.
 
-Everything is expressed by one boolean question, "may this node see that slot": a node sees the committed prefix, its
-ancestors and itself.  Sliding and chunked layers add a condition on positions.  Additive float masks are the only form
-that every Transformers attention reads the same way.
+Every mask answers one boolean question, "may this node see that slot": a node sees the committed prefix, its ancestors
+and itself.  Sliding and chunked layers add a condition on positions.  Additive float masks are the only form that every
+Transformers attention interprets the same way.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor
 
 
 def unseen(dtype: torch.dtype) -> float:
-    """What is added to the score of a slot that is not seen: half of the dtype's lowest number.
+    """Value added to the score of a hidden slot: half of the dtype's lowest number.
 
-    A score that is added to the lowest number itself may overflow to -inf, and kernels that take a row in blocks make
-    NaN of a block of nothing but -inf.
+    A score added to the lowest number itself may overflow to -inf, and blockwise kernels turn a block of only -inf into
+    NaN.
     """
     return torch.finfo(dtype).min / 2
 
 
 @dataclass(frozen=True)
 class LayerMask:
-    """What a layer type may look at.
+    """Attention pattern of a layer type.
 
     Attributes:
         kind: ``"full"``, ``"sliding"`` (``position - key < size``) or ``"chunked"`` (same block of ``size`` positions).
         size: window or chunk in tokens; 0 for full.
-        back: places before its own that a node looks at, besides; 0: no such limit.
-        sink: first places of the text that it looks at all the same.
+        back: maximum distance to an earlier position that a node sees, in addition to the above; 0: no limit.
+        sink: number of first positions that stay visible in spite of ``back``.
     """
 
     kind: str = "full"
@@ -45,14 +45,14 @@ class LayerMask:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """One row of a forward: where its new nodes are.
+    """Location of the new nodes in one row of a forward.
 
     Attributes:
         committed: tokens in the cache before the scratch.
-        parents: parents of *all* scratch nodes, old and new; ``-1`` hangs from the last committed token.
-        new: how many of them are fed in this forward (the last ones).
-        visible: how many committed tokens the scratch hangs from and sees; -1: all.
-        base: the position of scratch depth 0; -1: right behind the visible tokens.
+        parents: parents of *all* scratch nodes, old and new; ``-1`` is the last committed token.
+        new: number of nodes fed in this forward (the last ones).
+        visible: number of committed tokens that the scratch follows and sees; -1: all.
+        base: position of scratch depth 0; -1: directly after the visible tokens.
     """
 
     committed: int
@@ -64,17 +64,17 @@ class RowPlan:
 
     @property
     def num_seen(self) -> int:
-        """How many committed tokens the scratch sees."""
+        """Number of committed tokens that the scratch sees."""
         return self.committed if self.visible < 0 else self.visible
 
     @property
     def first_position(self) -> int:
-        """The position of scratch depth 0."""
+        """Position of scratch depth 0."""
         return self.num_seen if self.base < 0 else self.base
 
     @property
     def first_new(self) -> int:
-        """The first position of a new node; that behind the visible tokens where there is none."""
+        """First position of a new node; without new nodes, the position after the visible tokens."""
         return self.first_position + min(self.depths[len(self.depths) - self.new :], default=0)
 
     @property
@@ -97,7 +97,7 @@ def ancestor_matrix(parents: Sequence[int]) -> NDArray[np.bool_]:
 
 
 def row_allowed(row: RowPlan, layer: LayerMask, used: int) -> NDArray[np.bool_]:
-    """[row.new, used] whether each new node may see each slot."""
+    """[row.new, used] whether each new node sees each slot."""
     m, c = len(row.parents), row.committed
     old = m - row.new
     allowed = np.zeros((row.new, used), dtype=np.bool_)
@@ -109,7 +109,7 @@ def row_allowed(row: RowPlan, layer: LayerMask, used: int) -> NDArray[np.bool_]:
     if layer.kind != "full" or layer.back:
         depths = np.asarray(row.depths)
         query = (row.first_position + depths[old:])[:, None]
-        keys = np.arange(used) + row.first_position - row.num_seen  # a part of a text is taken as the end of it
+        keys = np.arange(used) + row.first_position - row.num_seen  # a part of a text counts as its end
         keys[c : c + m] = row.first_position + depths
         if layer.kind == "sliding":
             allowed &= query - keys < layer.size
@@ -123,10 +123,10 @@ def row_allowed(row: RowPlan, layer: LayerMask, used: int) -> NDArray[np.bool_]:
 def additive_mask(
     rows: Sequence[RowPlan], layer: LayerMask, width: int, used: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """[b, 1, width, used] additive mask: 0 where a node may look, :func:`unseen` elsewhere.
+    """[b, 1, width, used] additive mask: 0 where a node sees a slot, :func:`unseen` elsewhere.
 
-    ``None`` when nothing is masked (one row, one node).  Padding nodes see the committed prefix at least, or slot 0, so
-    that no row is ever fully masked.
+    ``None`` when nothing is masked (one row, one node).  Padding nodes see at least the committed prefix, or slot 0, so
+    that no row is fully masked.
     """
     if layer.kind == "full" and not layer.back and all(row.visible < 0 and row.is_chain for row in rows):
         first = [row.committed + len(row.parents) - row.new for row in rows]  # the slot of the first new node
@@ -152,7 +152,7 @@ def additive_masks(
 
 
 def _chains(first: Sequence[int], width: int, used: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The commonest case in two calls: a node sees everything up to itself, padding up to where it is written."""
+    """The most common case in two calls: a node sees every slot up to itself, padding every slot up to its own."""
     step, size = _step(1 << used.bit_length(), dtype, device), 1 << used.bit_length()
     starts = torch.tensor([[size - 1 - slot - column for column in range(width)] for slot in first], device=device)
     return step.unfold(0, used, 1)[starts][:, None]
@@ -160,5 +160,5 @@ def _chains(first: Sequence[int], width: int, used: int, dtype: torch.dtype, dev
 
 @lru_cache(maxsize=64)
 def _step(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[2 size] zeros, then :func:`unseen`: every row of the mask of a chain is a part of it."""
+    """[2 size] zeros, then :func:`unseen`; every row of a chain's mask is a slice of it."""
     return torch.tensor([0.0, unseen(dtype)], dtype=dtype, device=device).repeat_interleave(size)

@@ -1,8 +1,8 @@
-"""The caches of one model: texts of like length share a rectangle of rows and slots, others get one of their own.
+"""The caches of one model: sequences of similar length share a rectangle of rows and slots.
 
-Keys and values of a rectangle cost rows times the longest text.  So a text that has outgrown the others moves to
-another rectangle, and what a text held is given back when it ends.  One text of 3,000 tokens beside fifteen of 100 then
-takes about what the tokens need, and attention does not look at 3,000 slots for a text of 100.
+The keys and values of a rectangle cost rows times the longest sequence.  So a sequence that has outgrown the others
+moves to another rectangle, and its memory is released when it ends.  One sequence of 3,000 tokens beside fifteen of 100
+then takes about as much as its tokens need, and attention for the short ones does not read 3,000 slots.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from foretoken.models.base import SequenceState
 from foretoken.models.cache.rectangle import CHUNK, TreeCache
 
 SLACK = 1.4
-"""Slots of a rectangle over the slots that its texts need, from which on a text does not make it longer."""
+"""Limit of a rectangle's slots over the slots that its sequences need; above it, a sequence moves elsewhere."""
 SHORT = 4 * CHUNK
-"""A new text, whose length is not known yet, joins a rectangle of at most so many slots."""
+"""Maximum slots of a rectangle that a new sequence, whose length is still unknown, joins."""
 
 
 class CachePool:
-    """Rectangles of rows, and which text has which row.
+    """Rectangles of rows, and the assignment of sequences to rows.
 
     Args:
-        first: the cache that is always there.  One whose buffers graphs hold by their addresses stays the only one
-            and keeps its size.
+        first: the permanent cache.  If CUDA graphs hold its buffers by address, it stays the only one and keeps its
+            size.
 
     Attributes:
-        peak_bytes: the most memory that the caches have taken.
+        peak_bytes: peak memory of the caches.
     """
 
     def __init__(self, first: TreeCache) -> None:
@@ -38,7 +38,7 @@ class CachePool:
 
     @property
     def first(self) -> TreeCache:
-        """The cache that is always there."""
+        """The permanent cache."""
         return self.caches[0]
 
     @property
@@ -46,7 +46,7 @@ class CachePool:
         return [text for cache in self.caches for text in cache.texts]
 
     def open(self, sequence: SequenceState) -> SequenceState:
-        """Give a new, empty sequence a row."""
+        """Assign a row to a new, empty sequence."""
         cache = min(self.caches, key=lambda candidate: candidate.num_slots)
         if self._movable and cache.texts and cache.num_slots > SHORT:
             cache = self._another()
@@ -54,7 +54,7 @@ class CachePool:
         return sequence
 
     def release(self, sequence: SequenceState) -> None:
-        """Free a row; the last row of its cache takes its place, so that live rows stay contiguous."""
+        """Free a row.  The last row of its cache moves there, so that live rows stay contiguous."""
         cache = sequence.cache
         last = cache.texts.pop()
         freed = last.row
@@ -63,16 +63,16 @@ class CachePool:
             cache.blank(sequence.row, last.num_slots)
             last.row = sequence.row
             cache.texts[last.row] = last
-        if cache.texts or not self._movable:  # else its buffers go
+        if cache.texts or not self._movable:  # otherwise its buffers are freed
             cache.blank(freed)
         sequence.cache = None
         if self._movable:
             self._give_back(cache)
 
     def make_room(self, sequence: SequenceState, need: int) -> None:
-        """See to it that the sequence's row has ``need`` slots, in this rectangle or in another one.
+        """Ensure that the sequence's row has ``need`` slots, in this rectangle or in another one.
 
-        Nodes that are fed next may be in its scratch already: nothing is stored of them yet.
+        The scratch may already list nodes that are fed next; nothing is stored for them yet.
         """
         cache = sequence.cache
         if need <= cache.num_slots or not self._movable:
@@ -86,7 +86,7 @@ class CachePool:
             self._move(sequence, min(longer, key=lambda other: other.num_slots) if longer else self._another())
 
     def note_size(self) -> None:
-        """Keep the peak up to date; cheap when nothing has grown."""
+        """Update the peak; cheap if nothing has grown."""
         sizes = tuple((cache.num_rows, cache.num_slots) for cache in self.caches)
         if sizes != self._sizes or not self.peak_bytes:
             self._sizes, self.peak_bytes = sizes, max(self.peak_bytes, self.num_bytes())
@@ -100,16 +100,16 @@ class CachePool:
 
     @staticmethod
     def _append(cache: TreeCache, sequence: SequenceState) -> None:
-        cache.reserve(len(cache.texts) + 1, 1)  # which fails when memory is full, so it comes first
+        cache.reserve(len(cache.texts) + 1, 1)  # fails if memory is full, so it comes first
         sequence.cache, sequence.row = cache, len(cache.texts)
         cache.texts.append(sequence)
 
     def _move(self, sequence: SequenceState, cache: TreeCache) -> None:
         source, row = sequence.cache, sequence.row
-        # What is fed next has no slots yet: no more is stored than there is room for.
+        # Tokens that are fed next have no slots yet: only the slots that exist are copied.
         try:
             cache.take_row(source, row, len(cache.texts), min(sequence.num_slots, source.num_slots))
-        except BaseException:  # memory is full: the text stays where it is
+        except BaseException:  # memory is full: the sequence stays where it is
             if not cache.texts:
                 self._give_back(cache)
             raise
@@ -117,10 +117,10 @@ class CachePool:
         self._append(cache, sequence)
 
     def _give_back(self, cache: TreeCache) -> None:
-        """Free what a rectangle that lost a text does not need any more."""
+        """Free the surplus memory of a rectangle that lost a sequence."""
         if not cache.texts:
             cache.clear()
-            if cache is not self.first and cache in self.caches:  # not one of before the model was changed
+            if cache is not self.first and cache in self.caches:  # not one from before a model change
                 self.caches.remove(cache)
             return
         slots = max(text.num_slots for text in cache.texts) + CHUNK
@@ -130,7 +130,7 @@ class CachePool:
 
 
 def by_cache(sequences: Sequence[SequenceState]) -> list[list[int]]:
-    """Indices of the sequences by the cache that they are in."""
+    """Indices of the sequences, grouped by cache."""
     groups: dict[int, list[int]] = {}
     for index, sequence in enumerate(sequences):
         groups.setdefault(id(sequence.cache), []).append(index)
@@ -138,5 +138,5 @@ def by_cache(sequences: Sequence[SequenceState]) -> list[list[int]]:
 
 
 def take(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
-    """Those of the items, of which there may be none at all."""
+    """The items at ``indices``; empty if there are no items."""
     return [items[index] for index in indices] if items else []

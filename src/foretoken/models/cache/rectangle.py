@@ -1,9 +1,9 @@
-"""The KV cache: preallocated rows, written in place, one path kept on commit.
+"""The KV cache: preallocated rows, written in place; a commit keeps one path.
 
-Beside :mod:`foretoken.models.cache.state` and :mod:`foretoken.models.cache.cross` the only file that knows
-Transformers' cache API.  Every layer keeps keys [B, H, S, Dk] and values [B, H, S, Dv]; a sequence owns one row; slot
-``s`` of a row holds the token at position ``s`` for committed tokens, and scratch nodes follow in the order in which
-they were fed.  Positions were given by depth, so that a commit only moves rows: rotary embeddings are already right.
+Only this file, :mod:`foretoken.models.cache.state` and :mod:`foretoken.models.cache.cross` know Transformers' cache
+API. Every layer keeps keys [B, H, S, Dk] and values [B, H, S, Dv].  A sequence owns one row.  Slot ``s`` of a row holds
+the committed token at position ``s``; scratch nodes follow in feeding order.  Positions come from depth, so a commit
+only moves slots: rotary embeddings are already right.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from transformers.cache_utils import Cache, DynamicCache
 from foretoken.models.cache.window import Cut
 
 CHUNK = 64
-"""Slots by which the cache grows at least, so that growing is rare and little is left empty."""
+"""Minimum growth in slots, so that growth is rare and little memory stays empty."""
 
 
 Moves = dict[int, list[tuple[int, int]]]
-"""By row: from which slot to which, all at once."""
+"""Pairs of source and target slot by row, all applied at once."""
 
 
 class TreeCache(Cache):
-    """A Transformers cache over preallocated buffers; ``plan`` says where the next forward writes.
+    """A Transformers cache over preallocated buffers; ``plan`` sets where the next forward writes.
 
     Args:
-        num_layers: how many layers will call :meth:`update`.
-        max_slots: most slots that a row will ever need (context plus scratch); buffers grow towards it.
+        num_layers: number of layers that will call :meth:`update`.
+        max_slots: maximum slots of a row (context plus scratch); buffers grow towards it.
 
     Attributes:
-        texts: the sequences whose rows these are, in order (:mod:`foretoken.models.cache.pool`).
+        texts: the sequences that own the rows, in row order (:mod:`foretoken.models.cache.pool`).
         low: the first row of the planned forward.
-        starts: the first slot that it writes of each of its rows.
+        starts: the first slot written in each of its rows.
         used: slots that attention sees.
-        reads: those of them that it reads; ``None``: all.
-        movable: whether its texts may move to another cache beside it.
+        reads: the subset of them that it reads; ``None``: all.
+        movable: whether its sequences may move to another cache.
     """
 
     movable = True
@@ -63,21 +63,21 @@ class TreeCache(Cache):
 
     @property
     def keys(self) -> list[Tensor | None]:
-        """Keys by layer, with every committed path in its place."""
+        """Keys by layer, with pending moves applied."""
         self.flush()
         return self._keys
 
     @property
     def values(self) -> list[Tensor | None]:
-        """Values by layer, with every committed path in its place."""
+        """Values by layer, with pending moves applied."""
         self.flush()
         return self._values
 
     @torch.inference_mode()
     def reserve(self, num_rows: int, num_slots: int) -> None:
-        """Make room for rows and slots; keeps what is stored, zero-fills the rest.
+        """Reserve rows and slots; keep stored values and zero-fill the rest.
 
-        Zeros matter: a masked slot contributes ``0 * value`` to the weighted sum, and NaN garbage would poison it.
+        Zeros matter: a masked slot contributes ``0 * value`` to the weighted sum, which NaN would poison.
         """
         if num_rows <= self.num_rows and num_slots <= self.num_slots:
             return
@@ -90,11 +90,11 @@ class TreeCache(Cache):
 
     @torch.inference_mode()
     def trim(self, num_rows: int, num_slots: int) -> None:
-        """Give back what is not needed for so many rows and slots; rows or slots behind them are lost."""
+        """Shrink to the given numbers of rows and slots; anything beyond them is lost."""
         self._resize(min(max(num_rows, 1), self.num_rows), min(whole_chunks(max(num_slots, 1)), self.num_slots))
 
     def _resize(self, rows: int, slots: int) -> None:
-        """Buffers of another size, layer by layer, so that old and new are there twice for one layer only."""
+        """Resize buffers layer by layer, so that old and new memory coexist for one layer only."""
         if (rows, slots) == (self.num_rows, self.num_slots):
             return
         for store in (self.keys, self.values):
@@ -107,9 +107,9 @@ class TreeCache(Cache):
         self.num_rows, self.num_slots = rows, slots
 
     def plan(self, low: int, high: int, starts: Sequence[int], count: int, used: int) -> None:
-        """The next forward covers rows ``low:high`` and writes ``count`` slots of each from ``starts`` on.
+        """Let the next forward cover rows ``low:high`` and write ``count`` slots in each, beginning at ``starts``.
 
-        ``used`` is how many slots attention sees.  What waits to be moved is moved first.
+        ``used`` is the number of slots that attention sees.  Pending moves are applied first.
         """
         self.flush()
         self.reserve(high, max(used, max(starts) + count))
@@ -124,12 +124,12 @@ class TreeCache(Cache):
 
     @property
     def num_read(self) -> int:
-        """Slots that :meth:`update` hands out."""
+        """Number of slots that :meth:`update` returns."""
         return self.used if self.reads is None else self.reads.sink + self.used - self.reads.low
 
     def buffers(self, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values [rows, H, slots, D] of all layers, for who writes them himself; made for keys ``like``
-        [H, n, D] where there are none."""
+        """Keys and values [rows, H, slots, D] of all layers, for a kernel that writes them itself.  Missing buffers are
+        allocated for keys ``like`` [H, n, D]."""
         stores = (self.keys, self.values)
         keys, values = ([self._buffer(store, like, i) for i in range(self.num_layers)] for store in stores)
         return keys, values
@@ -137,7 +137,7 @@ class TreeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values [b, H, n, D] as planned; return the used slices [b, H, used, D]."""
+        """Store new keys and values [b, H, n, D] as planned; return the visible slices [b, H, used, D]."""
         return (self._write(self._keys, key_states, layer_idx), self._write(self._values, value_states, layer_idx))
 
     def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
@@ -151,10 +151,10 @@ class TreeCache(Cache):
                 self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
             buffer[self._rows, :, self._slots] = new.transpose(1, 2).to(buffer.dtype)
         slots = view[:, :, : self.used] if self.reads is None else self.reads.slots(view[:, :, : self.used])
-        return slots.to(new.dtype)  # a copy only for who computes in another dtype than wrote
+        return slots.to(new.dtype)  # copies only if the reader computes in another dtype
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
-        """The buffer of a layer, made for tensors ``like`` [..., H, n, D] when there is none."""
+        """The buffer of a layer, allocated for tensors ``like`` [..., H, n, D] if missing."""
         buffer = store[layer]
         if buffer is None:
             shape = (self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
@@ -179,14 +179,14 @@ class TreeCache(Cache):
 
     @property
     def slot_bytes(self) -> int:
-        """What one slot of one row takes in all layers; 0 before anything was stored."""
+        """Bytes per slot of one row, over all layers; 0 before anything was stored."""
         return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in self._buffers())
 
     @torch.inference_mode()
     def keep(self, row: int, start: int, path: Sequence[int]) -> None:
         """Move the scratch slots ``start + path[i]`` of a row to ``start + i``.
 
-        On a device they are moved when somebody looks, all texts' together: where they go is sent there once.
+        On a device the moves of all sequences are deferred until the next access, so that their indices are sent once.
         """
         first = next((i for i, node in enumerate(path) if node != i), None)
         if first is None:
@@ -204,17 +204,17 @@ class TreeCache(Cache):
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Move what waits to be moved."""
+        """Apply pending moves."""
         if self._moves:
             moves = torch.tensor([(row, *pair) for row, pairs in self._moves.items() for pair in pairs])
-            self.move(*moves.to(self._buffers()[0].device).T)  # one tensor is sent, however many texts there are
+            self.move(*moves.to(self._buffers()[0].device).T)  # one transfer, however many sequences there are
             self._moves.clear()
 
     def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
-        """Copy slots ``source`` to slots ``target`` of ``rows`` in all layers, all reads before all writes.
+        """Copy slots ``source`` to slots ``target`` of ``rows`` in all layers, reading everything before writing.
 
-        The three have shapes that broadcast.  Where memory is full nothing has moved: keys without their values would
-        be another text.
+        The three tensors must broadcast.  If memory is full, nothing moves: keys without their values would be
+        inconsistent.
         """
         parts = self._parts()
         devices = {part.device for part in parts}
@@ -239,8 +239,8 @@ class TreeCache(Cache):
 
     @torch.inference_mode()
     def blank(self, row: int, start: int = 0) -> None:
-        """Zero the slots of a row from ``start`` on, which no token has: attention multiplies what a mask hides by 0,
-        and NaN and infinity outlive that."""
+        """Zero the unused slots of a row from ``start`` on: attention multiplies masked values by 0, which NaN and
+        infinity survive."""
         self.flush()
         for part in self._parts():
             part[:, row, :, start:] = 0
@@ -255,17 +255,17 @@ class TreeCache(Cache):
                     self._buffer(target_buffers, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
 
     def fresh(self) -> TreeCache:
-        """An empty cache for the same layers, of no graphs."""
+        """An empty cache for the same layers, without graphs."""
         return TreeCache(self.num_layers, self.max_slots)
 
     def clear(self) -> None:
-        """Drop all buffers: the next forward makes new ones, in its own dtype."""
+        """Drop all buffers; the next forward allocates new ones in its own dtype."""
         self._moves = {}
         self._keys, self._values = [None] * self.num_layers, [None] * self.num_layers
         self.num_rows, self.num_slots = 1, CHUNK
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Where the next forward writes (models that are given position ids do not depend on it)."""
+        """The next write position (models that get position ids do not depend on it)."""
         return self.starts[0]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -280,28 +280,28 @@ class TreeCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Never: the write position is host state."""
+        """Always false: the write position is host state."""
         return False
 
     @property
     def is_sliding(self) -> list[bool]:
-        """All layers keep the whole past; windows are the masks' business."""
+        """All layers keep the whole past; masks implement windows."""
         return [False] * self.num_layers
 
     def __len__(self) -> int:
         return self.num_layers
 
     def num_bytes(self) -> int:
-        """Memory held by the buffers; asked for by other threads, too."""
+        """Bytes of the buffers; called from other threads as well."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
 
     def _buffers(self) -> list[Tensor]:
-        """All buffers as they are, whatever waits to be moved."""
+        """All buffers, without applying pending moves."""
         return [buffer for store in (self._keys, self._values) for buffer in store if buffer is not None]
 
 
 def whole_chunks(slots: int, chunk: int = CHUNK) -> int:
-    """The least multiple of a chunk that has so many slots."""
+    """``slots``, rounded up to a multiple of ``chunk``."""
     return -(-slots // chunk) * chunk
 
 
@@ -309,11 +309,10 @@ HOST = torch.device("cpu")
 
 
 class HostCache(TreeCache):
-    """A :class:`TreeCache` whose buffers are in host memory, for texts longer than what a device has room for.
+    """A :class:`TreeCache` with buffers in host memory, for sequences longer than the device has room for.
 
-    A forward brings those of one layer at a time to its device, which is what TriForce (Sun et al. 2024,
-    https://arxiv.org/abs/2404.11912) does with the cache that it verifies on: the drafts in between read a small part
-    that stays on the device.
+    A forward copies one layer at a time to its device, as TriForce (Sun et al. 2024, https://arxiv.org/abs/2404.11912)
+    does with the cache that it verifies on; the drafts in between read a small part that stays on the device.
     """
 
     def fresh(self) -> TreeCache:
@@ -327,5 +326,5 @@ class HostCache(TreeCache):
 
 
 def growing_cache() -> Cache:
-    """An empty cache to which every forward appends, and through which gradients flow; all layers keep everything."""
+    """An empty cache that every forward appends to and that gradients flow through; all layers keep everything."""
     return DynamicCache()

@@ -1,8 +1,8 @@
-"""Recurrent states, convolution windows and keys of one sequence, with a checkpoint to go back to.
+"""Recurrent states, convolution windows and keys of one sequence, with a checkpoint.
 
-Beside :mod:`foretoken.models.cache.rectangle` the only file that knows Transformers' cache API.  A recurrent state sums
-up the whole text and is overwritten in place, so a checkpoint copies it (and the few inputs that a convolution looks
-back on); keys and values of attention layers only grow, so that going back drops their end.
+Only this file, :mod:`foretoken.models.cache.rectangle` and :mod:`foretoken.models.cache.cross` know Transformers' cache
+API.  A recurrent state sums up the whole text and is overwritten in place, so a checkpoint copies it, with the few past
+inputs of a convolution.  Keys and values of attention layers only grow, so they are cropped.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class StateCache:
     """The cache of one sequence.
 
     Attributes:
-        cache: Transformers' cache; the model's first forward makes it.
-        length: tokens that it has read.
-        saved: tokens that it had read at the checkpoint; -1 without one.
-        guarded: whether what was read since the last commit can be dropped again.
-        careful: whether tokens were dropped that nobody expected to be: from then on everything is guarded.
+        cache: Transformers' cache, created by the model's first forward.
+        length: number of tokens read.
+        saved: value of ``length`` at the checkpoint; -1 without one.
+        guarded: whether tokens read since the last commit can be dropped again.
+        careful: whether tokens were dropped unexpectedly; from then on everything is guarded.
     """
 
     def __init__(self) -> None:
@@ -41,21 +41,21 @@ class StateCache:
         self._windows: dict[int, tuple[Tensor | None, Tensor | None, int]] = {}
 
     def advance(self, cache: Any, count: int) -> None:
-        """A forward has read ``count`` more tokens and handed out ``cache``."""
+        """Take the ``cache`` of a forward that has read ``count`` more tokens."""
         if not isinstance(cache, Cache):
             raise CapabilityError(f"a state of type {type(cache).__name__} cannot be saved")
         self.cache = cache
         self.length += count
 
     def reset(self) -> None:
-        """Forget everything: the text must be read again."""
+        """Drop everything; the sequence must be read again."""
         self.cache, self.length, self.saved, self._tape = None, 0, NONE, None
         self.guarded = False
         self._windows.clear()
 
     @torch.inference_mode()
     def save(self) -> None:
-        """Make a checkpoint of the present state, in the memory of the last one."""
+        """Save a checkpoint of the present state, in the memory of the last one."""
         self.saved = NONE
         if self.cache is not None:
             for index, layer in enumerate(self.cache.layers):
@@ -67,7 +67,8 @@ class StateCache:
             for name, i, state in states_of(layer):
                 self._copies[index, name, i] = copied(state, self._copies.get((index, name, i)))
         if isinstance(layer, DynamicSlidingWindowLayer):
-            # Such a layer forgets what leaves its window; it never writes in place, so that a reference is a copy.
+            # Such a layer drops tokens outside its window but never writes in place, so a reference is as good as a
+            # copy.
             self._windows[index] = (layer.keys, layer.values, layer.cumulative_length)
         elif not (isinstance(layer, LinearAttentionCacheLayerMixin) or hasattr(layer, "crop")):
             raise CapabilityError(f"a cache layer of type {type(layer).__name__} cannot be saved")
@@ -79,7 +80,7 @@ class StateCache:
         return sum(any(name == "recurrent_states" for name, _, _ in states_of(layer)) for layer in self.cache.layers)
 
     def start_tape(self) -> None:
-        """From now on convolutions keep their past inputs, and :meth:`record` what the recurrences are fed."""
+        """Start to keep past inputs of convolutions, and recurrence inputs with :meth:`record`."""
         if self.cache is not None and not self._windows:
             self._tape = []
             self._set_recording(True)
@@ -90,7 +91,7 @@ class StateCache:
         return self._tape is not None
 
     def record(self, windows: list[RecurrenceInputs]) -> None:
-        """What the recurrent layers were fed in a forward."""
+        """Record the recurrence inputs of one forward."""
         if len(windows) != self.num_recurrent:
             raise RuntimeError(f"{len(windows)} reports of {self.num_recurrent} recurrent layers: use replay='lazy'")
         if self._tape is not None:
@@ -103,7 +104,7 @@ class StateCache:
 
     @torch.inference_mode()
     def cut(self, length: int) -> None:
-        """End the tape and keep the first ``length`` tokens; recurrent states are made from the checkpoint's."""
+        """End the tape and keep the first ``length`` tokens; recurrent states are replayed from the checkpoint."""
         surplus, tape = self.length - length, self._tape or []
         number = 0
         for index, layer in enumerate(self.cache.layers):
@@ -122,7 +123,7 @@ class StateCache:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Go back to the checkpoint, which stays.  Raises ``ValueError`` where there is none."""
+        """Return to the checkpoint and keep it.  Raise ``ValueError`` if there is none."""
         if self.saved == NONE:
             raise ValueError("there is no checkpoint to go back to")
         if self.saved == 0:
@@ -144,7 +145,8 @@ class StateCache:
 
 
 def states_of(layer: Any) -> Iterator[tuple[str, int, Tensor]]:
-    """Attribute, number and tensor of every convolution window and recurrent state of a layer; none elsewhere."""
+    """Attribute, index and tensor of every convolution window and recurrent state of a layer; empty for other
+    layers."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for name in ("conv_states", "recurrent_states"):
             for i, state in getattr(layer, name).items():
@@ -153,7 +155,7 @@ def states_of(layer: Any) -> Iterator[tuple[str, int, Tensor]]:
 
 
 def tensors_of(cache: Any) -> Iterator[tuple[str, Tensor]]:
-    """Kind and tensor of everything that a cache holds, layer by layer."""
+    """Kind and tensor of everything in a cache, layer by layer."""
     for layer in cache.layers:
         yield from ((name, state) for name, _, state in states_of(layer))
         for name in ("keys", "values"):
@@ -163,16 +165,16 @@ def tensors_of(cache: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def copied(source: Tensor, into: Tensor | None) -> Tensor:
-    """A copy of ``source``, in the memory of ``into`` where it fits."""
+    """Copy ``source``, into the memory of ``into`` if it fits."""
     if into is None or into.shape != source.shape or into.dtype != source.dtype:
         return source.clone()
     return into.copy_(source)
 
 
 def crop(layer: Any, count: int) -> None:
-    """Drop the last ``count`` slots of a layer's keys and values, if it has any."""
+    """Drop the last ``count`` slots of a layer's keys and values, if any."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        if isinstance(layer, DynamicLayer):  # a layer with both: its own crop would look for recorded inputs
+        if isinstance(layer, DynamicLayer):  # a layer with both: its own crop would expect recorded inputs
             DynamicLayer.crop(layer, -count)
     else:
         layer.crop(-count)

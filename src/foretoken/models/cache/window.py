@@ -1,8 +1,8 @@
-"""A drafter that reads the end of a long text, and perhaps its first tokens: it was trained on shorter ones.
+"""A window for drafters: read the end of a long text, and optionally its first tokens.
 
-A network without a window of its own guesses worse the more places it looks at beyond those that it knew in training.
-Positions stay those of the text.  What is not read is neither scored nor loaded: a round's cost stops growing.  A layer
-with a window of its own reads what both allow.
+A network without a window of its own drafts worse the further it reads beyond its training length.  Positions stay
+those of the text.  Tokens outside the window are neither scored nor loaded, so the cost per round stops growing.  A
+layer with its own window reads the intersection of the two.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from foretoken.models.cache.masks import LayerMask, RowPlan, unseen
 
 USUAL = 4096
-"""Places that drafters read which were trained without a window: what most of them were trained on."""
+"""Default window of drafters trained without one: the training length of most of them."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a new row reads of the places before it.
+    """Earlier positions that a new row reads.
 
     Attributes:
-        size: places right before it; 0: all.
-        sink: first slots of the text that are read as well.
+        size: number of positions directly before it; 0: all.
+        sink: number of first slots that are read as well.
     """
 
     size: int = 0
@@ -38,21 +38,21 @@ class Window:
             raise ValueError(f"sink={self.sink} is for a window, and window=0 reads the whole text: leave sink out")
 
     def cut(self, rows: Sequence[RowPlan]) -> Cut | None:
-        """What is read by a call of these texts; ``None``: everything."""
+        """The slots that a call with these rows reads; ``None``: all."""
         if not self.size or max(row.last_new for row in rows) - self.size <= self.sink:
             return None
         firsts = [max(row.first_new - self.size, 0) for row in rows]
         return Cut(firsts, max(min(firsts), self.sink), self.sink)
 
     def within(self, layer: LayerMask) -> LayerMask:
-        """What a layer may look at through the window, row by row: what a row says must not depend on the rows that
-        are read together with it."""
+        """Mask of a layer under the window, row by row: a row's result must not depend on the other rows of the
+        call."""
         return replace(layer, back=self.size, sink=self.sink)
 
     def applied(
         self, rows: Sequence[RowPlan], layers: Mapping[str, LayerMask]
     ) -> tuple[Cut | None, Mapping[str, LayerMask]]:
-        """What is read by a call of these texts, and what its layers may look at, by their type."""
+        """The slots that a call with these rows reads, and the masks of its layers by type."""
         cut = self.cut(rows)
         return cut, layers if cut is None else {name: self.within(layer) for name, layer in layers.items()}
 
@@ -65,9 +65,9 @@ class Cut:
     """The slots that one call reads.
 
     Attributes:
-        firsts: per text the first slot that any of its new rows reads.
-        low: the first slot that any text's window has.
-        sink: slots at the beginning that all read.
+        firsts: first slot that any new row of a sequence reads, per sequence.
+        low: the first slot inside any sequence's window.
+        sink: number of first slots that all sequences read.
     """
 
     firsts: Sequence[int]
@@ -79,7 +79,8 @@ class Cut:
         return self._window_of(stored, 2)
 
     def mask(self, mask: Tensor | None) -> Tensor | None:
-        """An additive mask [b, 1, rows, n] of these slots; ``None`` stays: one row that sees all that is read."""
+        """An additive mask [b, 1, rows, n] of these slots; ``None`` stays ``None`` (a single row that sees all of
+        them)."""
         return None if mask is None else self._window_of(mask, 3)
 
     def _window_of(self, whole: Tensor, dim: int) -> Tensor:
@@ -87,8 +88,8 @@ class Cut:
         return torch.cat([whole.narrow(dim, 0, self.sink), recent], dim) if self.sink else recent
 
     def hidden(self, mask: Tensor) -> Tensor:
-        """:meth:`mask` of a network that makes its own masks of all slots, with what lies before each text's window
-        unseen."""
+        """:meth:`mask` for a network that builds its own masks over all slots, with slots before each sequence's window
+        hidden."""
         slots = torch.arange(mask.shape[-1], device=mask.device)
         firsts = torch.tensor(self.firsts, device=mask.device)[:, None, None, None]
         return self._window_of(mask.masked_fill((slots >= self.sink) & (slots < firsts), unseen(mask.dtype)), 3)

@@ -1,6 +1,6 @@
-"""What is tried on a model when it is loaded, and what is remembered of it.
+"""Trials of a model at load, and their stored results.
 
-``cache_trial`` asks whether it can be decoded at all, ``answer_trial`` the same of an encoder-decoder model, and
-``self_test`` whether drafts for a recurrent one can be taken back.  ``fast_paths`` asks the judge (``judging``) whether
-a faster forward may take the place of the public one, and ``bits`` whether text with drafts is equal to the last bit.
+``cache_trial`` tests whether a model can be decoded at all, ``answer_trial`` does so for encoder-decoder models, and
+``self_test`` tests whether a recurrent model can take drafts back.  ``fast_paths`` asks the judge (``judging``) whether
+a faster forward may replace the public one.  ``bits`` tests whether output with drafts is bitwise equal.
 """

@@ -1,7 +1,7 @@
-"""Whether an encoder-decoder model says here what its own forward says, tried out on two short texts.
+"""Trial of an encoder-decoder model against its own forward, on two short texts.
 
-The trial has what decoding has: inputs of two lengths side by side, a chain and a tree.  A family whose forward reads
-positions, masks or its cache in another way fails it.
+The trial covers everything that decoding uses: inputs of two lengths in one batch, a chain and a tree.  It catches
+families whose forward treats positions, masks or the cache differently.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from foretoken.models.encoder_decoder import EncoderDecoderModel
 
 INPUTS = ((3, 10, 17, 24, 31), (5, 8))
-"""Tokens of two encoders' inputs."""
+"""Tokens of two encoder inputs."""
 CHAIN = (11, 4, 13)
 TREE, PARENTS = (7, 9, 12), (0, 0, 1)
-"""Behind the tokens that an answer begins with: the chain of the first text, the tree of the second."""
+"""After the start tokens: the chain of the first sequence, the tree of the second."""
 
 
 @torch.inference_mode()
 def check_answers(model: EncoderDecoderModel) -> None:
-    """Compare a model with its own forward."""
+    """Raise ``CapabilityError`` if a model's logits differ from those of its own forward."""
     try:
         logits, reference = _tree_logits(model), _by_its_own_forward(model)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         raise CapabilityError(f"{model.config.model_type} cannot be decoded here: {cause_of(error)}") from error
-    if not reference.isfinite().all():  # damaged weights: decoding says so, with the place
+    if not reference.isfinite().all():  # damaged weights: decoding reports them, with their location
         return
     difference = relative(logits, reference)
     if not difference <= (HALF_LIMIT if model.dtype in HALF else LIMIT):
@@ -59,7 +59,7 @@ def _tree_logits(model: EncoderDecoderModel) -> Tensor:
 
 
 def _by_its_own_forward(model: EncoderDecoderModel) -> Tensor:
-    """The same rows of texts that are read whole, without a cache."""
+    """The same rows from complete sequences, without a cache."""
     paths = [(INPUTS[0], CHAIN, 3), *((INPUTS[1], path, 1) for path in ((TREE[0],), (TREE[1],), (TREE[0], TREE[2])))]
     rows = []
     for tokens, answer, count in paths:

@@ -1,10 +1,10 @@
-"""Whether a row's bits depend on its company: the promise behind :attr:`LanguageModel.exactness`, tried at load.
+"""Whether a row's bits depend on the other rows: the basis of :attr:`LanguageModel.exactness`, tested at load.
 
-Speculative text is plain decoding's to the last bit when the logits of a token are the same numbers, however many
-tokens are scored beside it.  Two things must hold: the kernels are of a kind that sums each row alone, in an order that
-does not depend on the others, and a real text scored in one row, in a chain, in a tree and in a batch has equal bits.
-The first is known of the layouts and attention functions; a trial alone could pass by chance where a library chooses
-its kernel by the length of the context.
+Speculative output equals plain decoding to the last bit if the logits of a token do not depend on the number of tokens
+scored beside it.  Two conditions must hold: the kernels sum each row alone, in an order independent of the others, and
+a real text has equal bits when scored in one row, in a chain, in a tree and in a batch.  The first is known for the
+layouts and attention functions.  A trial alone could pass by chance where a library chooses its kernel by context
+length.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
 
 READ, STEPS = 8, 2
-"""Tokens of the trial's text that are committed first, and how many of the others are scored one by one."""
+"""Tokens of the trial text that are committed first, and number of further ones that are scored one by one."""
 BITWISE, ROUNDED = "bitwise", "rounding"
 
 
 def exactness_of(owner: HuggingFaceModel, ids: Sequence[int]) -> tuple[str, str]:
-    """``"bitwise"`` or ``"rounding"``, and how that is known."""
+    """``"bitwise"`` or ``"rounding"``, with the reason."""
     reason = _order_depends(owner)
     if reason is None:
         reason = _different_bits(owner, ids)
@@ -36,7 +36,7 @@ def exactness_of(owner: HuggingFaceModel, ids: Sequence[int]) -> tuple[str, str]
 
 
 def _order_depends(owner: HuggingFaceModel) -> str | None:
-    """Why the order of sums depends on how many rows there are; ``None`` where it never does."""
+    """Reason why the order of sums depends on the number of rows; ``None`` if it never does."""
     dtype = str(owner.dtype).removeprefix("torch.")
     if owner.exact == "bitwise":
         return None
@@ -51,12 +51,12 @@ def _order_depends(owner: HuggingFaceModel) -> str | None:
 
 @torch.inference_mode()
 def _different_bits(owner: HuggingFaceModel, ids: Sequence[int]) -> str | None:
-    """What is scored with other bits than alone; ``None`` when nothing is."""
+    """The first case whose bits differ from one row alone; ``None`` if there is none."""
     tokens = [token % owner.vocab_size for token in ids]
     text, path = tokens[:READ], tokens[READ : READ + 5]
     if owner.context_length < len(tokens) + len(path):
         return f"a context of {owner.context_length} tokens is too short to try it"
-    tree = [*path[:2], *tokens[:6], *path[2:4], *tokens[6:12], path[4]]  # 17 nodes; the path runs through them
+    tree = [*path[:2], *tokens[:6], *path[2:4], *tokens[6:12], path[4]]  # 17 nodes that contain the path
     parents = [-1, 0, -1, 0, 0, 1, 2, 3, 1, 8, 2, 3, 4, 5, 6, 7, 9]
     nodes = [0, 1, 8, 9, 16]
     with opened(owner, text, text[:5], tokens[3:14]) as (first, second, third):

@@ -1,9 +1,9 @@
-"""Whether a model is causal, and reads through its cache what it reads without one, tried out on a few tokens.
+"""Trial on a few tokens: is a model causal, and does its cache preserve its logits?
 
-Speculative decoding, as any decoding with a cache, takes both for granted.  A language model that looks at later tokens
-(a BERT that is no decoder, XLM), whose attention takes masks in a way of its own, or whose tokens see other states of
-the tokens that are read with them than of those read before (looped layers that share a cache) would otherwise answer
-wrongly without a word.  The trial costs three forwards of at most six rows, once per model object.
+All decoding with a cache relies on both.  Without the trial, wrong output would go unnoticed for a language model that
+sees later tokens (a BERT that is not a decoder, XLM), one whose attention interprets masks differently, or one whose
+tokens see other states of tokens read in the same call than of earlier ones (looped layers that share a cache).  The
+trial costs three forwards of at most six rows, once per model object.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from foretoken.models.network.placement import device_of
 from foretoken.models.network.traits import parameters_of
 
 ROWS, KEPT = 6, 3
-"""Tokens of the trial, and how many of them are read first."""
+"""Number of trial tokens, and of those read first."""
 HALF = (torch.bfloat16, torch.float16)
 LIMIT, HALF_LIMIT = 1e-3, 0.5
-"""Relative differences that no rounding makes, in float32 (at most 1e-6 in random models) and in 16 bits, where it can
-send a token to another expert; logits that have nothing to do with each other make 1.4."""
+"""Relative differences beyond rounding: in float32 (at most 1e-6 in random models), and in 16 bits, where rounding can
+route a token to another expert.  Unrelated logits differ by 1.4."""
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
-"""Results by the form a model runs in: ``custom_generate`` wraps the same model anew in every call."""
+"""Results by the form a model runs in: every call of ``custom_generate`` wraps the same model again."""
 
 
 @torch.inference_mode()
 def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
-    """How logits of ``wrapped`` differ from those of the model's own forward; ``None``: they do not.
+    """Difference between the logits of ``wrapped`` and those of the model's own forward; ``None`` if they agree.
 
     Raises:
-        CapabilityError: the model is not causal, its forward fails, or it gives other rows than it was asked for.
+        CapabilityError: the model is not causal, its forward fails, or it returns other rows than requested.
     """
     faults, key = _FAULTS.setdefault(model, {}), _form(model, wrapped)
     if key not in faults:
@@ -51,14 +51,14 @@ def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
 def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     rollback = wrapped.capabilities.rollback
     coarse = getattr(wrapped, "exact", "") == "approximate" or has_quantised(model)
-    limit = HALF_LIMIT if model.dtype in HALF or coarse else LIMIT  # quantised kernels give out bfloat16
+    limit = HALF_LIMIT if model.dtype in HALF or coarse else LIMIT  # quantised kernels return bfloat16
     reference, mixed = _without_cache(model, wrapped.vocab_size, limit)
     if mixed:
         return f"its quantised layers scale all tokens of a call together (logits move by {mixed:.2g} of their size)"
-    if not reference.isfinite().all():  # damaged weights: decoding says so, with the place
+    if not reference.isfinite().all():  # damaged weights: decoding reports them, with their location
         return None
     tokens = _text(wrapped.vocab_size)
-    last = ROWS if rollback else KEPT + 1  # others are read token by token
+    last = ROWS if rollback else KEPT + 1  # without rollback, tokens are read one by one
     try:
         with opened(wrapped, tokens[:KEPT]) as (sequence,):
             logits = wrapped.forward([Feed(sequence, tokens[KEPT:last])])[0].logits
@@ -73,8 +73,8 @@ def _tried(model: Any, wrapped: LanguageModel) -> str | None:
 
 
 def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, float]:
-    """Float32 logits [6, V] of the model's own forward, and how much quantised layers change them with later tokens: 0
-    where that is rounding."""
+    """Float32 logits [6, V] of the model's own forward, and how much later tokens change them in quantised layers (0 if
+    that is rounding)."""
     tokens = _text(vocab_size)
     altered = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
     try:
@@ -84,7 +84,7 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, f
     except Exception as error:
         raise CapabilityError(f"{_name(model)} cannot be decoded here: {cause_of(error)}") from error
     difference = relative(changed[:KEPT], logits[:KEPT])
-    # Quantised layers that scale all tokens of a call together made 0.02 to 0.1.
+    # Quantised layers that scale all tokens of a call together gave 0.02 to 0.1.
     if LIMIT < difference <= 0.3 and _mixes_tokens(model):
         return logits, difference
     if difference > limit:
@@ -96,8 +96,8 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, f
 
 
 def _mixes_tokens(model: Any) -> bool:
-    """Whether one of the first linear layers that are not PyTorch's own gives a token something else when others are
-    read with it: kernels for 8-bit activations often have one scale for all rows of a call."""
+    """Whether the output of one of the first linear layers other than PyTorch's own depends on the other rows: kernels
+    for 8-bit activations often use one scale for all rows of a call."""
     layers = (m for m in model.modules() if hasattr(m, "in_features") and not is_plain(m))
     return any(_sees_other_rows(layer, model) for layer in islice(layers, 16))
 
@@ -109,7 +109,7 @@ def _sees_other_rows(layer: Any, model: Any) -> bool:
     altered[:, KEPT:] *= 32
     try:
         before, changed = (layer(x)[:, :KEPT].float() for x in (rows, altered))
-    except Exception:  # no layer over rows of hidden states
+    except Exception:  # not a layer over rows of hidden states
         return False
     return relative(changed, before) > LIMIT
 
@@ -118,7 +118,7 @@ def _forward(model: Any, tokens: list[int]) -> Tensor:
     parameters = parameters_of(model)
     ids = torch.tensor([tokens], device=device_of(model))
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
-    if "position_ids" in parameters:  # as generate gives them
+    if "position_ids" in parameters:  # as generate passes them
         options["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
     with alone(model):
         logits: Tensor | None = getattr(model(input_ids=ids, **options), "logits", None)

@@ -1,8 +1,8 @@
-"""What was found out about a model at load, and remembered: which fast paths pass, and whether bits depend on company.
+"""Stored results of the checks at load: fast paths that pass, and bitwise exactness.
 
-A check costs up to two seconds at 1.5 billion parameters, so its result is kept, by the model's fingerprint, in the
-file of this machine (:mod:`foretoken.models.machine`) for these versions.  Models whose modules were changed by hand
-(a ``forward`` of their own, hooks, a class whose ``forward`` was replaced by another package's) are checked every time.
+A check takes up to two seconds at 1.5 billion parameters, so its result is stored in this machine's file
+(:mod:`foretoken.models.machine`) by the model's fingerprint and the versions.  Models with manually changed modules (an
+instance's own ``forward``, hooks, a class whose ``forward`` another package replaced) are checked every time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
 
 Probe = Callable[[], Sequence[int] | None]
-"""Ids of an ordinary text in the model's own tokenizer; ``None`` where there is none."""
+"""Token ids of an ordinary text in the model's own tokenizer; ``None`` if there is none."""
 SAMPLED = 16
-"""Numbers of every weight that a fingerprint looks at, spread over it."""
+"""Number of sampled values per weight in a fingerprint."""
 
 
 class Checks:
-    """The checks of one model, which is about to be run and is on its public forward; ``probe`` gives its ordinary
-    text."""
+    """The checks of one model, made while it uses its public forward; ``probe`` supplies ordinary text."""
 
     def __init__(self, network: Network, probe: Probe | None) -> None:
         self.network, self.probe = network, probe
@@ -44,29 +43,29 @@ class Checks:
 
     @cached_property
     def ids(self) -> Sequence[int]:
-        """The probe's ids, as many as it needs."""
+        """Token ids of the probe, cut to the required length."""
         ordinary = ordinary_ids(self.network.vocab_size)
         text = list(self.probe() or ()) if self.probe is not None else []
         return [*text, *ordinary][: len(ordinary)]
 
     @cached_property
     def judge(self) -> Judge | None:
-        """Made when the first check needs it, which must be before weights are laid out anew."""
+        """Created by the first check, which must run before weights are repacked."""
         return Judge.of(self.network, self.ids)
 
     def fault(self, path: str, build: Callable[[], tuple[Run, torch.dtype, bool] | None]) -> str | None:
-        """Why a fast path must not be used; ``None`` when it passes.
+        """Reason why a fast path must not be used; ``None`` if it passes.
 
         Args:
-            path: its name, with everything that makes it another one.
-            build: makes its forward, the dtype of its hidden states, and whether it is coarse (:meth:`Judge.fault`);
-                ``None`` where it cannot be made.
+            path: its name, including everything that distinguishes it from other paths.
+            build: returns its forward, the dtype of its hidden states, and whether it is coarse (:meth:`Judge.fault`);
+                ``None`` if it cannot be built.
         """
         result = self._known_or_made(path, lambda: self._tried(build))
         return result[0] if result else None
 
     def _tried(self, build: Callable[[], tuple[Run, torch.dtype, bool] | None]) -> list[str]:
-        judge = self.judge  # before anything is laid out anew
+        judge = self.judge  # before weights are repacked
         if judge is None:
             return ["the public forward cannot be run on a short text, or its logits are not finite"]
         built = build()
@@ -76,13 +75,13 @@ class Checks:
         return [] if reason is None else [reason]
 
     def exactness(self, path: str, runner: HuggingFaceModel) -> tuple[str, str]:
-        """:func:`foretoken.models.checks.bits.exactness_of` the runner as it now runs, remembered."""
+        """:func:`foretoken.models.checks.bits.exactness_of` the runner in its present form, stored."""
         path = f"bits {path} {torch.get_num_threads()} threads"
         kind, reason = self._known_or_made(path, lambda: list(exactness_of(runner, self.ids[:NODES])))
         return kind, reason
 
     def _known_or_made(self, path: str, make: Callable[[], list[str]]) -> list[str]:
-        """A result, from this process, from the file, or made now."""
+        """Result from this process, from the file, or computed now."""
         if self.key is None:
             return make()
         name = f"{self.key} {path}"
@@ -92,18 +91,18 @@ class Checks:
             return stored
         start_s = perf_counter()
         result = make()
-        # Of a model with one slow check all results are kept: where the first path is remembered, its weights are laid
-        # out without a judge, and what is checked after it would be judged by a network that computes in another way.
+        # After one slow check, all results of the model are stored: if only the first path were stored, its weights
+        # would be repacked without a judge, and later checks would be judged by a network that computes differently.
         self._is_slow |= perf_counter() - start_s >= WORTH_KEEPING_S
         KEPT.keep(name, result, self._is_slow)
         return result
 
 
 def fingerprint(model: nn.Module) -> str | None:
-    """What tells a network from others: its configuration, the kinds of its modules, what those compute with
-    (:mod:`foretoken.models.network.own_code`), some numbers of every weight.
+    """Fingerprint of a network: its configuration, its module types and their code
+    (:mod:`foretoken.models.network.own_code`), and some values of every weight.
 
-    ``None`` where that would not tell: a module has a ``forward`` of its own or hooks, or its class one from elsewhere.
+    ``None`` if that is not enough: a module has its own ``forward`` or hooks, or its class has a foreign ``forward``.
     """
     digest = hashlib.blake2b(digest_size=12)
     marks = {kind: mark_of(kind) for kind in dict.fromkeys(map(type, model.modules()))}
@@ -117,13 +116,13 @@ def fingerprint(model: nn.Module) -> str | None:
             return None
         digest.update(f"{name} {type(module).__module__} {type(module).__qualname__}\n".encode())
         product: Any = getattr(module, "product", None)
-        if product is not None:  # quantised: its numbers are not among the parameters
+        if product is not None:  # quantised: its values are not among the parameters
             digest.update(f"{product.name} {product.shape} {getattr(product, 'mark', '')}\n".encode())
     constants: Any = [(n, m._buffers[n]) for m, names in constants_by_module(model.modules()) for n in sorted(names)]
     for name, weight in [*model.named_parameters(), *constants]:
         if weight is None:
             continue
-        if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta:  # spread over processes, or elsewhere
+        if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta:  # distributed, or stored elsewhere
             return None
         flat = weight.detach().flatten()
         some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].cpu().double()
@@ -135,7 +134,7 @@ def fingerprint(model: nn.Module) -> str | None:
 
 @cache
 def _code() -> str:
-    """Changes with the versions and with the files of this package, which change between two versions too."""
+    """Hash of the versions and of this package's files, which may change between versions."""
     files = sorted(Path(__file__).parents[1].rglob("*.[pc]*"))
     stats = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files if file.is_file()]
     text = "\n".join([torch.__version__, transformers.__version__, *stats])

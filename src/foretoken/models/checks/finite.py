@@ -1,4 +1,4 @@
-"""Weights that are not finite numbers: which one it is, so that nobody has to guess why logits are NaN."""
+"""Checks for weights that are not finite, so that NaN logits can be traced to a tensor."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ REMEDY = "copy the file again, or take another one"
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor that holds NaN or inf; ``None`` where all numbers are finite."""
+    """Name of the first tensor with NaN or inf; ``None`` if all values are finite."""
     return next((name for name, tensor in tensors if not _is_finite(tensor)), None)
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
-    """Refuse weights with NaN or inf: a drafter with them would draft nonsense without a word."""
+    """Raise ``ValueError`` for weights with NaN or inf, with which a drafter would silently draft nonsense."""
     name = first_not_finite(tensors)
     if name is not None:
         raise ValueError(f"{name} in {place} holds NaN or inf: {REMEDY}")
 
 
 def check_stored(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
-    """Refuse weights in 8 bits, whose scales a drafter has no place for; 64-bit numbers and flags are tables."""
+    """Raise ``ValueError`` for 8-bit weights, whose scales a drafter cannot store; 64-bit numbers and flags are
+    tables."""
     for name, tensor in tensors:
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             kind = str(tensor.dtype).removeprefix("torch.")
@@ -35,7 +36,7 @@ def check_stored(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
 
 
 def why_not_finite(model: Any) -> str:
-    """Why a language model's logits are not finite, with the first of its weights that is not."""
+    """Reason why a language model's logits are not finite, with the first such weight."""
     network = getattr(model, "model", None)
     name = first_not_finite(weights_of(network)) if isinstance(network, nn.Module) else None
     if name is None:
@@ -45,10 +46,10 @@ def why_not_finite(model: Any) -> str:
 
 
 def weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A network's weights by name, packed ones included."""
+    """Weights of a network by name, packed ones included."""
     yield from network.named_parameters()
     for name, module in network.named_modules():
-        # An embedding without a parameter looks its rows up in a file.
+        # An embedding without a parameter reads its rows from a file.
         if (isinstance(module, PackedLinear) and not module.tied) or (
             isinstance(module, nn.Embedding) and "weight" not in module._parameters
         ):
@@ -59,5 +60,5 @@ def weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.device.type == "meta":
         return True
-    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # 8-bit floats have no such operation
+    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # 8-bit floats do not support isfinite
     return bool(torch.isfinite(wide).all())

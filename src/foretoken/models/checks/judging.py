@@ -1,10 +1,10 @@
-"""The check of every fast path: ordinary text, judged against the model in the next wider precision.
+"""The check of every fast path: logits on ordinary text, judged by the model in the next wider precision.
 
-A fast forward and the public one differ by rounding, and in 16 bits rounding is large: on special tokens of real chat
-models, whose activations are massive, the public bfloat16 forward itself is off by 17 % of the size of its logits.  So
-neither forward is the truth.  The judge is the same network in float32 (float64 for a float32 model), one module after
-the other, so that there is never a second copy of the weights; a path passes when its error is at most
-:data:`MOST` times the public forward's own, plus :data:`ROUNDING`.
+A fast forward and the public one differ by rounding, which is large in 16 bits: on special tokens of real chat models,
+whose activations are massive, the public bfloat16 forward itself is off by 17 % of the size of its logits.  So neither
+forward is the reference.  The judge is the same network in float32 (float64 for a float32 model), widened one module at
+a time, so that no second copy of the weights exists.  A path passes if its error is at most :data:`MOST` times the
+public forward's own, plus :data:`ROUNDING`.
 """
 
 from __future__ import annotations
@@ -30,49 +30,50 @@ if TYPE_CHECKING:
 Run = Callable[[NetworkCall], Outputs]
 """A forward, public or lean."""
 MOST = 1.5
-"""A path's error in units of the public forward's.  Two forwards that round in different places differ by up to 1.3."""
+"""Maximum error, in units of the public forward's.  Two forwards that round in different places differ by up to 1.3."""
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 4e-3, torch.float16: 1e-3}
-"""What is added to that: errors, in standard deviations of a row of logits, that a sound path may have where the public
-forward happens to have none."""
+"""Additional error, in standard deviations of a row of logits, that a sound path may have if the public forward happens
+to have none."""
 APART = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""The same where a network cannot be widened, so that its public forward is the judge: then both round."""
+"""The same for a network that cannot be widened: its public forward, which also rounds, is then the judge."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
 def wider(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """The next wider precision of a device; ``None`` where there is none."""
+    """The next wider precision on a device; ``None`` if there is none."""
     wide = WIDER.get(dtype)
     return None if wide == torch.float64 and device.type == "mps" else wide
 
 
 CHAIN = 16
-"""Leading tokens of the probe that hang one from the other; the others branch."""
+"""Number of leading probe tokens that form a chain; the others branch."""
 PARENTS = (*range(-1, CHAIN - 1), CHAIN - 1, CHAIN - 1, CHAIN, CHAIN, CHAIN + 1, CHAIN + 2, CHAIN + 3, CHAIN + 2)
 NODES, TEXTS = len(PARENTS), 2
-"""Tokens of a text of the probe, and texts.  Of one text the tree has eight rows, whose errors differ so much that the
-medians of two sound forwards were up to 1.7 apart (SmolLM2 with AVX2: one of 12 texts refused, of six pairs none)."""
+"""Tokens per probe text, and number of texts.  With one text, the tree has eight rows, whose errors vary so much that
+the medians of two sound forwards were up to 1.7 apart (SmolLM2 with AVX2: one of 12 texts was refused, of six pairs
+none)."""
 ROWS = TEXTS * NODES
 SENTENCE = (
     "The river runs past the old mill, and on Sundays the children stand on the bridge and count the boats.  When it "
     "rains they sit in the kitchen instead, where their grandmother bakes bread and tells them how the village looked "
     "before the railway came."
 )
-"""What the probe says: ordinary words, as long as the probe in any tokenizer."""
+"""Probe text: ordinary words, long enough in any tokenizer."""
 
 
 def ordinary_ids(vocab_size: int, count: int = ROWS) -> list[int]:
-    """Ids spread over the vocabulary without its ends, where special tokens are."""
+    """Ids spread over the vocabulary, without the special tokens at its ends."""
     low, high = vocab_size // 8, max(vocab_size - vocab_size // 8, vocab_size // 8 + 1)
     return [low + (7919 * (i + 1)) % (high - low) for i in range(count)]
 
 
 @contextmanager
 def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block the network computes in ``dtype``: a module's weights are widened while it runs.
+    """Compute in ``dtype`` inside the block: a module's weights are widened while it runs.
 
-    Those of a linear layer are widened slab by slab.
+    Weights of a linear layer are widened slab by slab.
 
-    Quantised layers multiply by the numbers that their weights stand for, in the same precision.
+    Quantised layers multiply by their dequantised weights, in the same precision.
     """
     handles: list[Any] = []
     linear: list[nn.Module] = []
@@ -90,7 +91,7 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         module._parameters.update(parameters.pop(module, {}))
 
     for module in model.modules():
-        if isinstance(module, nn.Embedding):  # rows that are looked up are widened, not the table
+        if isinstance(module, nn.Embedding):  # the selected rows are widened, not the table
             handles.append(module.register_forward_hook(lambda _, __, out: out.to(dtype)))
         elif isinstance(module, QuantisedLinear):
             handles.append(module.register_forward_hook(_by_numbers(dtype)))
@@ -113,9 +114,9 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _without_kernels(model: nn.Module) -> Iterator[None]:
-    """Inside the block quantised layers multiply by the numbers that their weights stand for, in float32.
+    """Inside the block, quantised layers multiply by their dequantised weights, in float32.
 
-    Where a kernel reads activations in few bits, they are rounded as it does: that is a part of what it computes.
+    If a kernel rounds activations to few bits, so does this: it is part of the computation.
     """
     quantised = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
     handles = [module.register_forward_hook(_by_numbers(torch.float32, as_read=True)) for module in quantised]
@@ -127,8 +128,8 @@ def _without_kernels(model: nn.Module) -> Iterator[None]:
 
 
 def _by_slabs(module: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """The layer in ``dtype``, on widened rows that stay in the processor's cache."""
-    # 4 MiB at once take half as long as the whole weight (1.0 and 2.1 s at 1.5B).
+    """The layer in ``dtype``, in slabs of widened rows that fit the processor's cache."""
+    # Slabs of 4 MiB take half as long as the whole weight (1.0 and 2.1 s at 1.5B).
     rows = max(1, (4 << 20) // (module.in_features * dtype.itemsize))
     slabs = module.weight.detach().split(rows)
     biases = [None] * len(slabs) if module.bias is None else module.bias.detach().to(dtype).split(rows)
@@ -137,7 +138,7 @@ def _by_slabs(module: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def _by_numbers(dtype: torch.dtype, as_read: bool = False) -> Callable[[Any, Any, Tensor], Tensor]:
-    """A hook that replaces a quantised layer's output by that of its dense weight."""
+    """A hook that replaces a quantised layer's output by that of its dequantised weight."""
 
     def replaced(module: Any, args: Any, out: Tensor) -> Tensor:
         x = args[0]
@@ -149,26 +150,26 @@ def _by_numbers(dtype: torch.dtype, as_read: bool = False) -> Callable[[Any, Any
 
 @torch.inference_mode()
 def probe_logits(network: Network, run: Run, dtype: torch.dtype, ids: Sequence[int]) -> Tensor | None:
-    """Float64 logits [48, V] of the texts, one after the other; ``None`` where the model cannot be run or they are not
+    """Float64 logits [48, V] of the texts, one after the other; ``None`` if the model cannot run or they are not
     finite."""
     try:
         texts = [_text_logits(network, run, dtype, ids[at : at + NODES]) for at in range(0, ROWS, NODES)]
-    except RuntimeError:  # experts in a dtype that their kernel lacks: who uses the model will be told
+    except RuntimeError:  # experts in a dtype that their kernel lacks: using the model raises it again
         return None
     logits = torch.cat(texts)
     return logits if bool(torch.isfinite(logits).all()) else None
 
 
 def _text_logits(network: Network, run: Run, dtype: torch.dtype, ids: Sequence[int]) -> Tensor:
-    """Float64 logits [24, V] of a chain that ends in a branching tree, under windows that are shorter than it."""
+    """Float64 logits [24, V] of a chain that ends in a branching tree, with windows shorter than the chain."""
     depths: list[int] = []
     for parent in PARENTS:
         depths.append(0 if parent < 0 else depths[parent] + 1)
     tokens = torch.tensor([list(ids)], device=network.device) % network.vocab_size
-    # Windows of three tokens instead of thousands, so that layers of different types read different masks.
+    # Windows of three tokens instead of thousands give layers of different types different masks.
     layers = {n: m if m.kind == "full" else replace(m, size=3) for n, m in network.layer_masks.items()}
     masks = additive_masks([RowPlan(0, PARENTS, depths, NODES)], layers, NODES, NODES, dtype, network.device)
-    cache = TreeCache(network.depth, NODES)  # of its own: another forward may keep keys and values in another dtype
+    cache = TreeCache(network.depth, NODES)  # separate: another forward may store another dtype
     cache.plan(0, 1, [0], NODES, NODES)
     positions = torch.tensor([depths], device=network.device)
     return run(NetworkCall(cache, tokens, positions, masks, [(0, 0, NODES)], ()))[0][0].cpu().double()
@@ -176,7 +177,7 @@ def _text_logits(network: Network, run: Run, dtype: torch.dtype, ids: Sequence[i
 
 @dataclass(frozen=True)
 class Errors:
-    """Median errors over rows of logits, in standard deviations of the row: of the chains, and of the trees behind
+    """Median errors over rows of logits, in standard deviations of the row, of the chains and of the trees after
     them."""
 
     chain: float
@@ -185,13 +186,13 @@ class Errors:
 
 @dataclass(frozen=True)
 class Judge:
-    """What a model says of the probe in a wider precision, and how far its public forward is from that.
+    """Logits of a model on the probe in a wider precision, and the errors of its public forward.
 
     Attributes:
         ids: the probe.
-        truth: [48, V] float64 logits, on the CPU: not every device has such numbers.
-        public: the public forward's errors.
-        rounding: what a path may add to those, by dtype.
+        truth: [48, V] float64 logits, on the CPU because not every device has float64.
+        public: errors of the public forward.
+        rounding: additional error allowed to a path, by dtype.
     """
 
     ids: Sequence[int]
@@ -201,7 +202,7 @@ class Judge:
 
     @classmethod
     def of(cls, network: Network, ids: Sequence[int]) -> Judge | None:
-        """``None`` for a model that cannot be run on the probe; float64 models are their own judge."""
+        """``None`` for a model that cannot run the probe; float64 models are their own judge."""
         with _without_kernels(network.model):
             logits = probe_logits(network, network.run_public, network.dtype, ids)
         if logits is None:
@@ -210,21 +211,21 @@ class Judge:
         if wide is not None:
             with widened(network.model, wide):
                 truth = probe_logits(network, network.run_public, wide, ids)
-        if truth is None:  # float64, or a kernel that knows one dtype
+        if truth is None:  # float64, or a kernel for one dtype only
             return cls(ids, logits, Errors(0.0, 0.0), APART)
         return cls(ids, truth, _errors(logits, truth), ROUNDING)
 
     def fault(self, network: Network, run: Run, dtype: torch.dtype, coarse: bool = False) -> str | None:
-        """What is wrong with a forward, in words; ``None`` when it passes.
+        """Description of what is wrong with a forward; ``None`` if it passes.
 
         Args:
-            dtype: of its hidden states.
-            coarse: whether it multiplies in bfloat16, or by quantised weights, whatever the model is in.
+            dtype: dtype of its hidden states.
+            coarse: whether it multiplies in bfloat16 or by quantised weights, whatever the model's dtype.
         """
         logits = probe_logits(network, run, dtype, self.ids)
         if logits is None:
             return "it cannot be run, or its logits are not finite"
-        # The public forward of a wider dtype does not show what bfloat16 arithmetic rounds.
+        # The public forward in a wider dtype does not show the rounding of bfloat16 arithmetic.
         finer = network.dtype in (torch.float32, torch.float64)
         rounding = APART[torch.bfloat16] if coarse and finer else self.rounding[network.dtype]
         errors = _errors(logits, self.truth)
@@ -236,7 +237,7 @@ class Judge:
 
 
 def _errors(logits: Tensor, truth: Tensor) -> Errors:
-    """The median is not moved by the few rows (special tokens, a changed expert) in which rounding itself is large."""
+    """The median ignores the few rows (special tokens, a changed expert) in which rounding itself is large."""
     rows = (logits - truth).square().mean(-1).sqrt() / truth.std(-1).clamp_min(1e-30)
     texts = rows.view(-1, NODES)
     return Errors(float(texts[:, :CHAIN].median()), float(texts[:, CHAIN:].median()))

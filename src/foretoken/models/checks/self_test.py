@@ -1,8 +1,8 @@
-"""Whether a model's recurrent state survives a rollback, tried out on a few tokens.
+"""Trial on a few tokens: does a model's recurrent state survive a rollback?
 
-No list of names says it: the same family was wrong in one release of Transformers and right in the next (a forward of
-several tokens from an existing state).  The test costs six forwards of at most 17 rows, once per model object, and is
-judged as every fast path is (:mod:`foretoken.models.checks.judging`).
+A list of names cannot answer this: the same family was wrong in one release of Transformers and right in the next (a
+forward of several tokens from an existing state).  The trial costs six forwards of at most 17 rows, once per model
+object, and is judged like every fast path (:mod:`foretoken.models.checks.judging`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class _ErrorLimits(NamedTuple):
-    """Relative differences that are rounding, beyond :data:`foretoken.models.checks.judging.MOST` times those of a
-    fresh reading, both against a fresh reading in the next wider precision.
+    """Relative differences allowed as rounding, beyond :data:`foretoken.models.checks.judging.MOST` times those of a
+    fresh reading, both measured against a fresh reading in the next wider precision.
 
     Attributes:
-        first: in the first layer that has such a tensor; below it almost nothing has been rounded yet.
+        first: in the first layer that has such a tensor, where almost nothing has been rounded yet.
         mean: over all layers.
     """
 
@@ -37,24 +37,24 @@ class _ErrorLimits(NamedTuple):
 
 
 HALF, EXACT = _ErrorLimits(0.02, 0.05), _ErrorLimits(1e-4, 3e-4)
-"""A state that a forward of several tokens ignores makes 0.07 to 1, a rule for single tokens that leaves a clamp out
-(nemotron_h, zamba2) 1e-3 in float32."""
+"""A state that a forward of several tokens ignores gives 0.07 to 1; a single-token rule that omits a clamp (nemotron_h,
+zamba2) gives 1e-3 in float32."""
 READ, STEP, CHAIN = 12, 13, 17
-"""The probe: tokens that are read first, the one that is scored alone, the chain of which one token is kept."""
+"""Probe: number of tokens read first, the token scored alone, and the end of the chain of which one token is kept."""
 
 
 @torch.inference_mode()
 def state_fault(model: StatefulModel) -> str | None:
-    """What goes wrong when drafts are rejected, in words; ``None`` when nothing does.
+    """Description of what goes wrong when drafts are rejected; ``None`` if nothing does.
 
-    Transformers says once per function that faster kernels could be installed; it says so to itself here.
+    Suppresses Transformers' hints that faster kernels could be installed.
     """
     return _tried(_difference, model)
 
 
 @torch.inference_mode()
 def joined_fault(model: StatefulModel) -> str | None:
-    """What goes wrong when texts of two lengths share a forward, in words; ``None`` when nothing does."""
+    """Description of what goes wrong when sequences of two lengths share a forward; ``None`` if nothing does."""
     return _tried(_joined_difference, model)
 
 
@@ -62,19 +62,19 @@ def _tried(test: Callable[[StatefulModel], str | None], model: StatefulModel) ->
     try:
         with ERRORS_ONLY.changed():
             return test(model)
-    except Exception as error:  # a forward that knows no cache fails in its own way
+    except Exception as error:  # a forward without cache support may raise anything
         return cause_of(error)
 
 
 def _probe(model: StatefulModel) -> tuple[list[int], list[int]]:
-    """A text, and tokens that are wrong in their places."""
+    """A text, and a copy in which every token is wrong."""
     text = [token % model.vocab_size for token in ordinary_ids(model.vocab_size, 20)]
     return text, [(token + 1) % model.vocab_size for token in text]
 
 
 def _joined_difference(model: StatefulModel) -> str | None:
-    """A chain of which one token is kept and one token alone (beside a draft where that is padded), for two texts at
-    once, against fresh readings."""
+    """Score, for two sequences at once, a chain of which one token is kept and one token alone (beside a draft if that
+    is padded); compare with fresh readings."""
     text, wrong = _probe(model)
     texts, starts = (text[:CHAIN], text[2 : CHAIN + 1]), (READ, READ - 4)
     with opened(model, *(read[:start] for read, start in zip(texts, starts, strict=True))) as sequences:
@@ -118,14 +118,14 @@ def _difference(model: StatefulModel) -> str | None:
 
 
 class _ProbeReading(NamedTuple):
-    """Logits of the scored tokens, and what the layers keep of the text."""
+    """Logits of the scored tokens, and the cached state."""
 
     logits: Tensor
     state: StateCache
 
 
 def _fault(model: StatefulModel, tried: _ProbeReading, text: list[int], when: str) -> str | None:
-    """What is wrong with a reading of a text, by a fresh one of as many logits."""
+    """Description of what is wrong with a reading, judged by a fresh one with as many logits."""
     fresh = _fresh(model, text, len(tried.logits))
     fault = _worst(model, tried, fresh, _truth(model, text, len(tried.logits)) or fresh)
     return None if fault is None else f"{when} {fault}"
@@ -137,7 +137,8 @@ def _fresh(model: StatefulModel, text: list[int], count: int) -> _ProbeReading:
 
 
 def _truth(model: StatefulModel, text: list[int], count: int) -> _ProbeReading | None:
-    """The same in the next wider precision; ``None`` where the network has none (float64, or a kernel of one dtype)."""
+    """The same in the next wider precision; ``None`` if the network has none (float64, or a kernel for one dtype
+    only)."""
     wide = wider(model.dtype, model.device)
     if wide is None:
         return None
@@ -149,7 +150,7 @@ def _truth(model: StatefulModel, text: list[int], count: int) -> _ProbeReading |
 
 
 def _worst(model: StatefulModel, rolled: _ProbeReading, fresh: _ProbeReading, truth: _ProbeReading) -> str | None:
-    """The kind of tensor that is further from the truth than a fresh reading explains, and by how much."""
+    """The kind of tensor whose error exceeds that of a fresh reading, with both errors."""
     errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
     states = (tensors_of(reading.state.cache) for reading in (rolled, fresh, truth))
     for (kind, path), (_, plain), (_, right) in zip(*states, strict=True):
@@ -173,12 +174,12 @@ def _fault_line(kind: str, path: float, plain: float) -> str:
 
 
 def cause_of(error: Exception) -> str:
-    """The class of an error and its first line."""
+    """Class and first line of an error."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def relative(tried: Tensor, judged_by: Tensor) -> float:
-    """Size of the difference in units of ``judged_by``."""
+    """Norm of the difference, relative to ``judged_by``."""
     if tried.shape != judged_by.shape:
         return float("inf")
     logits, judge = tried.cpu().double(), judged_by.cpu().double()

@@ -1,9 +1,9 @@
-"""Attention functions that are registered with Transformers.
+"""Attention functions registered with Transformers.
 
 ``foretoken`` folds the query heads that share a key head into query rows: [b, Hq, n, D] -> [b, Hkv, r*n, D].
-Transformers' own sdpa instead copies the whole cache once per layer and step (``repeat_kv``) as soon as a mask is
-passed.  ``foretoken_exact`` computes scores, softmax and the weighted sum in float64, so that the rounded result does
-not depend on slot order or on how many rows are scored together (``exact="bitwise"``).
+Transformers' own sdpa instead copies the whole cache in every layer and step (``repeat_kv``) if there is a mask.
+``foretoken_exact`` computes scores, softmax and the weighted sum in float64, so that the rounded result does not depend
+on slot order or on the number of rows scored together (``exact="bitwise"``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WATCHED: ContextVar[dict[int, Tensor] | None] = ContextVar("watched queries", d
 
 @contextmanager
 def watching_queries() -> Iterator[dict[int, Tensor]]:
-    """Inside the block, attention leaves the query [Hq, D] of the last node of the first row there, by layer."""
+    """Inside the block, record the query [Hq, D] of the last node of the first row, by layer."""
     queries: dict[int, Tensor] = {}
     token = _WATCHED.set(queries)
     try:
@@ -37,10 +37,10 @@ def watching_queries() -> Iterator[dict[int, Tensor]]:
 
 @contextmanager
 def few_plans(device: torch.device | None) -> Iterator[None]:
-    """Inside the block, attention that PyTorch chooses for a CUDA device is not cuDNN's.
+    """Inside the block, PyTorch does not choose cuDNN attention on a CUDA device.
 
-    cuDNN makes a plan for every shape that it meets, which takes longer than the attention; with a mask the shape is
-    another one whenever the longest text grows (162 plans in 478 eager forwards).
+    cuDNN builds a plan for every new shape, which takes longer than the attention; with a mask the shape changes
+    whenever the longest sequence grows (162 plans in 478 eager forwards).
     """
     if device is None or device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
         yield
@@ -53,7 +53,7 @@ def few_plans(device: torch.device | None) -> Iterator[None]:
 
 
 def attention_for(exact: str, device: torch.device) -> str:
-    """The name of the attention function for a kind of exactness."""
+    """Name of the attention function for an ``exact`` setting."""
     if exact != "bitwise":
         return FOLDED
     if device.type == "mps":
@@ -82,8 +82,8 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """Attention of query [b, Hq, n, D] over key/value [b, Hkv, S, D*]; returns [b, n, Hq, Dv].
 
-    ``attention_mask`` [b, 1, n, S] is additive ([b, Hq, n, S] in models whose heads have masks of their own),
-    ``softcap`` and ``s_aux`` (attention sinks [Hq]) as in the models that use them.
+    ``attention_mask`` [b, 1, n, S] is additive ([b, Hq, n, S] in models with a mask per head); ``softcap`` and
+    ``s_aux`` (attention sinks [Hq]) have the meaning of the models that use them.
     """
     _note(module, query)
     if softcap is not None or s_aux is not None:
@@ -98,7 +98,7 @@ def folded_attention(
         elif attention_mask is not None and n > 1:
             attention_mask = attention_mask.repeat(1, 1, groups, 1)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(b, heads, n, value.shape[-1]).transpose(1, 2).contiguous(), None  # some models view it
+    return out.reshape(b, heads, n, value.shape[-1]).transpose(1, 2).contiguous(), None  # some models call view on it
 
 
 def exact_attention(
@@ -112,7 +112,7 @@ def exact_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The same in float64 sums, rounded once."""
+    """The same with float64 sums, rounded once."""
     _note(module, query)
     return _explicit(query, key, value, attention_mask, scaling, softcap, s_aux, torch.float64), None
 

@@ -1,4 +1,4 @@
-"""How a program of fixed shapes becomes a CUDA graph, and what no graph can hold."""
+"""Capture of fixed-shape programs as CUDA graphs, and a check for operations that no graph can hold."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Run = Callable[[], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Recorder(Protocol):
-    """How a step's program becomes something that is run once a round."""
+    """Turns a step's program into a callable that runs once per round."""
 
     def host(self, size: int) -> Tensor:
         """int32 memory [size] on the host."""
 
     def record(self, program: Run) -> Run:
-        """What does the same as ``program``; the tensors that it returns may be the same ones every time."""
+        """A callable equivalent to ``program``; it may return the same tensors every time."""
 
 
 class Eager:
-    """Runs the program itself: for tests, and to see what a graph would compute where there is no CUDA."""
+    """Runs the program itself, for tests and to compute a graph's results without CUDA."""
 
     def host(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32)
@@ -36,10 +36,10 @@ class Eager:
 
 
 class CudaGraphs:
-    """Captures programs on a device, all in one memory pool.
+    """Captures programs on a device in one memory pool.
 
-    A pool is shared by graphs of one thread only, since a replay may overwrite what another graph of the pool has
-    left: results are copied out at once.
+    Only graphs of one thread share a pool, since a replay may overwrite the results of another graph of the pool:
+    results are copied out immediately.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,14 +49,14 @@ class CudaGraphs:
             self.stream = torch.cuda.Stream()
 
     def host(self, size: int) -> Tensor:
-        """Pinned int32 memory [size], from which a copy does not wait for the device."""
+        """Pinned int32 memory [size], so that a copy does not wait for the device."""
         return torch.zeros(size, dtype=torch.int32, pin_memory=True)
 
     def record(self, program: Run) -> Run:
         """Run the program once, so that libraries allocate what they need, then capture it.
 
-        PyTorch ends a capture that failed with another error, and leaves its stream the current one: whatever ran
-        after that would be unordered with what had run before.  So the stream is put back here.
+        PyTorch ends a failed capture with another error and leaves its stream as the current one, where later work
+        would not be ordered after earlier work.  So the stream is restored here.
         """
         with torch.cuda.device(self.device):
             before = torch.cuda.current_stream()
@@ -79,13 +79,14 @@ class CudaGraphs:
 
 
 class HostFree(TorchDispatchMode):
-    """Nested, an operation whose result the host must know, or that crosses devices, raises: no graph could hold it."""
+    """Raise inside the block for operations that no graph can hold: the host needs their result, or they cross
+    devices."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [x for x in tree_flatten((args, kwargs or {}))[0] if isinstance(x, Tensor)]
         name = str(func._schema.name).removeprefix("aten::")
         dynamic = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
-        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # dynamic for masks of booleans only
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # dynamic only for boolean masks
             dynamic &= {tag for x in tensors[1:] if x.dtype == torch.bool for tag in dynamic}
         if dynamic:
             raise CapabilityError(f"its forward waits for the device ({name}), which cannot be captured")

@@ -1,9 +1,9 @@
-"""The forward of a decoder that has an encoder: trees over its own cache, and what it keeps of the encoder's input.
+"""Forward of a decoder with an encoder: trees over its own cache and the cross-attention cache.
 
-The public forward is used as it is.  Such decoders (T5 and its kin) have no position ids: they add a bias to attention
-scores by the distance of two cache slots.  The distance of two nodes of a tree is another one, and the rows of a batch
-do not begin at one slot, so that the bias by true distance goes into the mask, and the attention function, ours,
-leaves out the one that the layers have made.
+This runs the public forward.  Such decoders (the T5 family) have no position ids: they add a bias to attention scores
+by the distance of two cache slots.  That distance is wrong for nodes of a tree, and the rows of a batch start at
+different slots.  So the mask carries the bias by true distance, and our attention function drops the bias of the
+layers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from foretoken.models.network.traits import attention_configs, cache_argument, c
 
 WHOLE_LAYERS = "a decoder beside an encoder is run as a whole"
 FIRST_DISTANCES = 256
-"""Distances whose bias is looked up at first; twice as many whenever they do not suffice."""
+"""Initial size of the bias table in distances; doubled as needed."""
 
 
 class DecoderForward:
     """Runs the calls of a :class:`~foretoken.models.encoder_decoder.EncoderDecoderModel`.
 
     Attributes:
-        answer_start: tokens that every answer begins with.
+        answer_start: start tokens of every answer.
     """
 
     name, context_why = "public", ""
@@ -62,7 +62,7 @@ class DecoderForward:
         self.renew()
 
     def renew(self) -> None:
-        """The network was changed: look at it again."""
+        """Inspect the network again after a change."""
         self.device = device_of(self.model)
         self.dtype = self.run_dtype = self.model.dtype
         self.attention = attention_for(self.exact, self.device)
@@ -76,7 +76,8 @@ class DecoderForward:
 
     @torch.inference_mode()
     def encode(self, tokens: Sequence[int]) -> Encoded:
-        """Read an encoder's input, and let the decoder make its keys and values of it, by a row that is dropped."""
+        """Read an encoder's input and compute its cross-attention keys and values, through a decoder row that is
+        dropped."""
         ids = torch.tensor([list(tokens), [self.answer_start[0]] * len(tokens)], device=self.device)
         cache = reading_cache()
         with alone(self.model):
@@ -106,18 +107,18 @@ class DecoderForward:
         return call.feed_logits(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
 
     def _side_by_side(self, inputs: Sequence[Encoded | None]) -> Crossed:
-        """Those of the last round where they are the same."""
+        """The batch of the last round if the inputs are the same."""
         if self._last is None or not self._last.is_of(inputs):
             self._last = crossed(inputs)
         return self._last
 
     def forget(self, encoded: Encoded | None) -> None:
-        """A text has ended: what was made of its input is of no use any more."""
+        """Drop the batch that contains the input of an ended sequence."""
         if self._last is not None and any(encoded is present for present in self._last.inputs):
             self._last = None
 
     def _mask(self, call: NetworkCall, low: int) -> Tensor:
-        """[b, H, width, used] what is added to attention scores: the bias by distance, and who may be looked at."""
+        """[b, H, width, used] addend of attention scores: the bias by distance, and the tree mask."""
         keys = torch.arange(call.cache.num_read).repeat(len(call.ids), 1)
         for row, text in enumerate(call.cache.texts[low : low + len(call.ids)]):
             depths, slot = text.scratch_depths, text.num_slots - len(text.scratch_depths)
@@ -129,7 +130,7 @@ class DecoderForward:
         return bias if mask is None else bias + mask
 
     def _biases(self, distances: int) -> Tensor:
-        """[d, H] what is added to the score of a key so far back, for ``d`` distances or more."""
+        """[d, H] bias of a key by its distance, for ``d`` distances or more."""
         biases = self._by_distance
         if biases is None or len(biases) < distances:
             size = max(FIRST_DISTANCES, 1 << (distances - 1).bit_length())
@@ -140,9 +141,9 @@ class DecoderForward:
 
 
 def _answer_start(model: Any) -> tuple[int, ...]:
-    """The token that the decoder begins with, and the one that must follow it, if any must."""
+    """The decoder's start token, and the one forced after it, if any."""
     starts: dict[str, int] = {}
-    for config in (model.config, getattr(model, "generation_config", None)):  # the latter has the last word
+    for config in (model.config, getattr(model, "generation_config", None)):  # the latter takes precedence
         for name in ("decoder_start_token_id", "forced_bos_token_id"):
             value = getattr(config, name, None)
             if isinstance(value, int):
@@ -155,7 +156,7 @@ def _answer_start(model: Any) -> tuple[int, ...]:
 
 
 def _biased_layer(model: Any) -> Any:
-    """The one attention module of the decoder that makes the bias by distance for all layers."""
+    """The decoder's only attention module with a bias by distance, which all layers share."""
     biased = [module for module in model.get_decoder().modules() if hasattr(module, "relative_attention_bias")]
     if len(biased) != 1 or not hasattr(biased[0], "compute_bias"):
         raise CapabilityError(

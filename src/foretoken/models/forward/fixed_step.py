@@ -1,7 +1,7 @@
-"""One forward of fixed shapes: what it reads is one tensor of whole numbers, what it computes a function of that alone.
+"""One forward of fixed shapes, a function of a single integer tensor.
 
-The numbers of a round (token ids, positions, slots, the tree, which slots of the last round's path go where) are put
-into a tensor on the host and copied to the device at once.  Masks are made of them there.
+The numbers of a round (token ids, positions, slots, the tree, and the moves of the last round's path) are written to a
+host tensor and copied to the device in one transfer.  Masks are computed from them there.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from foretoken.models.cache.rectangle import Moves
 from foretoken.models.network.call import Forward, NetworkCall
 
 TREE = 128
-"""Scratch nodes of a sequence, old and new, that a fixed step can mask."""
+"""Maximum scratch nodes per sequence, old and new, in the mask of a fixed step."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shape of a fixed step.
+    """Shape of a fixed step.
 
     Attributes:
-        batch: cache rows that it covers, from the first on.
-        width: new nodes of each, padding included.
-        slots: how many slots attention looks at.
-        taps: the hidden states that it hands out.
+        batch: number of cache rows, counted from the first.
+        width: new nodes per row, padding included.
+        slots: number of slots that attention sees.
+        taps: names of the hidden states that it returns.
     """
 
     batch: int
@@ -43,7 +43,7 @@ class Bucket:
 
 
 class Numbers:
-    """What a step reads, by name: on the host as NumPy arrays, on the device as one tensor.
+    """Inputs of a step by name: NumPy arrays on the host, one tensor on the device.
 
     ==================  ===========  ==================================================================
     ids, positions      [b, w]       of new nodes; padding has 0
@@ -57,7 +57,7 @@ class Numbers:
 
     Args:
         spare: the cache's spare slot.
-        host: int32 memory [size_of(bucket)] on the host, pinned where that makes the copy faster.
+        host: int32 memory [size_of(bucket)] on the host, pinned if that makes the copy faster.
     """
 
     def __init__(self, bucket: Bucket, spare: int, host: Tensor, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Numbers:
         self.fill({}, {}, {})
 
     def fill(self, rows: Mapping[int, RowPlan], tokens: Mapping[int, Sequence[int]], moves: Moves) -> None:
-        """Put a round's numbers in and send them; rows that are not named take no part."""
+        """Write and send a round's numbers; rows that are not listed are inactive."""
         put = self.arrays
         self.host.zero_()
         for name in ("slots", "source", "target"):
@@ -95,14 +95,14 @@ class Numbers:
         self.on_device.copy_(self.host, non_blocking=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the device's tensor by name, as int64."""
+        """Views of the device tensor by name, as int64."""
         shapes = _shapes(self.bucket)
         parts = self.on_device.long().split([math.prod(shape) for shape in shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def size_of(bucket: Bucket) -> int:
-    """How many numbers a step of this shape reads."""
+    """Number of integers that a step of this shape reads."""
     return sum(map(math.prod, _shapes(bucket).values()))
 
 
@@ -123,13 +123,13 @@ def _shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
 
 
 def fixed_mask(numbers: Mapping[str, Tensor], layer: LayerMask, slots: int, dtype: torch.dtype) -> Tensor:
-    """[b, 1, w, slots] additive mask of one layer type, as :func:`foretoken.models.cache.masks.additive_mask` makes it.
+    """[b, 1, w, slots] additive mask of one layer type, equal to :func:`foretoken.models.cache.masks.additive_mask`.
 
     Padding sees slot 0, so that no row is fully masked.
     """
     positions, tree = numbers["positions"], numbers["tree"]
     (b, w), device = positions.shape, positions.device
-    keys = torch.arange(slots + 1, device=device)  # one more column takes what belongs to no scratch node
+    keys = torch.arange(slots + 1, device=device)  # one extra column for entries without a scratch node
     places = numbers["scratch_slots"]
     allowed = (keys < numbers["seen"])[:, None].repeat(1, w, 1)
     allowed.scatter_(2, places[:, None].expand(b, w, TREE), tree > 0)
@@ -144,19 +144,19 @@ def fixed_mask(numbers: Mapping[str, Tensor], layer: LayerMask, slots: int, dtyp
 
 
 class OutputMemory:
-    """Memory that all steps of a model leave their results in: whoever runs one copies them out before the next.
+    """Output memory shared by all steps of a model; results must be copied out before the next step.
 
-    Results of their own would stay in memory for every graph, and logits are the largest tensors of a small batch.
+    With separate memory, every graph would hold its own logits, the largest tensors of a small batch.
     """
 
     def __init__(self) -> None:
         self._by_name: dict[str, Tensor] = {}
 
     def place(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """A tensor of that shape, and of the dtype of ``like``, over the memory of that name.
+        """A tensor of the given shape, with the dtype of ``like``, in the memory called ``name``.
 
-        Where that is too small there is a larger one from now on.  A step that was captured before keeps what it has,
-        so that the largest step should come first.
+        If that memory is too small, a larger one replaces it.  Steps captured earlier keep theirs, so the largest step
+        should come first.
         """
         size = math.prod(shape)
         buffer = self._by_name.get(name)
@@ -166,7 +166,7 @@ class OutputMemory:
 
 
 class FixedStep:
-    """The program of one bucket, and the tensors that it reads and leaves."""
+    """Program of one bucket, with its input and output tensors."""
 
     def __init__(
         self, forwards: Forward, cache: FixedCache, bucket: Bucket, host: Tensor, outputs: OutputMemory
@@ -176,9 +176,9 @@ class FixedStep:
         self.run: Any = self.program
 
     def program(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Move the last path together, run the network; logits [b, w, V] and taps [b, w, D], in ``outputs``.
+        """Apply the moves of the last path and run the network; logits [b, w, V] and taps [b, w, D], in ``outputs``.
 
-        It depends on nothing but the numbers, the cache and the weights, and asks the device for nothing.
+        It depends only on the numbers, the cache and the weights, and never waits for the device.
         """
         forwards, bucket, numbers = self.forwards, self.bucket, self.numbers.tensors()
         rows = torch.arange(bucket.batch, device=forwards.device)[:, None]

@@ -1,10 +1,9 @@
-"""Forwards as CUDA graphs: one per shape, captured when it is first needed, replayed from then on.
+"""Forwards as CUDA graphs, captured per shape on first use and then replayed.
 
 An eager forward of a model below some 30 billion parameters waits for Python to launch its kernels; a graph launches
-all of them at once.  A step (:mod:`foretoken.models.forward.fixed_step`) is a function of one tensor of numbers, so
-that the same graph serves every round of its shape: rows of new nodes are padded to 1, 2, 4, ... 64, requests and
-visible slots to powers of two.  What does not fit (prompts, parts of the network, very large trees) runs as ever, on
-the same cache.
+all of them at once.  A step (:mod:`foretoken.models.forward.fixed_step`) is a function of one integer tensor, so one
+graph serves every round of its shape: rows of new nodes are padded to 1, 2, 4, ... 64, requests and visible slots to
+powers of two.  Everything else (prompts, parts of the network, very large trees) runs eagerly, on the same cache.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from foretoken.models.refusals import refusal
 from foretoken.models.runner import TreeRunner
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Rows of new nodes per request that a step may have."""
+"""Allowed numbers of new nodes per request in a step."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Requests that a step may have."""
+"""Allowed numbers of requests in a step."""
 MOST_ROWS = 1024
-"""Rows of a whole step: beyond, arithmetic is the larger part, and padding is no longer free."""
+"""Maximum rows per step; above it, arithmetic dominates and padding is no longer free."""
 
 
 class Graphs:
-    """The graphs of one model, whose cache is a :class:`FixedCache` already.
+    """The graphs of one model, whose cache must be a :class:`FixedCache`.
 
     Attributes:
-        recorder: shared by a target and its draft model, which run in turns.
-        stopped: why no graph runs any more; empty as long as they do.
-        followers: graphs of draft models, which run in turns with these.
+        recorder: shared by a target and its draft model, which run in turn.
+        stopped: reason why graphs were disabled; empty while they run.
+        followers: graphs of draft models that run in turn with these.
     """
 
     def __init__(self, owner: HuggingFaceModel, recorder: Recorder) -> None:
@@ -60,7 +59,7 @@ class Graphs:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Shapes that are captured, the least recently used first."""
+        """Captured shapes, least recently used first."""
         return list(self._steps)
 
     @property
@@ -69,19 +68,19 @@ class Graphs:
         return cache
 
     def score(self, feeds: Sequence[Feed], places: Sequence[RowPlan], taps: Sequence[str]) -> list[Rows] | None:
-        """What :meth:`HuggingFaceModel.forward` gives for nodes that are appended already; ``None``: no step fits."""
+        """Result of :meth:`HuggingFaceModel.forward` for nodes already appended; ``None`` if no step fits."""
         bucket = self._bucket(feeds, places, tuple(taps))
         if bucket is None or (step := self._step(bucket)) is None:
             return None
         owner, rows = self.owner, [feed.sequence.row for feed in feeds]
-        start_s = now(owner.device)  # the device is done with the last numbers, too: they can be overwritten
+        start_s = now(owner.device)  # the device has also finished reading the last numbers: they can be overwritten
         step.numbers.fill(
             dict(zip(rows, places, strict=True)),
             {row: feed.tokens for row, feed in zip(rows, feeds, strict=True)},
             self._cache.take_moves(bucket.batch),
         )
         result, hidden = step.run()
-        logits = result.clone()  # the next replay of any graph overwrites what this one has left
+        logits = result.clone()  # the next replay of any graph overwrites the result
         hidden = {name: states.clone() for name, states in hidden.items()}
         owner.run_s += now(owner.device) - start_s
         owner.run_rows += bucket.batch * bucket.width
@@ -94,7 +93,7 @@ class Graphs:
 
     @torch.inference_mode()
     def warm_up(self, batches: Sequence[int] = (1,), rows: Sequence[int] = ROWS, taps: Sequence[str] = ()) -> None:
-        """Capture the steps of these sizes for texts up to the length that the cache has room for, largest first."""
+        """Capture the steps of these sizes for sequences up to the cache's present room, largest first."""
         self._cache.reserve(max(batches), 1)
         slots = self._cache.view_of(self._cache.num_slots)
         buckets = [Bucket(b, w, slots, tuple(taps)) for b in batches for w in rows if b * w <= MOST_ROWS]
@@ -103,14 +102,14 @@ class Graphs:
                 self._step(bucket)
 
     def capture_ladder(self, texts: int, nodes: int, fed: int, taps: Sequence[str] = ()) -> int:
-        """Capture every step that rounds of up to so many texts with so many nodes each may need, those of draft models
-        included, so that no request waits for a capture; returns how many there are then.
+        """Capture every step that rounds up to this size may need, those of draft models included, so that no request
+        waits for a capture; return the number of captured steps.
 
         Args:
-            texts: requests that run together.
-            nodes: nodes of a request's tree, the root included.
-            fed: tokens of a request that a draft model is fed at once.
-            taps: hidden states that the drafter asks for.
+            texts: maximum number of running requests.
+            nodes: maximum nodes of a request's tree, the root included.
+            fed: maximum tokens per request fed to a draft model at once.
+            taps: hidden states that the drafter needs.
         """
         batches = _up_to(texts, BATCHES)
         self.warm_up(batches, _up_to(nodes, ROWS), taps)
@@ -119,12 +118,12 @@ class Graphs:
         return sum(len(graphs) for graphs in (self, *self.followers))
 
     def _bucket(self, feeds: Sequence[Feed], places: Sequence[RowPlan], taps: tuple[str, ...]) -> Bucket | None:
-        """The smallest shape that holds these nodes, if there is one."""
+        """The smallest shape that holds these nodes; ``None`` if there is none."""
         width = _at_least(max(place.new for place in places), ROWS)
         batch = _at_least(max(feed.sequence.row for feed in feeds) + 1, BATCHES)
         if self.stopped or width is None or batch is None or batch * width > MOST_ROWS:
             return None
-        is_draft = any(feed.wanted != 0 for feed in feeds)  # a prompt asks for no logits
+        is_draft = any(feed.wanted != 0 for feed in feeds)  # a prompt needs no logits
         fits = is_draft and all(place.new > 0 and len(place.parents) <= TREE for place in places)
         if not fits or not self._cache.is_initialized:
             return None
@@ -133,7 +132,7 @@ class Graphs:
         return Bucket(batch, width, self._cache.view_of(used), taps)
 
     def _step(self, bucket: Bucket) -> FixedStep | None:
-        """The step of a shape, captured when there is none; ``None`` when that fails, for good."""
+        """The step of a shape, captured if missing; ``None`` if that fails, after which graphs stay off."""
         self._drop_void()
         step = self._steps.get(bucket)
         if step is None:
@@ -148,13 +147,13 @@ class Graphs:
                 self.stop(_first_line(error))
                 return None
             self._steps[bucket] = step
-            if len(self._steps) > 64:  # the one that was not used for longest goes
+            if len(self._steps) > 64:  # evict the least recently used step
                 self._steps.popitem(last=False)
         self._steps.move_to_end(bucket)
         return step
 
     def _drop_void(self) -> None:
-        """Graphs hold addresses: of the cache's buffers, of the weights, of rows behind the vocabulary."""
+        """Drop graphs with stale addresses of the cache's buffers, the weights or the rows after the vocabulary."""
         network = self.owner.forwards
         stamp = (self._cache.generation, network.fast, len(network.extra))
         if stamp != self._stamp:
@@ -162,7 +161,7 @@ class Graphs:
             self._stamp = stamp
 
     def stop(self, reason: str) -> None:
-        """From now on everything runs as it would without graphs, and the log says so."""
+        """Run everything without graphs from now on, and log the reason."""
         self.stopped = reason
         self._steps.clear()
         _note_off(self.owner, reason)
@@ -175,7 +174,7 @@ def _note_off(model: HuggingFaceModel, reason: str) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What came first: the end of a capture that failed raises another error on top of it."""
+    """First line of the original error: the end of a failed capture raises another error on top of it."""
     while error.__context__ is not None:
         error = error.__context__
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -186,7 +185,7 @@ def _at_least(count: int, sizes: Sequence[int]) -> int | None:
 
 
 def _up_to(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """All sizes up to the one that holds ``count``."""
+    """All sizes up to the first that holds ``count``."""
     last = _at_least(count, sizes) or sizes[-1]
     return tuple(size for size in sizes if size <= last)
 
@@ -195,12 +194,12 @@ def _up_to(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def with_graphs(model: LanguageModel, choice: bool | str, recorder: Recorder | None = None) -> LanguageModel:
-    """``model``, with graphs if they were asked for and work.
+    """``model``, with graphs if requested and working.
 
     Args:
         choice: ``True``, ``False``, or ``"auto"``: on a CUDA device, for a model whose fixed steps can be captured and
-            give what its ordinary forward gives.  ``model.graphs_off`` says why there are none.
-        recorder: what captures; of the model's device by default.
+            equal its ordinary forward.  ``model.graphs_off`` holds the reason if there are none.
+        recorder: the recorder that captures; the one of the model's device by default.
     """
     if choice is not True and choice is not False and choice != "auto":
         raise ValueError(f"graphs must be True, False or 'auto', not {choice!r}")
@@ -225,14 +224,14 @@ def with_graphs(model: LanguageModel, choice: bool | str, recorder: Recorder | N
 
 
 def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
-    """Give a model graphs and compare them with its ordinary forward; returns why it has none, or nothing."""
+    """Attach graphs to a model and compare them with its ordinary forward; return the reason if that fails, else ""."""
     if model._sequences:
         return "texts are open already"
     if is_split(model.model):
         return "its layers are on several devices, and a graph runs on one"
     if model.rotary is not None:
         return "its rotary embeddings change with the length of the text"
-    if model.context_length < 32:  # tokens that the check may need
+    if model.context_length < 32:  # maximum tokens of the check
         return f"a context of {model.context_length} tokens is too short to check them"
     before = model.cache
     model.separate(type(before)(before.num_layers, before.max_slots))
@@ -254,7 +253,7 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
 
 @torch.inference_mode()
 def _sample(model: TreeRunner) -> Tensor:
-    """Logits [n, V] of two texts in four rounds of trees, of which a branch is kept each time."""
+    """Logits [n, V] of two sequences in four rounds of trees, of which one branch is kept each time."""
     ids = ordinary_ids(model.vocab_size)
     logits: list[Tensor] = []
     with opened(model, ids[:5], ids[5:6]) as sequences:
@@ -262,7 +261,7 @@ def _sample(model: TreeRunner) -> Tensor:
             ((7, 8, 9, 8, 5), (-1, 0, 0, 2, 3), (0, 2, 3)),
             ((4, 3, 6), (-1, -1, 1), (1, 2)),
             ((2,), (-1,), (0,)),
-            ((5, 5, 3, 4, 1), (-1, -1, 1, 1, 2), (1, 2)),  # a shape that is there already, with other numbers
+            ((5, 5, 3, 4, 1), (-1, -1, 1, 1, 2), (1, 2)),  # an already captured shape, with other numbers
         ):
             rows = model.forward([Feed(sequence, [ids[i] for i in places], parents) for sequence in sequences])
             logits += [row.logits for row in rows]
@@ -272,7 +271,7 @@ def _sample(model: TreeRunner) -> Tensor:
 
 
 def _truth(model: HuggingFaceModel) -> Tensor | None:
-    """The same of the public forward in the next wider precision; ``None`` where the network has none."""
+    """The same from the public forward in the next wider precision; ``None`` if the network has none."""
     wide = WIDER.get(model.dtype)
     if wide is None:
         return None
@@ -280,12 +279,12 @@ def _truth(model: HuggingFaceModel) -> Tensor | None:
     try:
         with widened(model.model, wide):
             return _sample(public)
-    except RuntimeError:  # a kernel that knows one dtype
+    except RuntimeError:  # a kernel for one dtype only
         return None
 
 
 def _difference(ordinary: Tensor, fixed: Tensor, truth: Tensor | None, dtype: torch.dtype) -> str:
-    """What is wrong with the logits of fixed steps; empty when nothing is."""
+    """Description of what is wrong with the logits of fixed steps; empty if nothing is."""
     if not bool(torch.isfinite(fixed).all()):
         return "fixed steps gave logits that are not finite"
     limit, judge = (APART, ordinary) if truth is None else (ROUNDING, truth)
@@ -298,7 +297,7 @@ def _difference(ordinary: Tensor, fixed: Tensor, truth: Tensor | None, dtype: to
 
 
 def follow(draft: LanguageModel, target: Any) -> LanguageModel:
-    """A draft model gets graphs where its target has them, in the same memory pool."""
+    """Attach graphs to a draft model if its target has them, in the same memory pool."""
     graphs: Graphs | None = getattr(target, "graphs", None)
     if graphs is None or not isinstance(draft, HuggingFaceModel) or draft.device != graphs.owner.device:
         return draft

@@ -1,7 +1,7 @@
 """A forward with few Python calls for Llama-like models, checked against the public one when it is built.
 
-Most of a decoding step of models up to a few hundred million parameters is the overhead of tensor calls, of which a
-Transformers layer takes three times as many as :class:`foretoken.models.forward.lean_layers.LeanLayer`.
+In models up to a few hundred million parameters, call overhead dominates a decoding step, and a Transformers layer
+makes three times as many tensor calls as :class:`foretoken.models.forward.lean_layers.LeanLayer`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from foretoken.models.forward.network import Network
 
 MAX_PARAMETERS = 400_000_000
-"""Above this the fused copies of the weights cost memory and the overhead that they save is small."""
+"""Above this size, fused copies of the weights take much memory and save little overhead."""
 SPARED, SPARED_NATIVE = 24, 4
-"""Rows of padding from which on a lean forward leaves it out: gathering costs as much as fewer do (``docs/log.md``)."""
+"""Number of padding rows from which a lean forward removes them; gathering costs as much as fewer do
+(``docs/log.md``)."""
 PATH = "lean forward"
 COSTS = "a step of a small model takes about twice as long, and near-ties may differ with drafts and in batches"
 
@@ -45,8 +46,8 @@ Change = Callable[[int, Product, tuple[str, ...]], Product]
 def _head(linear: Any, owner: Network) -> tuple[Product, torch.dtype]:
     """The vocabulary projection and the dtype of its input.
 
-    It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16
-    where the CPU multiplies that.
+    The projection holds most of a small draft model's weights: in ``"approximate"`` mode, a float32 one runs in packed
+    bfloat16 if the CPU has such products.
     """
     coarse = owner.exact == "approximate" and owner.dtype == torch.float32 and not isinstance(linear, QuantisedLinear)
     if coarse and pays_packed(torch.empty(2, 2, dtype=torch.bfloat16, device=owner.device)):
@@ -55,10 +56,10 @@ def _head(linear: Any, owner: Network) -> tuple[Product, torch.dtype]:
 
 
 class LeanForward:
-    """Same inputs and outputs as :func:`~foretoken.models.forward.public.run_public`.
+    """Lean forward with the inputs and outputs of :func:`~foretoken.models.forward.public.run_public`.
 
     Attributes:
-        dtype: of hidden states, keys, values and logits.
+        dtype: dtype of hidden states, keys, values and logits.
     """
 
     name = "lean"
@@ -102,18 +103,18 @@ class LeanForward:
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def again(self, owner: Network) -> LeanForward:
-        """The same forward for a model of the same kind with other weights."""
+        """The same forward for another model of the same kind."""
         return LeanForward(owner)
 
     @property
     def twin(self) -> LeanForward:
-        """The forward of this kind whose layers are made of tensor calls."""
+        """The forward of this kind that uses tensor calls."""
         return self
 
     def with_products(self, change: Change) -> LeanForward:
-        """The same forward, in tensor calls, with other products in its layers; nothing else is copied.
+        """The same forward, in tensor calls, with other products in its layers; everything else is shared.
 
-        ``change`` is given a layer's index as well, see :meth:`LeanLayer.with_products`.
+        ``change`` also gets a layer's index, see :meth:`LeanLayer.with_products`.
         """
         clone = copy.copy(self.twin)
         clone.layers = [layer.with_products(partial(change, i)) for i, layer in enumerate(self.layers)]
@@ -121,18 +122,18 @@ class LeanForward:
 
     @property
     def is_coarse(self) -> bool:
-        """Whether it multiplies in bfloat16 or by quantised weights, whatever the model is in."""
+        """Whether it multiplies in bfloat16 or by quantised weights, whatever the model's dtype."""
         return self.head_dtype == torch.bfloat16 or has_quantised(self.owner.model)
 
     def row_dependent(self) -> str | None:
-        """A part that sums in an order that depends on the number of rows; ``None`` where none does."""
+        """A part whose order of sums depends on the number of rows; ``None`` if there is none."""
         if not all(layer.native for layer in self.layers):
             return "attention"
         return None if all(product.alone for product in self.products) else "a matrix product"
 
     @property
     def products(self) -> list[Any]:
-        """Everything that multiplies by a weight."""
+        """All products with a weight."""
         return [self.head, *(product for layer in self.layers for product in layer.projections)]
 
     @property
@@ -140,11 +141,11 @@ class LeanForward:
         return all(layer.native for layer in self.layers)
 
     def run(self, call: NetworkCall) -> Outputs:
-        """Logits [n, V] per feed and taps, in which padding that was left out is zero."""
+        """Logits [n, V] per feed, and taps, with zeros for removed padding."""
         return self.run_all([call])[0]
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
-        """Several calls at once, alike but for their rows: only attention tells the caches apart."""
+        """Run several calls that differ in their rows only; attention alone distinguishes their caches."""
         taps, plan = calls[0].taps, calls[0].plan
         run, x = self._begin(calls)
         hidden: list[dict[str, Tensor]] = [{} for _ in calls]
@@ -177,7 +178,7 @@ class LeanForward:
         return outputs
 
     def _begin(self, calls: Sequence[NetworkCall]) -> tuple[ForwardPass, Tensor]:
-        """What the layers read besides the hidden states [n, D] of all rows, and those."""
+        """The common inputs of the layers, and the hidden states [n, D] of all rows."""
         places = [RowPlaces(len(call.ids), call.ids.shape[1], call.counts, call.ids.device) for call in calls]
         states = [
             place.flat(call.ids if call.states is None else call.states)
@@ -199,7 +200,7 @@ class LeanForward:
         return ForwardPass(groups, self.turns(positions, lengths)), x
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """What the first layer reads [n, D] of ids [n]."""
+        """Input [n, D] of the first layer for ids [n]."""
         rows, first = self.owner.extra_rows, self.owner.vocab_size
         x = self.look_up(ids if rows is None else known_ids(ids, first)).to(self.dtype)
         if self.embedding_scale is not None:
@@ -209,7 +210,7 @@ class LeanForward:
         return x if self.input_scale == 1.0 else x * self.input_scale
 
     def _masks(self, call: NetworkCall) -> Mapping[str, Tensor | None]:
-        """Masks as the layers read them: scaled_dot_product_attention sees the heads of a group as more rows."""
+        """Masks for the layers: scaled_dot_product_attention sees the heads of a group as additional rows."""
         groups = self.size.heads // self.size.kv_heads
         first = self.layers[0]
         if groups == 1 or call.ids.shape[1] == 1 or first.native or first.explicit is not None:
@@ -217,18 +218,18 @@ class LeanForward:
         return {name: None if mask is None else mask.repeat(1, 1, groups, 1) for name, mask in call.masks.items()}
 
     def _logits(self, x: Tensor) -> Tensor:
-        """[n, V] of states [n, D] behind the final norm."""
+        """[n, V] from states [n, D] after the final norm."""
         return self.behind(self.head(x.to(self.head_dtype)).to(self.dtype))
 
     def behind(self, logits: Tensor) -> Tensor:
-        """What the family does to its logits behind the projection."""
+        """The family's transformation of the projected logits."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
 
 
 def _rotary(embedding: Any, kinds: Any, dtype: torch.dtype) -> dict[str, Rotary]:
-    """The model's rotary embeddings by layer type, under ``""`` where there is one for all."""
+    """Rotary embeddings by layer type, or under ``""`` if there is only one."""
     names = {kind: f"{kind}_" for kind in set(kinds or ())} if hasattr(embedding, "layer_types") else {"": ""}
     return {
         kind: Rotary(getattr(embedding, f"{name}inv_freq"), getattr(embedding, f"{name}attention_scaling"), dtype)
@@ -237,9 +238,9 @@ def _rotary(embedding: Any, kinds: Any, dtype: torch.dtype) -> dict[str, Rotary]
 
 
 def build_lean(owner: Network, checks: Checks | None = None) -> LeanForward | None:
-    """A lean forward for the model, or ``None`` where ``owner.refused`` then says why.
+    """Build a lean forward; ``None``, with the reason in ``owner.refused``, if that fails.
 
-    The check runs the public forward first: where the model is packed in place, its layers are others afterwards.
+    The check runs the public forward first, because packing in place changes the layers.
     """
     checks = Checks(owner, None) if checks is None else checks
     reason = _not_covered(owner)
@@ -252,7 +253,7 @@ def build_lean(owner: Network, checks: Checks | None = None) -> LeanForward | No
         nonlocal lean
         try:
             lean = LeanForward(owner)
-        except AttributeError:  # a model of a known type with modules of its own
+        except AttributeError:  # a known model type with unexpected modules
             return None
         return lean.run, lean.dtype, lean.is_coarse
 
@@ -266,7 +267,7 @@ def build_lean(owner: Network, checks: Checks | None = None) -> LeanForward | No
 
 
 def _not_covered(owner: Network) -> str | None:
-    """Why no lean forward is tried."""
+    """Reason why a lean forward is not tried."""
     family, kind = family_of(owner.config), owner.config.model_type
     if has_hooks(owner.model):
         return "hooks are attached to the model, which only its own forward calls"
@@ -282,7 +283,7 @@ def _not_covered(owner: Network) -> str | None:
 
 
 def _has_plain_linears(model: Any, family: Family) -> bool:
-    """Whether everything that is to be fused is a plain linear layer, or one that we have quantised."""
+    """Whether all layers to be fused are plain or quantised by us."""
     mlp = () if family.experts else (*family.gate_up, family.up, family.down)
     names = {*family.qkv, family.out, "lm_head", *mlp}
     return hasattr(model, "lm_head") and all(

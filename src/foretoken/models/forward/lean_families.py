@@ -1,6 +1,6 @@
-"""What the lean forward must know of a family of models: where its modules are and how a layer joins them.
+"""Model families of the lean forward: names of their modules, and how a layer combines them.
 
-Everything else (biases, sizes, epsilons, activations, multipliers) is read from the modules themselves.
+Everything else (biases, sizes, epsilons, activations, multipliers) comes from the modules themselves.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """Names of modules, and facts that no module tells.  An empty name is the module itself, ``None`` is nothing.
+    """Module names, and facts that no module states.  An empty name is the module itself, ``None`` is nothing.
 
     Attributes:
         decoder: the stack of layers inside the causal language model.
-        after_attention: norm of its output.
-        after_mlp: norm of its output.
-        qkv: in the attention, one name each or one for all.
-        interleaved: whether a fused projection holds query, key and value head by head.
-        gate_up: in the MLP, gate and up, one name each or one for both.
-        up: instead of them in an MLP without a gate.
-        experts: whether the MLP is called as it is: routers and experts are the model's own.
-        norm_offset: what is added to the weights of its norms.
-        soft_cap: attribute of the attention that caps its scores.
-        parallel: attribute of a layer that tells whether the MLP reads what the attention reads.
-        refused: configuration values that change the forward in a way that a check may not see; with them the model
-            is not covered.
+        after_attention: norm of the attention's output.
+        after_mlp: norm of the MLP's output.
+        qkv: projections in the attention, one name each or one for all.
+        interleaved: whether a fused projection stores query, key and value head by head.
+        gate_up: gate and up projection in the MLP, one name each or one for both.
+        up: the projection of an MLP without a gate.
+        experts: whether to call the model's own MLP module, with its router and experts.
+        norm_offset: addend of the norm weights.
+        soft_cap: attribute of the attention with the cap of its scores.
+        parallel: attribute of a layer that is true if the MLP reads the attention's input.
+        refused: configuration values that change the forward in ways that a check may miss; such models are not
+            covered.
     """
 
     decoder: str = "model"
@@ -61,7 +61,7 @@ SANDWICH = Family(
     norm_offset=1.0,
     refused=("use_bidirectional_attention",),
 )
-"""Norms before and behind every sublayer, as Gemma has them from its second version on."""
+"""Norms before and after every sublayer, as in Gemma from version 2 on."""
 EXPERTS = Family(experts=True)
 
 FAMILIES: Mapping[str, Family] = {
@@ -93,26 +93,26 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": replace(EXPERTS, refused=("clip_qkv",)),
     "granitemoe": replace(EXPERTS, mlp="block_sparse_moe"),
 }
-"""By ``model_type``."""
+"""Families by ``model_type``."""
 
 
 def family_of(config: Any) -> Family | None:
-    """The family of a model's text configuration, or ``None`` where the lean forward does not cover it."""
+    """The family of a model's text configuration; ``None`` if the lean forward does not cover it."""
     family = FAMILIES.get(config.model_type)
     if family is None or any(getattr(config, name, None) for name in family.refused):
         return None
-    # The last two through foretoken.models.network.rotary.
+    # The last two use foretoken.models.network.rotary.
     rope_types = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
     return family if all(rope.get("rope_type", "default") in rope_types for rope in _ropes(config)) else None
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """The parameters of every rotary embedding: one, or one by layer type."""
+    """Parameters of the rotary embeddings: one set, or one per layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer = [value for value in rope.values() if isinstance(value, Mapping)]
     return by_layer or [rope]
 
 
 def part(module: Any, name: str | None) -> Any:
-    """The module of that name below ``module``; ``None`` for ``None``, and itself for an empty name."""
+    """The module called ``name`` in ``module``; ``None`` for ``None``, and ``module`` for an empty name."""
     return None if name is None else getattr(module, name) if name else module

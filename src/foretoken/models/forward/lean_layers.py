@@ -1,7 +1,7 @@
-"""One decoder layer in few tensor calls: fused projections, one norm call, rotary tables, writes in place.
+"""One decoder layer in few tensor calls: fused projections, one call per norm, rotary tables, writes in place.
 
-A Transformers layer costs 55-65 tensor calls, this one about 18.  What differs between families of models is chosen
-when the layer is built (:mod:`foretoken.models.forward.lean_families`).
+A Transformers layer makes 55-65 tensor calls, this one about 18.  Differences between model families are resolved when
+the layer is built (:mod:`foretoken.models.forward.lean_families`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from foretoken.models.native import attention as native
 
 @dataclass(frozen=True)
 class Heads:
-    """Shape of an attention: heads of queries, heads of keys and values, and numbers of a head."""
+    """Attention shape: query heads, key-value heads and head dimension."""
 
     heads: int
     kv_heads: int
@@ -50,18 +50,18 @@ class Heads:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What all layers of one forward read.
+    """Common inputs of all layers in one forward.
 
     Attributes:
-        groups: its rows, by the cache that they are in.
-        turns: cosine and signed sine [n, 1, r] of the rows, by kind of rotary embedding.
+        groups: its rows, by cache.
+        turns: cosine and signed sine [n, 1, r] of the rows, by rotary embedding.
     """
 
     groups: Sequence[CacheRows]
     turns: Mapping[str, tuple[Tensor, Tensor]]
 
     def put(self, name: str, x: Tensor, hidden: Sequence[dict[str, Tensor]]) -> None:
-        """Hand out the states x [n, D] as a tap: to every group its own, padded."""
+        """Store the states x [n, D] as a tap, padded, in each group's own dictionary."""
         for group, taps in zip(self.groups, hidden, strict=True):
             taps[name] = group.places.padded(x[group.rows])
 
@@ -71,10 +71,10 @@ class CacheRows:
     """Rows of a forward that share a cache.
 
     Attributes:
-        rows: which of the flat rows they are.
-        places: where they are in the padded batch of their cache.
-        masks: additive, by layer type; repeated per query group unless the layers compute scores themselves.
-        cache: where keys and values are kept.
+        rows: slice of the flat rows.
+        places: their locations in the padded batch of the cache.
+        masks: additive masks by layer type; repeated per query group unless the layers compute scores themselves.
+        cache: their KV cache.
     """
 
     rows: slice
@@ -89,8 +89,8 @@ class LeanLayer:
     Args:
         kind: layer type, the key of its mask in :attr:`ForwardPass.masks`.
         rope: the key of its rotary embedding in :attr:`ForwardPass.turns`.
-        packing: how its linear layers become projections; where those multiply in blocks, attention sums in float64.
-        dtype: of queries, keys and values; ``None``: never bfloat16.
+        packing: conversion of linear layers to projections; with products in blocks, attention sums in float64.
+        dtype: dtype of queries, keys and values; ``None``: never bfloat16.
     """
 
     def __init__(
@@ -120,20 +120,20 @@ class LeanLayer:
         self.norms_heads = self.q_norm is None or attention.q_norm.weight.shape[-1] == size.dim
         self.scaling = float(getattr(attention, "scaling", size.dim**-0.5))
         self.soft_cap: float | None = part(attention, family.soft_cap)
-        self.native = self.soft_cap is None and native.fits(dtype, size.dim)  # one mask for all heads
-        # Either takes a mask for every query head; scaled_dot_product_attention has no soft cap.
+        self.native = self.soft_cap is None and native.fits(dtype, size.dim)  # it takes one mask for all heads
+        # Either takes a mask per query head; scaled_dot_product_attention has no soft cap.
         self.explicit = exact_attention if packing.blocks else folded_attention if self.soft_cap is not None else None
         self.parallel = bool(part(layer, family.parallel))
         self.mlp = mlp_of(part(layer, family.mlp), family, Joined(after_mlp, scale), packing)
 
     @property
     def projections(self) -> list[Any]:
-        """Everything that multiplies by a weight."""
+        """All products with a weight."""
         mlp: Any = self.mlp
         return [self.qkv, self.out.projection, *getattr(mlp, "projections", ())]
 
     def with_products(self, change: Change) -> LeanLayer:
-        """The same layer with other products (:data:`Change`); its own where the MLP is the model's module."""
+        """The same layer with other products (:data:`Change`); an MLP that is the model's module stays."""
         clone, family = copy.copy(self), self.family
         inside = partial(linear_names, family.attention)
         clone.qkv = change(self.qkv, inside(*family.qkv))
@@ -142,7 +142,7 @@ class LeanLayer:
         return clone
 
     def attend(self, index: int, x: Tensor, run: ForwardPass) -> Tensor:
-        """The attention of layer ``index`` with its residual, x [n, D] -> [n, D]; writes its keys and values."""
+        """Attention of layer ``index`` with its residual, x [n, D] -> [n, D]; stores keys and values."""
         return self.mixed(index, x if self.norm_attention is None else self.norm_attention(x), x, run)
 
     def feed(self, source: Tensor, x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class LeanLayer:
         return self.mlp(source if self.norm_mlp is None else self.norm_mlp(source), x)
 
     def mixed(self, index: int, inputs: Tensor, residual: Tensor | None, run: ForwardPass) -> Tensor:
-        """:meth:`attend` of inputs [n, in] that are normalised already; without a residual, the attention alone."""
+        """:meth:`attend` for normalised inputs [n, in]; the attention alone if there is no residual."""
         qkv = self._heads_of(self.qkv(inputs))
         qk = turned(self._normed(qkv), *run.turns[self.rope])
         value = qkv[:, self.size.heads + self.size.kv_heads :]
@@ -158,7 +158,7 @@ class LeanLayer:
         return self.out(joined(attended), residual)
 
     def _looked_up(self, index: int, qk: Tensor, value: Tensor, group: CacheRows) -> Tensor:
-        """Attention [n, H d] of one group's rows, whose keys and values are written first."""
+        """Store the keys and values of one group's rows; return their attention [n, H d]."""
         size, places = self.size, group.places
         padded = places.padded(qk).transpose(1, 2)
         query, mask = padded[:, : size.heads], group.masks[self.mask]
@@ -174,14 +174,14 @@ class LeanLayer:
         return places.flat(out.reshape(places.b, places.width, -1))
 
     def _heads_of(self, qkv: Tensor) -> Tensor:
-        """[n, H + 2 H', d]: query heads, then those of keys, then those of values."""
+        """[n, H + 2 H', d]: query heads, then key heads, then value heads."""
         size = self.size
         if self.interleaved:
             return qkv.view(-1, size.heads, 3, size.dim).transpose(1, 2).reshape(-1, 3 * size.heads, size.dim)
         return qkv.view(-1, size.heads + 2 * size.kv_heads, size.dim)
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """Query and key heads [n, H + H', d] of all heads, each head normalised or all queries and all keys."""
+        """Query and key heads [n, H + H', d], normalised per head or over all heads."""
         heads, end = self.size.heads, self.size.heads + self.size.kv_heads
         if self.q_norm is None or self.k_norm is None:
             return qkv[:, :end]
@@ -193,12 +193,12 @@ class LeanLayer:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Parts [n, ...] one behind the other."""
+    """Parts [n, ...] concatenated."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [n, H, d] by cosine and signed sine [n, 1, r], of its first r dimensions."""
+    """Rotate the first r dimensions of x [n, H, d] by cosine and signed sine [n, 1, r]."""
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat([turned(x[..., :size], cos, sin), x[..., size:]], -1)
@@ -206,9 +206,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Rotary:
-    """Cosines and sines of positions, times ``scale``, by ``frequencies`` [r / 2] in radians per position.
+    """Cosines and sines of positions, times ``scale``, for ``frequencies`` [r / 2] in radians per position.
 
-    They are made when they are asked for: a table would be as long as the context.
+    Computed on demand: a table would be as long as the context.
     """
 
     def __init__(self, frequencies: Tensor, scale: float, dtype: torch.dtype) -> None:
@@ -231,7 +231,7 @@ class Rotary:
 
 
 class RowPlaces:
-    """Where ``n`` flat rows are among [b, width] places: everywhere, or at the first ``counts`` of each row."""
+    """Mapping of ``n`` flat rows to a [b, width] batch: all of it, or the first ``counts`` of each row."""
 
     def __init__(self, b: int, width: int, counts: Sequence[int] | None, device: torch.device) -> None:
         self.b, self.width = b, width
@@ -249,13 +249,13 @@ class RowPlaces:
         return flat if self.nodes is None else flat[self.nodes]
 
     def padded(self, rows: Tensor) -> Tensor:
-        """[n, ...] -> [b, width, ...], zero where nothing is."""
+        """[n, ...] -> [b, width, ...], zero-padded."""
         if self.nodes is not None:
             rows = rows.new_zeros(self.b * self.width, *rows.shape[1:]).index_copy_(0, self.nodes, rows)
         return rows.view(self.b, self.width, *rows.shape[1:])
 
     def scored(self, x: Tensor, columns: Sequence[tuple[int, int, int]]) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Those of the rows x [n, D] that are wanted (:attr:`NetworkCall.wanted`), and where those of each feed are."""
+        """The rows of x [n, D] that need logits (:attr:`NetworkCall.wanted`), and their span per feed."""
         spans = [(self.starts[row] + start, self.starts[row] + end) for row, start, end in columns]
         counts = [end - start for start, end in spans]
         if sum(counts) == len(x):

@@ -1,4 +1,4 @@
-"""The parts of a lean layer: fused projections, norms in few calls, MLPs, and how a sublayer ends."""
+"""Parts of a lean layer: fused projections, norms in few calls, MLPs, and residual sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foretoken.models.linear.packing import BlockedProducts, Packing
 from foretoken.models.linear.product import Product
 
 SILU = (nn.SiLU, SiLUActivation)
-"""Modules whose function is called in one step instead of several."""
+"""Activation modules replaced by a single function call."""
 Norm = Callable[[Tensor], Tensor]
 """[..., d] -> [..., d]."""
 
@@ -25,15 +25,15 @@ Norm = Callable[[Tensor], Tensor]
 class LeanRmsNorm:
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension.
 
-    PyTorch's own takes eight tensor calls on a CPU, this one four to six: |x| as a vector, and sqrt(|x|^2 + d eps) as
-    the hypotenuse of two lengths.  Where bits must not depend on how many rows there are, PyTorch's own stays.
+    PyTorch's own takes eight tensor calls on a CPU, this one four to six: |x| is a vector norm, and sqrt(|x|^2 + d eps)
+    the hypotenuse of two lengths.  If bits must not depend on the number of rows, PyTorch's own is used.
     """
 
     def __init__(self, module: Any, packing: Packing, offset: float = 0.0) -> None:
         self.weight, self.eps = _weight(module, packing), getattr(module, "variance_epsilon", None) or module.eps
         self.by_length = self.weight.device.type == "cpu" and not packing.blocks
         self.wide = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
-        if offset:  # added before the weight is rounded to the dtype of what it scales
+        if offset:  # added before the weight is rounded to its dtype
             self.weight = self.weight.to(self.wide) + offset
         if self.by_length:
             size = self.weight.shape[-1]
@@ -65,7 +65,7 @@ def norm_of(module: Any, packing: Packing, offset: float = 0.0) -> Norm | None:
 
 
 class Joined:
-    """``residual + scale * norm(y)`` of what a sublayer gives out."""
+    """``residual + scale * norm(y)`` for the output y of a sublayer."""
 
     def __init__(self, after: Norm | None, scale: float) -> None:
         self.after, self.scale = after, scale
@@ -74,12 +74,12 @@ class Joined:
     def __call__(self, y: Tensor, residual: Tensor) -> Tensor:
         """Both [n, D]."""
         y = y if self.after is None else self.after(y)
-        # Not add(alpha=scale): in bfloat16 that rounds otherwise at the end of a row than inside it.
+        # Not add(alpha=scale), which in bfloat16 rounds differently at the end of a row.
         return residual + (y if self.scale == 1.0 else y * self.scale)
 
 
 class OutputProjection:
-    """A sublayer's last projection and its sum with the residual stream."""
+    """Last projection of a sublayer and its sum with the residual stream."""
 
     def __init__(self, projection: Product, joined: Joined) -> None:
         self.projection, self.joined = projection, joined
@@ -94,11 +94,11 @@ class OutputProjection:
 
 
 Change = Callable[[Product, tuple[str, ...]], Product]
-"""A product and the names in its decoder layer of the linear layers that it is of -> another product."""
+"""A product and the names of its linear layers within the decoder layer -> another product."""
 
 
 def linear_names(module: str | None, *linears: str) -> tuple[str, ...]:
-    """Names in a decoder layer of linear layers in one of its modules (an empty name is the layer itself)."""
+    """Names, within a decoder layer, of linear layers in one of its modules (an empty name is the layer itself)."""
     return tuple(".".join(filter(None, (module, name))) for name in linears)
 
 
@@ -137,7 +137,7 @@ class _OwnMlp:
 
     @property
     def alone(self) -> bool:
-        """Experts are multiplied by PyTorch, and it depends on the rows which of them share a product."""
+        """PyTorch multiplies the experts, and the rows decide which of them share a product."""
         return self.blocks
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class _OwnMlp:
 
 
 def mlp_of(module: Any, family: Family, joined: Joined, packing: Packing) -> Mlp:
-    """The MLP of a layer; of one that has none, the residual stream as it is."""
+    """The MLP of a layer; for a layer without one, a function that returns the residual stream."""
     if module is None:
         return lambda x, residual: residual
     if family.experts:
@@ -161,7 +161,7 @@ def mlp_of(module: Any, family: Family, joined: Joined, packing: Packing) -> Mlp
 
 
 def with_products(mlp: Mlp, family: Family, change: Change) -> Mlp:
-    """The same MLP with other products; one that is the model's own module stays as it is."""
+    """The same MLP with other products; the model's own module stays unchanged."""
     if not isinstance(mlp, GatedMlp | _PlainMlp):
         return mlp
     inside = partial(linear_names, family.mlp)

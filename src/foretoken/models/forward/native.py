@@ -1,9 +1,9 @@
-"""A whole forward in one call of our own library, for Llama-like models in bfloat16 or with our quantised weights.
+"""A whole forward in one call of our library, for Llama-like models in bfloat16 or with our quantised weights.
 
-The lean forward (:mod:`foretoken.models.forward.lean`) is its twin: the same families, parts and packed weights, of
-which nothing is copied.  Where that makes eighteen tensor calls a layer, this one hands a description of the model to
-``native/forward.cpp`` once and calls it once.  Inside a stage numbers are float32 and are rounded to bfloat16 where it
-ends, so that it rounds in fewer places than its twin.
+Its twin is the lean forward (:mod:`foretoken.models.forward.lean`): it shares families, parts and packed weights, and
+copies nothing.  Instead of eighteen tensor calls per layer, it describes the model to ``native/forward.cpp`` once and
+makes one call per forward.  Numbers are float32 within a stage and are rounded to bfloat16 at its end, so it rounds in
+fewer places than its twin.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ GELUS_TANH = tuple(
     for name in ("GELUTanh", "PytorchGELUTanh", "NewGELUActivation")
     if hasattr(activations, name)
 )
-"""Classes of the tanh form of gelu."""
+"""Classes of gelu's tanh form."""
 
 
 class NativeForward(LeanForward):
-    """Same inputs and outputs as its twin, the lean forward of the model, whose weights it shares; in one call.
+    """The native forward, with the inputs, outputs and weights of its lean twin.
 
     Raises:
-        NotCoveredError: a part that the library does not have.
+        NotCoveredError: the library lacks a part of the model.
     """
 
     name = "native"
@@ -75,7 +75,7 @@ class NativeForward(LeanForward):
         return self._twin
 
     def again(self, owner: Any) -> LeanForward:
-        """The same for other weights; the lean one where they are of a kind that the library does not have."""
+        """The same for other weights; the lean forward if the library does not support them."""
         twin = super().again(owner)
         try:
             return NativeForward(twin)
@@ -83,7 +83,7 @@ class NativeForward(LeanForward):
             return twin
 
     def row_dependent(self) -> str | None:
-        """Nothing: every kernel works row by row."""
+        """Always ``None``: every kernel works row by row."""
         return None
 
     # -- the model as data -------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class NativeForward(LeanForward):
         sizes = len(self.layers), width, size.heads, size.kv_heads, size.dim
         try:
             head = self._parts.product(self.head)
-        except NotCoveredError:  # the one product that is made behind the call
+        except NotCoveredError:  # the only product outside the call
             head = native.ProductStruct(None, 0)
         parts = [Linear.from_address(head.parts + i * ctypes.sizeof(Linear)) for i in range(head.count)]
         self.num_outputs = sum(part.out for part in parts) or width
@@ -162,7 +162,7 @@ class NativeForward(LeanForward):
         return bytes(i in layers for i in range(len(self.layers))) if layers else self._nothing
 
     def _groups(self, run: ForwardPass, calls: Sequence[NetworkCall]) -> tuple[Any, list[Any]]:
-        """The groups as the library reads them, and what they point to."""
+        """The library's groups, and the objects that these point to."""
         pointed_to: list[Any] = []
         groups = [self._group(group, call, pointed_to) for group, call in zip(run.groups, calls, strict=True)]
         return native.array(native.GroupStruct, groups), pointed_to
@@ -182,7 +182,7 @@ class NativeForward(LeanForward):
     def _handed_out(
         self, run: ForwardPass, calls: Sequence[NetworkCall], logits: Tensor, states: Mapping[str, Tensor]
     ) -> list[Outputs]:
-        """To every call its logits, feed by feed, and its taps."""
+        """Logits per feed, and taps, for every call."""
         outputs: list[Outputs] = []
         for group, call in zip(run.groups, calls, strict=True):
             counts = [stop - start for _, start, stop in call.wanted]
@@ -193,7 +193,7 @@ class NativeForward(LeanForward):
 
 
 def _activation(activation: Any) -> int:
-    """Which of the library's activations it is."""
+    """The library's number of the activation."""
     if activation is F.silu:
         return native.SILU
     if isinstance(activation, GELUS_TANH) or (isinstance(activation, nn.GELU) and activation.approximate == "tanh"):
@@ -202,9 +202,10 @@ def _activation(activation: Any) -> int:
 
 
 def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
-    """The native forward where the model has one that passes the check, else the lean one that is given.
+    """The native forward if it covers the model and passes the check, else ``lean``.
 
-    ``owner.native_off`` says why there is none; a refusal is noted where one that covers the model fails the check.
+    Sets ``owner.native_off`` to the reason if there is none, and records a refusal if it covers the model but fails the
+    check.
     """
     owner = lean.owner
     try:

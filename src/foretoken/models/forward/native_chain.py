@@ -1,8 +1,7 @@
-"""A token behind each of several texts, again and again, on the native forward.
+"""Chains of tokens after several sequences on the native forward.
 
-A draft model's step is short, and what surrounds it in Python (masks, plans, addresses of every layer's keys) takes a
-quarter of its time.  A chain sees every slot up to its own, so that all of it but a few numbers is the same at every
-step, and is made once.
+A draft model's step is short, and the Python around it (masks, plans, addresses of every layer's keys) takes a quarter
+of its time.  In a chain every node sees all slots up to its own, so almost all of that is constant and prepared once.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from foretoken.models.native import forward as native
 
 @dataclass(frozen=True)
 class Pick:
-    """How the tokens of chains are chosen (``LanguageModel.chains``).
+    """Selection of the tokens of chains (``LanguageModel.chains``).
 
     Attributes:
-        choose: given the numbers of feeds, how many tokens were chosen behind each before, and a row for each, says one
-            token for each.
-        states: whether rows are states [n, D] behind the final norm; else logits [n, V].
+        choose: from the indices of feeds, the number of tokens chosen before, and one row per feed, returns one token
+            each.
+        states: whether rows are states [n, D] after the final norm; else logits [n, V].
     """
 
     choose: Callable[[Sequence[int], int, Tensor], Sequence[int]]
@@ -37,13 +36,13 @@ class Pick:
 
 @dataclass(frozen=True)
 class ChainEnd:
-    """Where the next node of a text goes.
+    """Location of a sequence's next node.
 
     Attributes:
-        cache: where its keys and values are; there is room for the whole chain.
-        slot: of that node; those before it are the text's and the chain's, and all of them are seen.
-        position: of that node.
-        steps: how many nodes follow.
+        cache: the cache of its keys and values, with room for the whole chain.
+        slot: slot of that node; it sees all slots before it.
+        position: position of that node.
+        steps: number of nodes to run.
     """
 
     cache: TreeCache
@@ -54,7 +53,7 @@ class ChainEnd:
 
 
 class NativeChains:
-    """The steps of chains behind several texts."""
+    """The steps of chains after several sequences."""
 
     def __init__(self, forward: NativeForward, ends: Sequence[ChainEnd]) -> None:
         self.forward, self.ends = forward, ends
@@ -72,15 +71,15 @@ class NativeChains:
         self.taps, self.nothing = native.pointers([None] * (layers + 1)), bytes(layers)
 
     def step(self, number: int, tokens: Sequence[int], states: bool) -> tuple[list[int], Tensor, BestTokens | None]:
-        """Run the ``number``-th node of every text that has so many.
+        """Run the ``number``-th node of every sequence that has one.
 
         Args:
-            number: from 0 on.
-            tokens: of the nodes, by text; those of other texts are not looked at.
-            states: whether the states behind the final norm [n, D] are asked for instead of logits.
+            number: step, from 0 on.
+            tokens: the node's token per sequence; those of inactive sequences are ignored.
+            states: whether to return the states after the final norm [n, D] instead of logits.
 
         Returns:
-            the texts in the order of their rows, the logits [n, V] or states, and the likeliest token of each.
+            the sequences in row order, their logits [n, V] or states, and the likeliest token of each.
         """
         active = [i for i in self.order if self.ends[i].steps > number]
         groups = native.array(native.GroupStruct, [group.at(number) for group in self.groups])
@@ -104,7 +103,7 @@ class NativeChains:
 
 
 class _Group:
-    """The texts of one cache, as the library reads them."""
+    """The sequences of one cache as a group for the library."""
 
     def __init__(self, forward: NativeForward, ends: Sequence[ChainEnd], texts: list[int]) -> None:
         self.texts, self.ends = texts, [ends[i] for i in texts]
@@ -120,7 +119,7 @@ class _Group:
         self._masks = native.pointers([None] * forward.num_kinds)
 
     def at(self, number: int) -> native.GroupStruct:
-        """Before a step."""
+        """The group before a step."""
         for end in self.ends:
             self._starts[end.row - self.low] = end.slot + number
             self._widths[end.row - self.low] = int(end.steps > number)

@@ -1,4 +1,4 @@
-"""Parts of networks as the structures that our library reads, with everything that these point to."""
+"""Network parts as structures for our library, with everything that these point to."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ from foretoken.models.network.watch import Watch, has_hooks
 
 
 def watched(network: nn.Module) -> Watch:
-    """What tells whether a drafter's network, whose weights the library is handed, is still what it is now; one with
-    hooks is not covered."""
+    """Detects changes of a drafter's network whose weights the library uses.  Raises ``NotCoveredError`` for hooks."""
     if has_hooks(network):
         raise NotCoveredError("hooks are attached to the network, which only its own forward calls")
     return Watch(network)
 
 
 class Description:
-    """Structures, and what they point to: whoever keeps it keeps that."""
+    """Structures and the objects that they point to, which live as long as this object."""
 
     def __init__(self) -> None:
         self._owners: list[Any] = []
 
     def keep(self, thing: Any) -> Any:
-        """The thing itself, kept."""
+        """Keep a reference to ``thing`` and return it."""
         self._owners.append(thing)
         return thing
 
     def norm(self, norm: Any) -> native.NormStruct:
-        """An RMS norm, of the lean forward or of a head's network, or none; others are not covered."""
+        """An RMS norm of the lean forward or of a head's network, or none.  Raises ``NotCoveredError`` for others."""
         if norm is None:
             return native.NormStruct(None, 0.0)
         if not isinstance(norm, LeanRmsNorm | nn.RMSNorm):
@@ -50,7 +49,7 @@ class Description:
         return native.NormStruct(self.keep(norm.weight.detach().float().contiguous()).data_ptr(), eps)
 
     def product(self, *projections: Any) -> native.ProductStruct:
-        """Linear layers of one input.  Raises ``NotCoveredError`` for a weight that the library does not read."""
+        """Linear layers with a common input.  Raises ``NotCoveredError`` for an unsupported weight."""
         parts = [
             part
             for projection in projections
@@ -60,7 +59,7 @@ class Description:
         return native.ProductStruct(ctypes.addressof(linears), len(parts))
 
     def products(self, projections: Sequence[Any]) -> int:
-        """The address of an array of products, each of its own input."""
+        """Address of an array of products with separate inputs."""
         return ctypes.addressof(
             self.keep(native.array(native.ProductStruct, [self.product(projection) for projection in projections]))
         )
@@ -81,7 +80,7 @@ class Description:
 
 
 class BestTokens:
-    """The likeliest ``count`` tokens of each row, as the library fills them in: ``struct`` is what it is handed."""
+    """The likeliest ``count`` tokens of each row, filled in by the library through ``struct``."""
 
     def __init__(self, rows: int, count: int, scale: float) -> None:
         self.count = count
@@ -90,16 +89,16 @@ class BestTokens:
         self.struct = native.BestStruct(count, scale, *places)
 
     def values(self) -> list[list[float]]:
-        """Per row their log-probabilities, largest first."""
+        """Log-probabilities per row, largest first."""
         return [self._values[i : i + self.count] for i in range(0, len(self._values), self.count)]
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """[rows, count] log-probabilities, largest first, and the places in the logits that they are of."""
+        """[rows, count] log-probabilities, largest first, and their indices in the logits."""
         values = torch.frombuffer(self._values, dtype=torch.float32)
         places = torch.frombuffer(self._places, dtype=torch.int32).long()
         return values.view(-1, self.count), places.view(-1, self.count)
 
     def tokens(self, ids: Sequence[int] | None) -> list[list[int]]:
-        """Per row the target's ids, of which ``ids`` can be guessed if not all."""
+        """The target's ids per row; ``ids`` maps a draft vocabulary, if there is one."""
         places = [self._places[i : i + self.count] for i in range(0, len(self._places), self.count)]
         return places if ids is None else [[ids[place] for place in row] for row in places]

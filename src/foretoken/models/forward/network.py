@@ -1,4 +1,4 @@
-"""A Transformers network as a runner sees it: what its forward depends on, and the fastest way there is to run it."""
+"""A Transformers network for a runner: the inputs of its forward, and the fastest way to run it."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ EXACT = ("distribution", "bitwise", "approximate")
 
 
 class SecondWeights(Protocol):
-    """A network of the same shape whose weights are others."""
+    """Other weights for a network of the same shape."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that they take."""
+        """Size in bytes."""
 
     @property
     def fast(self) -> LeanForward | None:
-        """The lean or native forward over them; ``None``: the public one."""
+        """The lean or native forward with these weights; ``None``: the public one."""
 
     def run(self, network: Network, call: NetworkCall) -> Outputs:
-        """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
+        """Logits [n, V] per feed, and taps; keys and values go to the call's cache."""
 
 
 class Network:
     """Runs the calls of a :class:`~foretoken.models.runner.TreeRunner` through a ``PreTrainedModel``.
 
-    The model object is left as it was found: the attention function is switched for the duration of a forward only.
+    The model object stays unchanged: its attention function is switched only during a forward.
 
     Args:
-        model, exact, lean, in_place, probe: as for :class:`~foretoken.models.huggingface.HuggingFaceModel`.
+        model, exact, lean, in_place, probe: see :class:`~foretoken.models.huggingface.HuggingFaceModel`.
 
     Attributes:
-        depth: how many of its layers keep keys and values; ``num_layers`` is what a runner counts.
+        depth: number of layers with keys and values; ``num_layers`` is the runner's count.
         fast: the lean or native forward; ``None``: the public one.
-        packing: how its linear layers become projections.
-        native_off: why its forwards are not native ones (:mod:`foretoken.models.forward.native`); empty where they are.
-        refused: faster paths that were tried and not taken.
-        rotary: its rotary embeddings that change with the length of the text, if any do.
-        second: other weights by name, for plans that ask for them.
+        packing: conversion of its linear layers to projections.
+        native_off: reason why its forwards are not native (:mod:`foretoken.models.forward.native`); empty if they are.
+        refused: faster paths that were tried and rejected.
+        rotary: its rotary embeddings that depend on the text length, if any.
+        second: other weights by name, for plans that use them.
 
     Raises:
         ValueError: an unknown ``exact``.
@@ -94,12 +94,12 @@ class Network:
         self.depth = self.num_layers = len(decoder_layers(model))
         self.second: dict[str, SecondWeights] = {}
         self.extra: list[Tensor] = []
-        self.embedding: Any = model  # whose token embedding ids behind the vocabulary are as wide as
+        self.embedding: Any = model  # ids after the vocabulary have the width of its token embedding
 
     # -- how it is run -----------------------------------------------------------------------------------------------
 
     def choose(self) -> Checks:
-        """Lay the linear layers out and build the lean forward, where that can be: it calls no hooks."""
+        """Pack the linear layers and build the lean forward, if possible; it calls no hooks."""
         blocks = self.exact == "bitwise"
         self.packing = Packing.of(self.model, self.dtype, self.device, blocks, self.in_place)
         checks = Checks(self, self.probe)
@@ -113,26 +113,26 @@ class Network:
         return checks
 
     def renew(self) -> None:
-        """The network was changed: look at it again."""
+        """Inspect the network again after a change."""
         self.device, self.dtype = device_of(self.model), self.model.dtype
-        if self.in_place and not has_hooks(self.model):  # hooks are called where packed layers have taken the place
+        if self.in_place and not has_hooks(self.model):  # packed layers would not call the hooks
             unpack_linears(self.model)
         self.configs = attention_configs(self.model)
 
     def unpack(self) -> None:
-        """Give the model its plain linear layers back; forwards are the public ones from now on."""
+        """Restore the model's plain linear layers; all forwards are public from now on."""
         unpack_linears(self.model)
         self.fast, self.second, self.native_off = None, {}, "the model was unpacked"
         self.wants_lean = self.in_place = False
 
     def public(self, dtype: torch.dtype | None = None) -> Network:
-        """The same network on its public forward, which computes in ``dtype`` where the caller has widened it."""
+        """The same network with its public forward, in ``dtype`` if the caller has widened it."""
         clone = copy.copy(self)
         clone.fast, clone.dtype = None, self.dtype if dtype is None else dtype
         return clone
 
     def over(self, model: Any) -> Network:
-        """The same forward over another model of this shape."""
+        """The same forward for another model of this shape."""
         clone = copy.copy(self)
         clone.model, clone.configs, clone.rotary = model, attention_configs(model), ChangingRotary.of(model)
         if self.fast is not None:
@@ -148,40 +148,40 @@ class Network:
             self.fast = self.fast.again(self)  # its fused weights are copies
 
     def refuse(self, path: str, why: str, costs: str) -> None:
-        """Note, and say once, that a fast path is not taken."""
+        """Record and log that a fast path was rejected."""
         self.refused = (*self.refused, refusal(path, why, costs))
 
     @property
     def name(self) -> str:
-        """What computes its forwards: ``"public"``, ``"lean"`` or ``"native"``."""
+        """Name of the forward: ``"public"``, ``"lean"`` or ``"native"``."""
         return "public" if self.fast is None else self.fast.name
 
     @property
     def way(self) -> str:
-        """What makes the forwards of one network different ones."""
+        """Key that distinguishes the different forwards of one network."""
         return f"{self.name} {self.packing.way} {self.exact}"
 
     @property
     def run_dtype(self) -> torch.dtype:
-        """What hidden states, keys and values are computed in: the dtype of the model, but float32 on a lean forward
-        whose 16-bit weights are multiplied with float32 activations."""
+        """Dtype of hidden states, keys and values: the model's own, except float32 on a lean forward that multiplies
+        16-bit weights by float32 activations."""
         dtype: torch.dtype = self.dtype if self.fast is None else self.fast.dtype
         return dtype
 
     @property
     def spared(self) -> int | None:
-        """Rows of padding from which on they are left out; ``None``: never."""
+        """Number of padding rows from which they are removed; ``None``: never."""
         return None if self.fast is None else self.fast.spared
 
     @property
     def skips_masked(self) -> bool:
-        """Whether attention spends no time on slots that a mask hides."""
+        """Whether attention takes no time for masked slots."""
         return self.fast is not None and self.fast.skips_masked
 
     # -- tokens behind the vocabulary, weights beside its own --------------------------------------------------------
 
     def add_rows(self, rows: Tensor) -> int:
-        """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
+        """Add rows [k, D] after the vocabulary and all earlier rows; return the first id."""
         check_rows(self.embedding, rows)
         first = self.vocab_size
         for extra_rows in self.extra:
@@ -193,11 +193,11 @@ class Network:
 
     @property
     def extra_rows(self) -> Tensor | None:
-        """[K, D] what ids from ``vocab_size`` on are embedded as; ``None`` as long as there are none."""
+        """[K, D] embeddings of the ids from ``vocab_size`` on; ``None`` if there are none."""
         return torch.cat(self.extra) if self.extra else None
 
     def add_weights(self, name: str, make: Callable[[Network], SecondWeights]) -> SecondWeights:
-        """A second set of weights that plans can name; made where it is not there yet."""
+        """A named second set of weights for plans, created if missing."""
         if name not in self.second:
             self.second = {**self.second, name: make(self)}
         return self.second[name]
@@ -205,25 +205,25 @@ class Network:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def check(self, plan: LayerPlan) -> None:
-        """Refuse a plan that does not fit."""
+        """Raise an error if a plan does not fit."""
         if plan.weights and plan.weights not in self.second:
             raise ValueError(f"this model has no second weights {plan.weights!r}: add them first")
         plan.check(self.num_layers)
         check_sublayers(self.model, plan)
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
-        """Logits [n, V] per feed, and taps, of calls that are alike but for their rows."""
+        """Logits [n, V] per feed, and taps, for calls that differ in their rows only."""
         weights = calls[0].plan.weights
         if weights:
             return [self.second[weights].run(self, call) for call in calls]
         return [self.run_public(call) for call in calls] if self.fast is None else self.fast.run_all(calls)
 
     def native(self, plan: LayerPlan) -> NativeForward | None:
-        """What runs a whole forward in one call of the library, logits included; ``None``: nothing does."""
+        """The native forward, if it runs the plan in one call, logits included; else ``None``."""
         fast = self.second[plan.weights].fast if plan.weights else self.fast
         is_native = isinstance(fast, NativeForward) and fast.model.head.count and plan.is_whole
         return fast if is_native else None  # type: ignore[return-value]
 
     def run_public(self, call: NetworkCall) -> Outputs:
-        """The same of one call through the model's own forward."""
+        """The same for one call, through the model's own forward."""
         return run_public(self, call)

@@ -1,6 +1,6 @@
-"""What trained drafters borrow from their target: token embedding, vocabulary projection, hidden states.
+"""Parts of the target that trained drafters use: token embedding, vocabulary projection, hidden states.
 
-All of it is frozen, and stays the target's.  The fingerprint ties a trained drafter to the target that it learned.
+All of them are frozen and stay the target's.  The fingerprint ties a trained drafter to its target.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from foretoken.models.network.placement import is_offloaded
 from foretoken.models.network.taps import decoder_layers, find_decoder, recording
 
 GGUF = "GGUF"
-"""What the storage of weights from a GGUF file begins with."""
+"""Prefix of ``storage`` for weights from a GGUF file."""
 SAMPLED_ROWS = 64
-"""Embedding rows that go into a fingerprint."""
+"""Number of embedding rows in a fingerprint."""
 LAYER_ROWS = 4
-"""Rows of every weight of the decoder layers that go into it."""
+"""Number of rows of each decoder weight in a fingerprint."""
 
 
 class QuantisedTargetWarning(UserWarning):
-    """A trained drafter meets its target with weights that are stored otherwise than they were in training."""
+    """The target's weights are stored differently than when the drafter was trained."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a trained drafter must find again in its target: facts of the model, not of how its weights are stored.
+    """Identity of a drafter's target: facts of the model, not of its weight storage.
 
     Attributes:
         hidden_size: D.
         vocab_size: V.
-        weights: a hash over rows of the token embedding, rounded to bfloat16 (so that the dtype does not matter).
-        layers: the same over rows of every weight of the decoder layers, which a target finetuned with a frozen
-            embedding has of its own; empty where an older file does not tell.
-        kept: the same over what quantisation leaves alone beside the embedding (norm weights); empty where an older
-            file does not tell, or there is nothing of the sort.
-        storage: what the weights are quantised to (``"int8"``, the name of a package); empty for full ones.
+        weights: hash over rows of the token embedding, rounded to bfloat16 (so that the dtype does not matter).
+        layers: the same over rows of every decoder weight, to recognise a target finetuned with a frozen embedding;
+            empty in older files.
+        kept: the same over weights that quantisation leaves alone, besides the embedding (norms); empty in older files
+            or if there are none.
+        storage: quantisation of the weights (``"int8"``, or the name of a package); empty for full precision.
     """
 
     hidden_size: int
@@ -55,7 +55,7 @@ class Fingerprint:
     storage: str = ""
 
     def difference(self, other: Fingerprint) -> str:
-        """What is different in words; empty when nothing is."""
+        """Description of the difference; empty if there is none."""
         for name in ("hidden_size", "vocab_size", "num_layers"):
             trained, present = getattr(self, name), getattr(other, name)
             if trained != present:
@@ -64,7 +64,7 @@ class Fingerprint:
         return "" if same else "the shapes agree, but the weights are others"
 
     def doubt(self, other: Fingerprint) -> str:
-        """Where there is no difference: how the same model's weights are stored there and here; empty if alike."""
+        """Description of a difference in storage of the same model's weights; empty if there is none."""
         if self._has_weights_of(other):
             return ""
         trained, present = self.storage or "not quantised", other.storage or "not quantised"
@@ -75,16 +75,16 @@ class Fingerprint:
         return self.weights == other.weights and (self.layers == other.layers or not both_known)
 
     def _is_stored_otherwise(self, other: Fingerprint) -> bool:
-        """Whether quantisation explains that weights differ: what it leaves alone must be the same."""
+        """Whether quantisation explains different weights: those that it leaves alone must be equal."""
         both_known = bool(self.kept and other.kept)
-        if GGUF in (self.storage.split(" ")[0], other.storage.split(" ")[0]):  # which quantises embeddings as well
+        if GGUF in (self.storage.split(" ")[0], other.storage.split(" ")[0]):  # GGUF quantises embeddings as well
             return both_known and self.kept == other.kept and self.storage != other.storage
         same = self.weights == other.weights and (self.kept == other.kept or not both_known)
         return same and self.storage != other.storage
 
 
 def _digest(weights: Iterable[Tensor], count: int) -> str:
-    """A hash over ``count`` rows, evenly spaced, of every weight."""
+    """Hash over ``count`` evenly spaced rows of every weight."""
     digest = hashlib.blake2b(digest_size=8)
     for weight in weights:
         matrix = weight.detach().flatten(0, -2) if weight.ndim > 1 else weight.detach()[:, None]
@@ -94,19 +94,18 @@ def _digest(weights: Iterable[Tensor], count: int) -> str:
 
 
 def weights_digest(network: torch.nn.Module) -> str:
-    """Tells the weights of a network from others, by some rows of each."""
+    """Hash over some rows of every weight of a network."""
     return _digest(network.parameters(), SAMPLED_ROWS)
 
 
 def _sampled(module: Any, count: int) -> Any:
-    """The weight of a module; of one whose weight is made when it is asked for, the rows that a hash reads."""
+    """The weight of a module, or only the sampled rows if the weight is computed on demand."""
     sampled = getattr(module, "sampled", None)
     return getattr(module, "weight", None) if sampled is None else sampled(count)
 
 
 def storage_of(network: Any) -> str:
-    """What a network's weights are quantised to, ``"int8"`` or the name of the package that did it; empty for full
-    ones."""
+    """Quantisation of a network's weights: ``"int8"`` or the name of the package; empty for full precision."""
     stored_as = getattr(network, "stored_as", "")
     if stored_as:
         return f"{GGUF} {stored_as.removeprefix(GGUF).split(',')[0].strip()}"
@@ -121,10 +120,10 @@ def storage_of(network: Any) -> str:
 
 
 class TargetParts:
-    """The pieces of a target that a trained drafter uses."""
+    """The parts of a target that a trained drafter uses."""
 
     def __init__(self, model: LanguageModel) -> None:
-        # A drafter of an inflated target was trained for the small model in it, and goes on borrowing from that.
+        # A drafter of an inflated target was trained for the small model in it, and keeps using that.
         network: Any = getattr(model, "small", getattr(model, "model", None))
         if network is None or not model.capabilities.taps or network.get_output_embeddings() is None:
             raise CapabilityError(f"a trained drafter needs a target with hidden states, not {type(model).__name__}")
@@ -139,7 +138,7 @@ class TargetParts:
         self.vocab_size = model.vocab_size
         self.num_layers = len(decoder_layers(network))
         self.device: torch.device = network.device
-        # Families scale or cap their logits behind the projection.
+        # Some families scale or cap their logits after the projection.
         self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
@@ -165,7 +164,8 @@ class TargetParts:
         )
 
     def fits(self, trained_for: Fingerprint) -> bool:
-        """Whether a drafter with this fingerprint was trained for the target; of other shapes no weight is read."""
+        """Whether a drafter with this fingerprint was trained for the target; weights are read only if the shapes
+        agree."""
         shape = self.hidden_size, self.vocab_size, self.num_layers
         same = shape == (trained_for.hidden_size, trained_for.vocab_size, trained_for.num_layers)
         return same and not trained_for.difference(self.fingerprint())
@@ -178,17 +178,17 @@ class TargetParts:
         return rows
 
     def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Target logits [..., V] of states behind the final norm [..., D], or those of ``ids`` alone; gradients flow
+        """Target logits [..., V] of states after the final norm [..., D], or only those of ``ids``; gradients flow
         through."""
         weight, bias = self.head.weight, self.head.bias
         if ids is not None:
             weight, bias = weight.detach()[ids], None if bias is None else bias.detach()[ids]
-        if not torch.is_autocast_enabled(hidden.device.type):  # which casts itself, and only what it must
+        if not torch.is_autocast_enabled(hidden.device.type):  # autocast casts only what is necessary
             weight = weight.to(hidden.dtype)
         return self.behind(torch.nn.functional.linear(hidden, weight, bias))
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """The same for [n, D] while drafting, float32 [n, V]: in packed bfloat16 where that is the fastest way."""
+        """Float32 logits [n, V] of [n, D] for drafting, in packed bfloat16 if that is fastest."""
         if self._packed is None and isinstance(self.head, PackedLinear) and self.head.is_whole:
             self._packed = self.head.projection
         if self._packed is None:
@@ -197,19 +197,19 @@ class TargetParts:
 
     @property
     def scale(self) -> float | None:
-        """What :meth:`behind` multiplies with; ``None`` where it does more."""
+        """Factor of :meth:`behind`; ``None`` if there are other operations."""
         return self._scale if self._cap is None else None
 
     def behind(self, logits: Tensor) -> Tensor:
-        """What the family does to its logits behind the projection: a scale, a soft cap."""
+        """The family's transformation of the projected logits: a scale, a soft cap."""
         if self._scale != 1.0:
             logits = logits * self._scale
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
     def features(self, tokens: Tensor, taps: Sequence[str], grad: bool = False) -> dict[str, Tensor]:
-        """Hidden states [b, n, D] by tap name of whole texts [b, n], read without a cache; not at all for no tap.
+        """Hidden states [b, n, D] by tap name for whole texts [b, n], without a cache; no forward without taps.
 
-        A target with an encoder writes the text as its answer to the first half of it.
+        For a target with an encoder, the first half of the text is the input, and the whole text the answer.
         """
         if not taps:
             return {}
@@ -225,7 +225,7 @@ class TargetParts:
 
     @property
     def final_norm(self) -> torch.nn.Module:
-        """The norm behind the last layer, which the vocabulary projection reads."""
+        """The norm after the last layer, whose output the vocabulary projection reads."""
         decoder = find_decoder(self.network)[0]
         for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm"):
             if isinstance(getattr(decoder, name, None), torch.nn.Module):
@@ -233,5 +233,5 @@ class TargetParts:
         raise CapabilityError(f"{type(decoder).__name__} has no final norm by a known name")
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """The final norm of states [..., D] that come out of a layer."""
+        """The final norm of a layer's output [..., D]."""
         return self.final_norm(hidden)

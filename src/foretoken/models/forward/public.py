@@ -1,4 +1,4 @@
-"""A forward through the model's own code, with our attention, masks, cache and kernels, all put back afterwards."""
+"""A forward through the model's own code, with our attention, masks, cache and kernels, restored afterwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_public(network: Network, call: NetworkCall) -> Outputs:
     if network.single_mask:
         mask = mask[""]
     products = BlockedProducts() if network.exact == "bitwise" else nullcontext()
-    part = running(network.model, call.plan, call.states)  # starts below, when nobody else runs the network
+    part = running(network.model, call.plan, call.states)  # entered below, when no other thread runs the network
     rows = network.extra_rows
     embedding = nullcontext(ids) if rows is None else embedding_rows(network.model, ids, rows, network.vocab_size)
     turning = nullcontext() if network.rotary is None else network.rotary.switched(call.positions, call.lengths)
@@ -49,7 +49,7 @@ def run_public(network: Network, call: NetworkCall) -> Outputs:
 
 
 def _at_least_zero(network: Network, mask: Tensor | None, call: NetworkCall) -> Tensor:
-    """Transformers would build its own mask from ``None``: hand it an all-zero one instead."""
+    """All zeros instead of ``None``, for which Transformers would build its own mask."""
     if mask is not None:
         return mask
     size = len(call.ids), 1, call.ids.shape[1], call.cache.num_read
@@ -57,7 +57,7 @@ def _at_least_zero(network: Network, mask: Tensor | None, call: NetworkCall) -> 
 
 
 def lay_out(network: Network, checks: Checks) -> None:
-    """Use the fastest kernels under the public forward; what fails the check is noted in ``network.refused``."""
+    """Use the fastest kernels in the public forward; failed checks are recorded in ``network.refused``."""
     if has_quantised(network.model):
         reason = checks.fault(f"quantised kernels {network.way}", lambda: (network.run_public, network.dtype, True))
         if reason is not None:

@@ -1,1 +1,1 @@
-"""GGUF files, read by us: header, weights in few bits, configuration, network and tokenizer."""
+"""Our GGUF reader: header, quantised weights, configuration, network and tokenizer."""

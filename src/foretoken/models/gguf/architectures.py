@@ -1,7 +1,7 @@
-"""What a GGUF file's architecture is in Transformers: its configuration, and the names of its tensors.
+"""GGUF architectures in Transformers: configurations and tensor names.
 
-Keys of the header and names of tensors are those of ``gguf/constants.py`` in llama.cpp's ``gguf`` package; what its
-converters change in weights is undone in :mod:`foretoken.models.gguf.network`.
+Header keys and tensor names are those of ``gguf/constants.py`` in llama.cpp's ``gguf`` package;
+:mod:`foretoken.models.gguf.network` undoes the weight changes of its converters.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ SANDWICH = {
 BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 LLAMA = {**ATTENTION, **MLP, **NORMS}
 EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
-"""Stacked experts: the parameter below ``experts``, and the tensors that it is made of, one behind the other."""
+"""Stacked experts: parameter below ``experts`` -> the tensors that it concatenates."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One kind of model.
+    """One model architecture.
 
     Attributes:
-        model_type: in Transformers.
+        model_type: its name in Transformers.
         names: module of a layer -> tensor of a block, without ``.weight``.
         options: configuration values beyond the common ones.
-        permuted: whether rows of queries and keys are stored so that neighbours are rotated instead of halves.
-        norm_offset: what was added to the weights of norms.
-        router: the module of a layer that chooses experts; empty where there are none.
+        permuted: whether query and key rows are stored for rotation of neighbours instead of halves.
+        norm_offset: addend already included in the norm weights.
+        router: the module of a layer that selects experts; empty without experts.
     """
 
     model_type: str
@@ -90,7 +90,7 @@ def _qwen3_moe(file: GgufFile) -> Options:
     return {
         **_olmoe(file),
         "moe_intermediate_size": file.need("expert_feed_forward_length"),
-        "norm_topk_prob": True,  # the header does not tell, and llama.cpp does it for all
+        "norm_topk_prob": True,  # not in the header; llama.cpp always does it
     }
 
 
@@ -99,7 +99,8 @@ def _olmoe(file: GgufFile) -> Options:
 
 
 def _gemma_scale(file: GgufFile) -> int:
-    """What the attention is scaled by the root of: in the 27B models, by their layers, the width of the model."""
+    """Square of the attention's divisor; in the 27B models, recognised by their layers, it depends on the model's
+    width."""
     if file.need("block_count") == {"gemma2": 46, "gemma3": 62}[file.architecture]:
         return int(file.need("embedding_length")) // int(file.need("attention.head_count"))
     return head_dim(file)
@@ -129,7 +130,7 @@ def _gemma3(file: GgufFile) -> Options:
 
 
 def _windows(file: GgufFile, every: int) -> list[str]:
-    """Types of the layers, of which every so many see the whole text."""
+    """Layer types; one layer in ``every`` has full attention."""
     every = int(file.get("attention.sliding_window_pattern", every))
     count = int(file.need("block_count"))
     return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
@@ -173,11 +174,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "granitemoe", {**ATTENTION, **NORMS}, _granite_moe, permuted=True, router="block_sparse_moe.router"
     ),
 }
-"""By the architecture's name in the header; ``mixtral`` calls itself ``llama``."""
+"""Architectures by name in the header; ``mixtral`` is called ``llama`` there."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """The architecture of a file.  Raises ``UncoveredError`` for one that is not read here."""
+    """The architecture of a file.  Raises ``UncoveredError`` if it is unsupported."""
     name = file.architecture
     with header_faults(file):
         if name == "llama" and int(file.get("expert_count", 0)):
@@ -189,14 +190,14 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def config_of(file: GgufFile, architecture: Architecture) -> Any:
-    """The Transformers configuration that a header stands for."""
+    """The Transformers configuration for a header."""
     with header_faults(file):
         return _config(file, architecture)
 
 
 @contextmanager
 def header_faults(file: GgufFile) -> Iterator[None]:
-    """Values of a header may be of any type and size, which Transformers tells in many ways."""
+    """Convert the various errors that Transformers raises for bad header values to ``GgufError``."""
     try:
         yield
     except GgufError:
@@ -257,7 +258,7 @@ def head_dim(file: GgufFile) -> int:
 
 
 def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Options:
-    """Parameters of the rotary embedding, as Transformers has them."""
+    """Parameters of the rotary embedding in Transformers' form."""
     rope: Options = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", base)}
     if partial != 1.0:
         rope["partial_rotary_factor"] = partial
@@ -266,7 +267,7 @@ def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opt
             rope[f"{name}_factor"] = numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
         original = int(file.need("rope.scaling.original_context_length"))
         return {**rope, "rope_type": "longrope", "original_max_position_embeddings": original}
-    # Older files name the factor otherwise, and no type: it is linear then.
+    # Older files use another name for the factor, without a type, which is linear.
     factor = _positive(file, "rope.scaling.factor", _positive(file, "rope.scale_linear", 1.0))
     kind = file.get("rope.scaling.type", "linear")
     if kind in ("linear", "yarn") and factor != 1.0:
@@ -280,7 +281,7 @@ def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opt
 
 
 def _yarn_of(file: GgufFile) -> Options:
-    """Its own numbers, where they are not the usual ones."""
+    """YaRN parameters that differ from the defaults."""
     keys = {name: f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow")}
     overrides = {name: _positive(file, key) for name, key in keys.items() if file.get(key)}
     usual = {"rope.scaling.yarn_attn_factor": 1, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_ext_factor": 1}
@@ -306,7 +307,7 @@ def _vocabulary(file: GgufFile) -> int:
 
 
 def _single(file: GgufFile, key: str, default: Any = None) -> Any:
-    """A value that may be a list with one number for each layer, which must be equal."""
+    """A value that may be a list with one number per layer; all must be equal."""
     value = file.need(key) if default is None else file.get(key, default)
     if not isinstance(value, list):
         return value

@@ -1,8 +1,8 @@
-"""A GGUF file: its header read into dictionaries, its tensors mapped into memory.
+"""GGUF file reader: the header as dictionaries, the tensors memory-mapped.
 
-The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.  Sizes of the types are those of
-the ``gguf`` package.  The package's own reader makes several objects for each entry of an array, which takes six
-seconds for a vocabulary of 150,000 tokens, and it does not notice where a file ends too early.
+The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.  Type sizes come from the ``gguf``
+package.  That package's own reader creates several objects per array entry, which takes six seconds for a vocabulary of
+150,000 tokens, and does not notice truncated files.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from foretoken.core.io.checkpoints import GGUF_MAGIC, gguf_fault
 
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""``struct`` formats of the types of values; 8 is a string and 9 an array."""
+"""``struct`` formats of the value types; 8 is a string and 9 an array."""
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
 ALIGNMENT = 32
 PART = re.compile(r"(.*-)(\d{5})(-of-\d{5}\.gguf)")
-"""How the files of a model in several parts are called."""
+"""File name of one part of a split model."""
 
 
 class GgufError(ValueError):
-    """A GGUF file cannot be used; the message says what to do, in one line whatever the file's names hold."""
+    """A GGUF file cannot be used; the message says what to do, in one line whatever names the file contains."""
 
     def __init__(self, message: str) -> None:
         super().__init__("".join(letter if letter.isprintable() else "?" for letter in message))
 
 
 class UncoveredError(GgufError):
-    """A sound file that only llama.cpp runs; the message ends before what to do."""
+    """A valid file that only llama.cpp runs; the message omits what to do."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor as it is stored.
+    """A stored tensor.
 
     Attributes:
-        kind: its type in the words of the format (``"Q4_K"``).
+        kind: type name in the format (``"Q4_K"``).
         shape: rows first, as in PyTorch.
-        data: bytes [..., bytes of a row], memory-mapped.
+        data: bytes [..., bytes per row], memory-mapped.
     """
 
     name: str
@@ -61,11 +61,11 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file, or all files of a model in several parts.
+    """One file, or all files of a split model.
 
     Attributes:
-        metadata: values of the header by key.
-        tensors: by name.
+        metadata: header values by key.
+        tensors: tensors by name.
     """
 
     path: Path
@@ -77,11 +77,11 @@ class GgufFile:
         return str(self.metadata.get("general.architecture", "unknown"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value below the architecture's name."""
+        """A header value under the architecture's name."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def need(self, key: str) -> Any:
-        """The same, which must be there.  Raises ``GgufError`` where it is not."""
+        """The same for a required value.  Raises ``GgufError`` if it is missing."""
         value = self.get(key)
         if value is None:
             raise GgufError(f"{self.path} lacks {self.architecture}.{key}: it is incomplete, convert the model again")
@@ -89,14 +89,14 @@ class GgufFile:
 
 
 def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
-    """Read a file; of a model in several parts, give the first one.
+    """Read a file; ``path`` is the first part of a split model.
 
     Args:
-        header_only: leave the tensors out (``tensors`` is then empty).
+        header_only: skip the tensors (``tensors`` is then empty).
 
     Raises:
-        GgufError: no such file, no GGUF file, one that is cut off or damaged, or a part that is missing.
-        UncoveredError: a type of tensors that is not read here.
+        GgufError: the file is missing, truncated, damaged or not in GGUF, or a part is missing.
+        UncoveredError: a tensor type is unsupported.
     """
     path = Path(path).expanduser()
     reader = _GgufReader(path)
@@ -117,7 +117,7 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
 
 
 def _part(path: Path, number: int, parts: int, earlier: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
-    """The tensors of a part of a model in several files."""
+    """The tensors of one part of a split model."""
     reader = _GgufReader(path)
     metadata = reader.metadata()
     header = reader.whole(metadata, "split.no", number - 1) + 1, reader.whole(metadata, "split.count", 1)
@@ -132,7 +132,7 @@ def _part(path: Path, number: int, parts: int, earlier: Mapping[str, GgufTensor]
 
 
 class _GgufReader:
-    """Goes through one file from its beginning."""
+    """Sequential reader of one file."""
 
     def __init__(self, path: Path) -> None:
         fault = gguf_fault(path)
@@ -140,7 +140,7 @@ class _GgufReader:
             raise GgufError(fault)
         self.path, self.place = path, len(GGUF_MAGIC)
         with path.open("rb") as opened:
-            # A private mapping: nobody writes to it, and PyTorch takes writable memory without a warning.
+            # A private mapping: nothing writes to it, but PyTorch warns about read-only memory.
             self.bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         version = self._number("I")
         if version not in VERSIONS:
@@ -150,7 +150,7 @@ class _GgufReader:
         self.num_tensors, self.num_values = self._number("Q"), self._number("Q")
 
     def metadata(self) -> dict[str, Any]:
-        """The values of the header, by key."""
+        """Header values by key."""
         values = {}
         for _ in range(self.num_values):
             key = self._string()
@@ -158,7 +158,7 @@ class _GgufReader:
         return values
 
     def tensors(self, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
-        """What stands behind the values."""
+        """The tensors after the header values."""
         entries = [self._entry() for _ in range(self.num_tensors)]
         alignment = self.whole(metadata, "general.alignment", ALIGNMENT) or ALIGNMENT
         if alignment & (alignment - 1):
@@ -174,7 +174,7 @@ class _GgufReader:
         return tensors
 
     def whole(self, metadata: Mapping[str, Any], key: str, usual: int) -> int:
-        """A whole number of the header."""
+        """A nonnegative integer of the header."""
         number = metadata.get(key, usual)
         if not isinstance(number, int) or number < 0:
             raise self._damaged(f"{key} is {str(number)[:20]!r}")
@@ -197,7 +197,7 @@ class _GgufReader:
         if width % block:
             raise self._damaged(f"{name} has rows of {width} numbers, and {kind} stores {block} together")
         in_bytes = (*shape[:-1], width // block * size)
-        if max(in_bytes) > len(self.bytes):  # also beside a side of 0
+        if max(in_bytes) > len(self.bytes):  # also if another dimension is 0
             raise self._cut_off(place + max(in_bytes))
         count = math.prod(in_bytes)
         if place + count > len(self.bytes):
@@ -218,12 +218,12 @@ class _GgufReader:
         if inner in SCALARS:
             size = struct.calcsize(f"<{SCALARS[inner]}")
             return list(struct.unpack(f"<{count}{SCALARS[inner]}", self._next_bytes(count * size)))
-        if inner != STRING:  # arrays of arrays are allowed, but no key has them
+        if inner != STRING:  # the format allows arrays of arrays, but no key has them
             raise self._damaged(f"values of an array are of type {inner}")
         return self._strings(count)
 
     def _strings(self, count: int) -> list[str]:
-        """Of a vocabulary, so that nothing but the strings themselves is made for each."""
+        """A list of strings, in a loop that creates no other objects (vocabularies are large)."""
         strings, place, size = [], self.place, len(self.bytes)
         for _ in range(count):
             start = place + LENGTH.size
@@ -259,7 +259,8 @@ class _GgufReader:
 
 @cache
 def _block_of(number: int) -> tuple[str, int, int]:
-    """Name, numbers and bytes of a block of a type of tensors; an empty name for a type that the package lacks."""
+    """Name of a tensor type, and numbers and bytes per block; the name is empty if the package does not know the
+    type."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:

@@ -1,7 +1,7 @@
-"""Matrices of a GGUF file in memory: the file's integers in 8 or 4 bits, its scales as they are stored.
+"""GGUF matrices in memory: the file's integers in 8 or 4 bits, with its scales as stored.
 
-A number is ``(value - middle) * scale + zero``, rounded as ``gguf.dequantize`` rounds it; in the K types scale and zero
-are float16 numbers of a block times steps of its groups.
+A number is ``(value - middle) * scale + zero``, rounded like ``gguf.dequantize``.  In the K types, scale and zero are a
+block's float16 numbers times integer steps of its groups.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from foretoken.models.gguf.types import KINDS, PLAIN, QuantisedType
 from foretoken.models.linear.quantised_weights import slabs
 
 AT_ONCE = 2**19
-"""Numbers that are taken apart, or widened, together: they stay in a cache from one operation to the next."""
+"""Numbers processed at a time, so that they stay in the CPU cache between operations."""
 
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """A matrix [out, in] in groups with a scale each.
+    """A matrix [out, in] in groups, each with its scale.
 
     Attributes:
-        values: [out, in] int8 without the middle; or, in 4 bits, [out, in / 2] uint8, the first half of each group in
-            the low halves of the bytes.
+        values: [out, in] int8, with the middle subtracted; or, in 4 bits, [out, in / 2] uint8 with the first half of
+            each group in the low half bytes.
         scale: [out, in / each] float16.
-        zero: the same, or ``None``: no zeros.
-        steps: [out, in / group] int8, what a scale is multiplied by; ``None``: nothing.
-        zero_steps: the same of zeros.
-        group: numbers that share a scale.
+        zero: the same for zeros; ``None``: no zeros.
+        steps: [out, in / group] int8 factors of the scales; ``None``: none.
+        zero_steps: the same for zeros.
+        group: number of values that share a scale.
         bits: 8 or 4.
-        middle: what is subtracted from a value in 4 bits.
+        middle: offset of 4-bit values.
     """
 
     values: Tensor
@@ -47,7 +47,7 @@ class GroupedWeight:
 
     @classmethod
     def of(cls, stored: Tensor, kind: str) -> GroupedWeight:
-        """Of the bytes [out, k] of a quantised type, taken apart some rows at a time."""
+        """From the bytes [out, k] of a quantised type, unpacked some rows at a time."""
         form, (block, size) = KINDS[kind], _block(kind)
         out, width = len(stored), stored.shape[1] // size * block
         values = (
@@ -75,24 +75,24 @@ class GroupedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Memory of values, scales and zeros."""
+        """Bytes of values, scales and zeros."""
         parts = (self.values, self.scale, self.zero, self.steps, self.zero_steps)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers are: integers always are, so that scales and zeros decide."""
+        """Whether all numbers are finite, which depends on scales and zeros only."""
         return all(bool(part.isfinite().all()) for part in (self.scale, self.zero) if part is not None)
 
     def integers(self, rows: slice = slice(None)) -> Tensor:
-        """Values [n, in / group, group] of some rows without the middle, int8."""
+        """Int8 values [n, in / group, group] of some rows, with the middle subtracted."""
         groups = self.values[rows].unflatten(1, (self.shape[1] // self.group, -1))
         if self.bits == 8:
             return groups
         return torch.cat([groups & 15, groups >> 4], -1).view(torch.int8).sub_(self.middle)
 
     def dequantised(self, rows: slice = slice(None)) -> Tensor:
-        """Numbers [n, in] float32 of some rows."""
+        """Float32 numbers [n, in] of some rows."""
         steps, zero_steps = (None if each is None else each[rows] for each in (self.steps, self.zero_steps))
         scale = factors(self.scale[rows], steps)
         zero = None if self.zero is None else factors(self.zero[rows], zero_steps)
@@ -100,7 +100,7 @@ class GroupedWeight:
 
 
 def factors(scale: Tensor, steps: Tensor | None) -> Tensor:
-    """Scales [n, k] of groups in float32, of stored ones [n, k / m] and their steps [n, k] or ``None``."""
+    """Float32 scales [n, k] of groups, from stored scales [n, k / m] and their steps [n, k] or ``None``."""
     if steps is None:
         return scale.float()
     wide = steps.float().unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]
@@ -115,7 +115,7 @@ def numbers(integers: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class PlainWeight:
-    """A matrix [out, in] of floating-point numbers, as they are in the file."""
+    """A matrix [out, in] of floating-point numbers, as in the file."""
 
     numbers: Tensor
 
@@ -146,7 +146,7 @@ def numbers_of(tensor: GgufTensor) -> Tensor:
 
 
 def dequantised(stored: Tensor, kind: str) -> Tensor:
-    """Numbers [n, in] of stored rows [n, bytes]; float32 where they are quantised."""
+    """Numbers [n, in] of stored rows [n, bytes]; float32 if quantised."""
     if kind in PLAIN:
         return stored.contiguous().view(PLAIN[kind])
     form, (block, size) = KINDS[kind], _block(kind)
@@ -162,12 +162,12 @@ def weight_of(stored: Tensor, kind: str) -> StoredWeight:
 
 
 def widened_together(shape: tuple[int, int]) -> Iterator[slice]:
-    """Rows of a matrix [out, in], some at a time."""
+    """Slices of a matrix [out, in], some rows at a time."""
     return slabs(*shape, AT_ONCE)
 
 
 def _in_memory(values: Tensor, form: QuantisedType) -> Tensor:
-    """Values [n, b] as they are kept in memory."""
+    """Values [n, b] in their memory format."""
     if form.bits == 8:
         return values.view(torch.int8) - form.middle
     low, high = values.view(torch.int32).unflatten(1, (-1, 2, form.group // 8)).unbind(2)  # four values at a time

@@ -1,8 +1,7 @@
-"""Matrices of a GGUF file in our own kernel, with the file's integers and scales, and activations of 8 bits.
+"""GGUF matrices in our kernel, with the file's integers and scales and 8-bit activations.
 
-The kernel (:mod:`foretoken.models.native.integers8`) multiplies by ``(value - middle) * scale + zero`` as the file has
-them; nothing of a weight is rounded.  Activations are signed bytes with a scale for every 32 of them, as llama.cpp has
-them.
+The kernel (:mod:`foretoken.models.native.integers8`) multiplies by the file's ``(value - middle) * scale + zero``
+without rounding the weights.  Activations are signed bytes with one scale per 32, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from foretoken.models.native import integers, linear, why_not
 from foretoken.models.native.linear import Linear, bytes_linear
 
 BLOCK = 32
-"""Inputs that come together."""
+"""Inputs per block."""
 HALVES = 0x0F0F0F0F
 """The low halves of four bytes."""
 
 
 class GroupedProduct(NativeProduct):
-    """A quantised matrix in our own kernel."""
+    """A quantised matrix in our kernel."""
 
     name, stored, activations = "GGUF weights, own kernel", True, 8
 
@@ -43,7 +42,7 @@ class GroupedProduct(NativeProduct):
 
     def linear(self) -> Linear:
         form = linear.HALVES if self.steps is None else linear.STEPS
-        # Values in 8 bits are signed, without their middle already.
+        # 8-bit values are signed, with the middle already subtracted.
         middle = integers.MIDDLE8 if self.bits == 8 else self.middle
         weight = self.shape, self.bits, self.group, self.packed, self.scales
         return bytes_linear(*weight, form=form, steps=self.steps, zeros=self.scales.shape[2] == 2, middle=middle)
@@ -56,7 +55,7 @@ class GroupedProduct(NativeProduct):
         dense = torch.empty(len(places), self.shape[1])
         together = max(1, AT_ONCE // (integers.WIDTH * self.shape[1])) * integers.WIDTH
         first = 0
-        while first < len(places):  # rows of the blocks that begin with that of the next place
+        while first < len(places):  # the rows in whole blocks, from the block of the next row on
             start = places[first] - places[first] % integers.WIDTH
             count = len(range(places[first], min(start + together, places.stop), places.step))
             last = places[first + count - 1]
@@ -66,7 +65,7 @@ class GroupedProduct(NativeProduct):
         return dense
 
     def _blocks(self, blocks: slice) -> Tensor:
-        """Rows [n, in] of whole blocks of outputs."""
+        """Rows [n, in] of whole output blocks."""
         packed = self.packed[blocks]
         out = len(packed) * integers.WIDTH
         if self.bits == 8:
@@ -114,7 +113,7 @@ class GroupedProduct(NativeProduct):
 
 
 def product_of(weight: StoredWeight, bias: Tensor | None, dtype: torch.dtype) -> QuantisedProduct:
-    """The fastest product with a matrix for activations of a dtype; wider ones than bfloat16 are never rounded."""
+    """The fastest product of a matrix for an activation dtype; dtypes wider than bfloat16 are never rounded."""
     if dtype == torch.bfloat16 and isinstance(weight, GroupedWeight):
         try:
             return GroupedProduct(weight, bias)
@@ -124,11 +123,11 @@ def product_of(weight: StoredWeight, bias: Tensor | None, dtype: torch.dtype) ->
 
 
 def _packed(weight: GroupedWeight) -> Tensor:
-    """Values as the kernel reads them: signed bytes, or those of 4 bits without sign."""
+    """Values in the kernel's layout: signed bytes, or unsigned half bytes."""
     if weight.bits == 8:
         return integers.packed8(weight.values)
     packed = torch.empty_like(weight.values)
-    for rows in widened_together(weight.shape):  # four bytes, that is values, at a time
+    for rows in widened_together(weight.shape):  # four bytes (values) at a time
         fours = weight.values[rows].view(torch.int32).unflatten(1, (-1, weight.group // 16, 2))
         first, second = fours.unbind(3)
         low = first & HALVES | (second & HALVES) << 4
@@ -145,6 +144,6 @@ def _side_by_side(scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def _apart(stacked: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scales and zeros [out, k] that :func:`_side_by_side` was given."""
+    """Scales and zeros [out, k] from :func:`_side_by_side`."""
     kinds = stacked.permute(2, 0, 3, 1).flatten(1, 2)
     return kinds[0], kinds[1] if len(kinds) > 1 else None

@@ -1,8 +1,8 @@
-"""The Transformers model of a GGUF file: built without weights, then given the file's own.
+"""The Transformers model of a GGUF file, built without weights and then filled.
 
 Matrices in the model's dtype are views of the mapped file.  Quantised ones become
-:class:`~foretoken.models.linear.product.QuantisedLinear` with the file's numbers, one after another; the
-embedding looks its rows up in the file.  So there is no second copy of the weights.
+:class:`~foretoken.models.linear.product.QuantisedLinear` with the file's numbers, one after another; the embedding
+reads its rows from the file.  So there is no second copy of the weights.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
     """A ``PreTrainedModel`` with the weights of a file.
 
     Args:
-        dtype: of activations, norms and whatever is not quantised; by default that of the file's matrices, and
-            bfloat16 where those are quantised.
+        dtype: dtype of activations, norms and all other unquantised numbers; by default the dtype of the file's
+            matrices, or bfloat16 if they are quantised.
     """
     from transformers import AutoModelForCausalLM
 
     architecture = architecture_of(file)
     config = config_of(file, architecture)
-    if dtype is None:  # that of most numbers in matrices, bfloat16 where they are quantised
+    if dtype is None:  # that of most matrices, or bfloat16 if quantised
         dtype = PLAIN.get(stored_as(file).split(" ")[0], torch.bfloat16)
     for tensor in file.tensors.values():
         if tensor.kind not in KINDS and tensor.kind not in PLAIN:
@@ -60,7 +60,7 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
 
 
 def stored_as(file: GgufFile) -> str:
-    """The types of a file's matrices, the one with most bytes first."""
+    """Types of a file's matrices, by descending total size."""
     counts: Counter[str] = Counter()
     for tensor in file.tensors.values():
         if len(tensor.shape) > 1:
@@ -69,7 +69,7 @@ def stored_as(file: GgufFile) -> str:
 
 
 class _WeightFiller:
-    """Which tensors of a file are which weights of a network."""
+    """Mapping of a file's tensors to a network's weights."""
 
     def __init__(self, file: GgufFile, architecture: Architecture, model: Any, dtype: torch.dtype) -> None:
         self.file, self.architecture, self.model, self.dtype = file, architecture, model, dtype
@@ -77,7 +77,7 @@ class _WeightFiller:
         self.sources = dict(self._sources())
 
     def _sources(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Every parameter with the tensors that it is made of."""
+        """Every parameter with its source tensors."""
         for name, _ in self.model.named_parameters():
             if name == "model.embed_tokens.weight":
                 yield name, (EMBEDDING,)
@@ -98,7 +98,7 @@ class _WeightFiller:
         return (f"blk.{block}.{self.architecture.names.get(module, module)}.{leaf}",)
 
     def check(self) -> None:
-        """Compare names and shapes, before any weight is read."""
+        """Check names and shapes before reading any weight."""
         file, expected = self.file, {name for names in self.sources.values() for name in names}
         missing = sorted(expected - file.tensors.keys())
         if missing:
@@ -121,7 +121,7 @@ class _WeightFiller:
                 )
 
     def fill(self) -> None:
-        """Give every module its weights."""
+        """Fill every module."""
         modules = dict(self.model.named_modules())
         linear: list[str] = []
         for name in self.sources:
@@ -171,7 +171,7 @@ class _WeightFiller:
         return self._multiplied(tensor, data, bias)
 
     def _multiplied(self, tensor: GgufTensor, data: Tensor, bias: Tensor | None) -> QuantisedLinear:
-        """A layer with the file's numbers, of a tensor's rows [out, bytes]."""
+        """A layer with the file's numbers, from a tensor's rows [out, bytes]."""
         weight = weight_of(data, tensor.kind)
         self._check_finite(tensor.name, weight.is_finite)
         return QuantisedLinear(product_of(weight, bias, self.dtype), self.dtype)
@@ -181,7 +181,7 @@ class _WeightFiller:
             raise GgufError(f"{name} in {self.file.path} holds NaN or inf: {REMEDY}")
 
     def _ordered(self, name: str, rows: Tensor) -> Tensor:
-        """Rows of queries and keys in halves of a head, as Transformers rotates them; others as they are."""
+        """Query and key rows reordered to Transformers' rotation in halves; other rows unchanged."""
         heads = {"attn_q": self.config.num_attention_heads, "attn_k": self.config.num_key_value_heads}
         count = heads.get(name.split(".")[-2]) if self.architecture.permuted else None
         if count is None:
@@ -189,7 +189,7 @@ class _WeightFiller:
         return rows.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
 
     def _tie(self) -> None:
-        """The vocabulary projection multiplies by the embedding."""
+        """Let the vocabulary projection multiply by the embedding."""
         tensor, embedding = self.file.tensors[EMBEDDING], self.model.model.embed_tokens
         if isinstance(embedding, StoredEmbedding):
             self.model.lm_head = self._multiplied(tensor, tensor.data, None)
@@ -199,8 +199,8 @@ class _WeightFiller:
 
 @contextmanager
 def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
-    """As many threads as PyTorch has, each for an operation of its own: the operations on some rows of a matrix are
-    short, and threads that share one spend more time in waiting for each other, ten times more on a busy machine."""
+    """A pool with PyTorch's number of threads, each running its operations alone: operations on some rows of a matrix
+    are short, and threads that share one mostly wait for each other (ten times longer on a busy machine)."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -211,7 +211,7 @@ def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
 
 
 def _rotate(model: Any, file: GgufFile) -> None:
-    """Make the rotary embedding anew, with numbers; a file may bring a divisor for each of its frequencies."""
+    """Recreate the rotary embedding with real tensors; the file may hold a divisor per frequency."""
     decoder = model.model
     decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)
     factors = file.tensors.get("rope_freqs.weight")

@@ -1,4 +1,4 @@
-"""Products with the matrices of a GGUF file, and their embedding."""
+"""Products with GGUF matrices, and the GGUF embedding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from foretoken.models.gguf.grouped import GroupedWeight, StoredWeight, dequantis
 from foretoken.models.linear.quantised_products import QuantisedProduct
 
 MARKED_ROWS = 8
-"""Rows of a matrix that tell it from others."""
+"""Number of rows in a matrix's hash."""
 
 
 class WidenedProduct(QuantisedProduct):
-    """The plain product: rows of the matrix become float32 numbers, some at a time, and are multiplied in float32."""
+    """The plain product: some rows at a time are dequantised to float32 and multiplied in float32."""
 
     name, has_wide, stored = "GGUF weights, widened", False, True
 
@@ -42,7 +42,7 @@ class WidenedProduct(QuantisedProduct):
 
     @property
     def mark(self) -> str:
-        """Tells this matrix from others of its shape."""
+        """Hash that distinguishes matrices of the same shape."""
         return mark_of(self.weight)
 
     @property
@@ -51,33 +51,33 @@ class WidenedProduct(QuantisedProduct):
 
 
 def by_slabs(product: QuantisedProduct, x: Tensor) -> Tensor:
-    """x [..., in] -> x W^T (+ bias) [..., out] in the dtype of ``x``, with the numbers that a product stands for.
+    """x [..., in] -> x W^T (+ bias) [..., out] in the dtype of ``x``, with a product's dequantised weight.
 
-    There is never a table of all of them."""
+    The weight is dequantised in slabs, never as a whole."""
     out = torch.cat([F.linear(x, product.some(rows).to(x.dtype)) for rows in widened_together(product.shape)], -1)
     return out if product.bias is None else out + product.bias.to(x.dtype)
 
 
 def mark_of(weight: StoredWeight) -> str:
-    """A hash over some rows of a matrix."""
+    """Hash over some rows of a matrix."""
     step = max(1, weight.shape[0] // MARKED_ROWS)
     rows = weight.dequantised(slice(None, None, step))[:MARKED_ROWS].contiguous()
     return hashlib.blake2b(rows.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 class StoredEmbedding(nn.Embedding):
-    """Looks rows up in a file: only those that are asked for become numbers.
+    """An embedding that reads and dequantises only the selected rows of a file.
 
     Args:
         stored: rows [V, bytes], memory-mapped.
-        dtype: of what is looked up.
-        scale: what rows are multiplied by, as Gemma does; ``None``: nothing.
+        dtype: dtype of the output.
+        scale: factor of the output, as in Gemma; ``None``: none.
     """
 
     embed_scale: Tensor
 
     def __init__(self, stored: Tensor, kind: str, width: int, dtype: torch.dtype, scale: Tensor | None = None) -> None:
-        nn.Module.__init__(self)  # an embedding's own would make a table of numbers
+        nn.Module.__init__(self)  # nn.Embedding's would allocate the table
         self.num_embeddings, self.embedding_dim, self.padding_idx = len(stored), width, None
         self.stored, self.kind, self.dtype = stored, kind, dtype
         if scale is not None:
@@ -85,7 +85,7 @@ class StoredEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """[V, D] all rows in ``dtype``: made every time that it is asked for."""
+        """[V, D] all rows in ``dtype``, computed on every access."""
         return self.rows(torch.arange(self.num_embeddings))
 
     def sampled(self, count: int) -> Tensor:
@@ -95,7 +95,7 @@ class StoredEmbedding(nn.Embedding):
 
     @property
     def num_bytes(self) -> int:
-        """What the rows take in the file."""
+        """Bytes of the rows in the file."""
         return self.stored.nbytes
 
     def rows(self, ids: Tensor) -> Tensor:

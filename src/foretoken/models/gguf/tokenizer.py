@@ -1,8 +1,8 @@
 """The tokenizer inside a GGUF file, as a fast Transformers tokenizer.
 
-Two kinds are read: byte-level BPE (``gpt2`` in the header) with the splitting of words that ``tokenizer.ggml.pre``
-names, and SentencePiece's BPE (``llama``), whose merges follow from the scores of its tokens.  How words are split is
-written down in llama.cpp's ``llama-vocab.cpp`` and in the ``tokenizer.json`` of the models that the names stand for.
+It supports byte-level BPE (``gpt2`` in the header), with the word splitting named by ``tokenizer.ggml.pre``, and
+SentencePiece's BPE (``llama``), whose merges follow from the token scores.  The splitting rules are those of
+llama.cpp's ``llama-vocab.cpp`` and of the models' ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ GPT4O = (
 )
 DIGIT = r"\p{N}"
 UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9]{3}")
-"""What llama.cpp does where a header names no way, or one that its converter did not know."""
+"""llama.cpp's rule for headers that name no splitting, or one that its converter did not know."""
 
 
 @dataclass(frozen=True)
 class _Splitting:
-    """How a text is split into words, whose bytes are merged.
+    """Rule for splitting a text into words, whose bytes are then merged.
 
     Attributes:
-        patterns: one after the other; each cuts what it matches out of the pieces of those before it.
-        whole: whether a word that is a token stays one, whatever the merges say.
-        bos: whether a text begins with the token for that, where the header does not tell.
+        patterns: applied in order; each isolates its matches within the pieces so far.
+        whole: whether a word that is a token stays whole, regardless of the merges.
+        bos: whether a text starts with the BOS token, unless the header says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -58,15 +58,15 @@ PRE: dict[str, _Splitting] = {
     "tekken": _Splitting((TEKKEN,), whole=True, bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), _Splitting((GPT4O,))),
 }
-"""By ``tokenizer.ggml.pre``.  ``tekken``, ``gpt-4o`` and ``llama4`` are the models' own patterns: llama.cpp has no
-classes of capital letters and marks beyond ASCII, and splits a few words of such letters elsewhere."""
+"""Rules by ``tokenizer.ggml.pre``.  ``tekken``, ``gpt-4o`` and ``llama4`` use the models' own patterns: llama.cpp has
+no classes of capital letters and marks beyond ASCII, and splits a few words of such letters differently."""
 SPACE = "\u2581"
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
-"""Control tokens that end a text or a turn wherever a vocabulary has them, as llama.cpp takes them."""
+"""Control tokens that end a text or a turn in any vocabulary that has them, as in llama.cpp."""
 
 
 class Token(IntEnum):
-    """Kinds of tokens (``tokenizer.ggml.token_type``)."""
+    """Token types (``tokenizer.ggml.token_type``)."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -77,7 +77,7 @@ class Token(IntEnum):
 
 
 def build_tokenizer(file: GgufFile) -> Any | None:
-    """A ``PreTrainedTokenizerFast``; ``None`` where the file holds no vocabulary."""
+    """A ``PreTrainedTokenizerFast``; ``None`` if the file has no vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
     model = file.metadata.get("tokenizer.ggml.model", "no_vocab")
@@ -120,7 +120,7 @@ def end_ids(file: GgufFile) -> list[int]:
 
 
 def _tokens(file: GgufFile) -> tuple[Sequence[str], Sequence[int]]:
-    """Names and kinds of all tokens."""
+    """Names and types of all tokens."""
     names: Sequence[str] | None = file.metadata.get("tokenizer.ggml.tokens")
     if names is None:
         raise GgufError(f"{file.path} lacks tokenizer.ggml.tokens: convert the model again, or pass tokenizer=FOLDER")
@@ -131,13 +131,13 @@ def _tokens(file: GgufFile) -> tuple[Sequence[str], Sequence[int]]:
 
 
 def _token_name(file: GgufFile, key: str, names: Sequence[str]) -> str | None:
-    """The name of a special token; ``None`` where the file names none."""
+    """The name of a special token; ``None`` if the file has none."""
     place = file.metadata.get(f"tokenizer.ggml.{key}")
     return names[place] if isinstance(place, int) and 0 <= place < len(names) else None
 
 
 def _bytes(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple[Any, bool]:
-    """Byte-level BPE, and whether it puts the first token before a text by itself."""
+    """Byte-level BPE, and whether it adds the BOS token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     name = file.metadata.get("tokenizer.ggml.pre", "default")
@@ -159,7 +159,7 @@ def _bytes(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple[
 
 
 def _pieces(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple[Any, bool]:
-    """SentencePiece's BPE: spaces are letters, and bytes are tokens where nothing else is."""
+    """SentencePiece's BPE: spaces are letters, with a fallback to byte tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = file.metadata.get("tokenizer.ggml.scores")
@@ -181,9 +181,9 @@ def _pieces(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple
 
 
 def _merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """All ways to put two tokens together to a third, that of the highest score first.
+    """All pairs of tokens that concatenate to a third, by descending score of the third.
 
-    SentencePiece merges the pair whose token has the highest score; a list of merges in that order does the same.
+    SentencePiece always merges the pair whose result scores highest; a merge list in that order is equivalent.
     """
     merges = []
     for token, score in scores.items():
@@ -196,7 +196,7 @@ def _merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _usable_merges(pairs: Sequence[tuple[str, ...]], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Merges whose parts and result are tokens: others never apply."""
+    """Merges whose parts and result are tokens; others never apply."""
     return [
         (pair[0], pair[1])
         for pair in pairs
@@ -205,13 +205,13 @@ def _usable_merges(pairs: Sequence[tuple[str, ...]], vocabulary: Mapping[str, in
 
 
 def _add_special(backend: Any, file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> None:
-    """Tokens that are found in a text before it is split."""
+    """Add the tokens that are matched in a text before it is split."""
     from tokenizers import AddedToken
 
     strips = _takes_spaces(file)
     special, ordinary = [], []
     for name, kind in zip(names, kinds, strict=True):
-        rstrip = strips and name not in ("<unk>", "<s>", "<|endoftext|>")  # these of Phi-3's take no spaces
+        rstrip = strips and name not in ("<unk>", "<s>", "<|endoftext|>")  # these tokens of Phi-3 take no spaces
         if kind in (Token.CONTROL, Token.UNKNOWN):
             special.append(AddedToken(name, normalized=False, special=True, rstrip=rstrip))
         elif kind == Token.USER:
@@ -221,8 +221,7 @@ def _add_special(backend: Any, file: GgufFile, names: Sequence[str], kinds: Sequ
 
 
 def _takes_spaces(file: GgufFile) -> bool:
-    """Whether special tokens take the spaces behind them, as Phi-3's do: the header does not tell, but names the
-    model."""
+    """Whether special tokens absorb following spaces, as in Phi-3, which only the model's name in the header shows."""
     name = str(file.metadata.get("general.name", "")).lower()
     phi = file.architecture == "phi3" and file.metadata.get("tokenizer.ggml.model") == "llama"
     return phi or "phi-3" in name or "phi3" in name
@@ -231,7 +230,7 @@ def _takes_spaces(file: GgufFile) -> bool:
 def _add_ends(
     backend: Any, file: GgufFile, names: Sequence[str], special: Mapping[str, str | None], adds_bos: bool
 ) -> None:
-    """The tokens that a text begins and ends with by itself."""
+    """Configure the tokens that are added to the start and end of a text."""
     from tokenizers import processors
 
     enabled = {

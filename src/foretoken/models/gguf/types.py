@@ -1,9 +1,9 @@
-"""How the types of GGUF store numbers, taken apart into integers and scales.
+"""GGUF's quantised types, unpacked into integers and scales.
 
-Every quantised type is blocks of 32 or 256 numbers of a row; a number is ``(value - middle) * scale + zero`` with one
-scale, and in some types one zero, for a group of 16 or 32 of them: a float16 number, or one of the block times a whole
-number.  The integers, scales and zeros are the file's own, and the arithmetic is that of ``gguf.dequantize``, so that
-the numbers are the same to the last bit.
+A quantised row consists of blocks of 32 or 256 numbers.  A number is ``(value - middle) * scale + zero``, with one
+scale, and in some types one zero, per group of 16 or 32: a float16 number, or the block's float16 number times an
+integer.  Integers, scales and zeros are the file's own, and the arithmetic is that of ``gguf.dequantize``, so the
+numbers are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Parts:
-    """Blocks [n, b] taken apart.
+    """Unpacked blocks [n, b].
 
     Attributes:
-        values: [n, b] uint8, or int8 where they are signed.
-        scale: [n, k] float16: one for each group, or one that steps multiply.
-        zero: the same, or ``None``: no zeros.
-        steps: [n, b / group] int8 factors of the scale; ``None``: it stands alone.
-        zero_steps: the same of the zeros.
+        values: [n, b] uint8, or int8 if signed.
+        scale: [n, k] float16, one per group, or one that ``steps`` multiply.
+        zero: the same for zeros; ``None``: no zeros.
+        steps: [n, b / group] int8 factors of the scale; ``None``: none.
+        zero_steps: the same for zeros.
     """
 
     values: Tensor
@@ -39,10 +39,10 @@ class QuantisedType:
     """A quantised type.
 
     Attributes:
-        parts: takes blocks [n, bytes] apart.
-        bits: that a value needs, 4 or 8.
+        parts: unpacks blocks [n, bytes].
+        bits: bits per stored value, 4 or 8.
         group: numbers that share a scale.
-        middle: what is subtracted from a value.
+        middle: offset subtracted from a value.
     """
 
     parts: Callable[[Tensor], Parts]
@@ -57,7 +57,8 @@ def _half(blocks: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _split(bytes_: Tensor, count: int, bits: int, width: int) -> Tensor:
-    """Values [n, k, count, width]: of every ``width`` bytes of [n, k * width] first the lowest ``bits``, and so on."""
+    """Values [n, k, count, width]: for every ``width`` bytes of [n, k * width], first their lowest ``bits``, then the
+    next."""
     words = bytes_.contiguous().view(torch.int32).unflatten(1, (-1, width // 4))  # four bytes at a time
     values = words.new_empty(*words.shape[:2], count, width // 4)
     for place in range(count):
@@ -66,7 +67,7 @@ def _split(bytes_: Tensor, count: int, bits: int, width: int) -> Tensor:
 
 
 def _above(low: Tensor, high: Tensor, bits: int) -> Tensor:
-    """Values [n, b] of their lowest bits and those above them."""
+    """Values [n, b] from their low and high bits."""
     return (low.view(torch.int32) | high.view(torch.int32) << bits).view(torch.uint8)
 
 
@@ -98,15 +99,15 @@ def _q8_0(blocks: Tensor) -> Parts:
 
 
 def _iq4_nl(blocks: Tensor) -> Parts:
-    # What the 16 values stand for, in scales (llama.cpp, kvalues_iq4nl).
+    # The scaled numbers of the 16 values (llama.cpp, kvalues_iq4nl).
     values = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
     table = torch.tensor(values, dtype=torch.int8)
     return Parts(table[_split(blocks[:, 2:], 2, 4, 16).flatten(1).int()], _half(blocks, 0, 2))
 
 
 def _sixes(bytes_: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima [n, 8] in six bits each, from twelve bytes: four and four in the low bits of the first eight
-    bytes, the rest in the halves of the last four and the two bits left of the others."""
+    """6-bit scales and minima [n, 8] from twelve bytes: four of each in the low bits of the first eight bytes, the
+    others in the halves of the last four bytes and the remaining two bits of the first eight."""
     first, second, last = bytes_.unflatten(1, (3, 4)).unbind(1)
     scale = torch.cat([first & 63, (last & 15) | ((first >> 2) & 48)], 1)
     least = torch.cat([second & 63, (last >> 4) | ((second >> 2) & 48)], 1)
@@ -114,7 +115,7 @@ def _sixes(bytes_: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stepped(values: Tensor, blocks: Tensor) -> Parts:
-    """Q4_K and Q5_K, whose values are there already."""
+    """Q4_K and Q5_K, with unpacked values."""
     scale, least = _sixes(blocks[:, 4:16])
     return Parts(values, _half(blocks, 0, 2), -_half(blocks, 2, 4), scale.to(torch.int8), least.to(torch.int8))
 
@@ -144,7 +145,7 @@ def _q2_k(blocks: Tensor) -> Parts:
 
 def _q3_k(blocks: Tensor) -> Parts:
     low = _split(blocks[:, 32:96], 4, 2, 32).flatten(1)
-    high = _split(blocks[:, :32], 8, 1, 32).flatten(1)  # where it is not set, four is subtracted
+    high = _split(blocks[:, :32], 8, 1, 32).flatten(1)  # four is subtracted where it is not set
     packed = blocks[:, 96:108]
     scales = _split(packed[:, :8], 2, 4, 8).flatten(1) | _split(packed[:, 8:], 4, 2, 4).flatten(1) << 4
     return Parts(_above(low, high, 2), _half(blocks, 108, 110), steps=scales.to(torch.int8) - 32)
@@ -163,6 +164,6 @@ KINDS: dict[str, QuantisedType] = {
     "Q6_K": QuantisedType(_q6_k, 8, 16, 32),
     "IQ4_NL": QuantisedType(_iq4_nl, 8, 32),
 }
-"""The quantised types, by name."""
+"""Quantised types by name."""
 PLAIN: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The others."""
+"""Unquantised types by name."""

@@ -1,7 +1,7 @@
-"""Linear layers on CPU: layouts of weights, quantised ones too, and which is the fastest on the machine.
+"""Linear layers on CPU: layouts of full and quantised weights, and selection of the fastest on this machine.
 
-From the inside out: a *layout* is a full weight as one kind of kernel reads it, a *projection* a layout with its bias,
-a *quantised product* the same of a weight in few bits.  Either is a *product* to whoever multiplies.  ``PackedLinear``
-and ``QuantisedLinear`` are the modules that hold one in a network, in place of an ``nn.Linear``.  Layouts are chosen in
-``product_costs``, quantised products in ``quantised``, both by measurement.
+From the inside out: a *layout* is a full weight in the format of one kind of kernel, a *projection* is a layout with
+its bias, and a *quantised product* is their counterpart for quantised weights.  Projections and quantised products are
+*products*.  ``PackedLinear`` and ``QuantisedLinear`` are the modules that replace an ``nn.Linear`` by one.  Layouts are
+chosen in ``product_costs``, quantised products in ``quantised``, both by measurement.
 """

@@ -1,7 +1,7 @@
-"""The weights of trained heads as our kernels multiply by them: in 8 bits, whatever the head is stored in.
+"""Weights of trained heads for our kernels: in 8 bits, whatever their storage.
 
-A head is drafted with one to some ten rows at a time, so that its time is that of reading its weights, and its
-distribution may be anything.  The products are the ones of quantised draft models.
+A head runs one to about ten rows at a time, so its time is that of reading its weights, and its distribution is free.
+The products are those of quantised draft models.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from foretoken.models.native import integers, why_not
 from foretoken.models.native.library import NotCoveredError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What weights are packed from; whoever computes in float64 wants its digits."""
+"""Source dtypes of packed weights; float64 is left out, because it is chosen for its precision."""
 
 
 def packed(*linears: Any) -> NativeProduct:
-    """Plain linear layers of one input as one product, their outputs side by side."""
+    """Plain linear layers with a common input as one product with concatenated outputs."""
     if not all(is_plain(linear) for linear in linears):
         raise NotCoveredError("its linear layers are of another kind")
     weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
@@ -37,10 +37,10 @@ def packed(*linears: Any) -> NativeProduct:
 
 
 def packed_rows(weight: Tensor, bias: Tensor | None) -> NativeProduct:
-    """A weight [out, in] with biases [out].
+    """Product of a weight [out, in] with biases [out].
 
     Raises:
-        NotCoveredError: a shape or dtype that the kernels do not take.
+        NotCoveredError: the kernels do not support the shape or dtype.
     """
     reason = why_not()
     if reason is not None:

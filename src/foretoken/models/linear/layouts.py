@@ -1,4 +1,4 @@
-"""How the weight of a linear layer is laid out for the CPU.
+"""Memory layouts of linear weights on the CPU.
 
 ``plain``
     The weight as it is, multiplied by ``torch.nn.functional.linear``.
@@ -15,7 +15,7 @@
     (:func:`halved`); a weight with more significant bits is not laid out so.  On a CPU without bfloat16 products a
     round of six rows then costs little more than one of one row.
 
-Which of them is used is measured (:mod:`foretoken.models.linear.product_costs`).
+The choice between them is measured (:mod:`foretoken.models.linear.product_costs`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from foretoken.models.native import bfloat16
 
 NARROW = (torch.bfloat16, torch.float16)
 LARGEST_EXPONENT = 60
-"""Scales beyond two to this power could make activations underflow."""
+"""Limit of the scale's exponent; a larger one could make activations underflow."""
 
 
 class WeightLayout(ABC):
-    """A weight [out, in] and its product.
+    """A weight [out, in] and its matrix product.
 
     Attributes:
         name: ``plain``, ``onednn``, ``native`` or ``half``.
-        block: rows to multiply at once where a row's bits must not depend on how many rows there are (see
-            :data:`foretoken.models.linear.packing.BLOCK`); 0 where they never do.
-        activations: dtype of the activations that it multiplies.
+        block: rows per product if a row's bits must not depend on the number of rows (see
+            :data:`foretoken.models.linear.packing.BLOCK`); 0 if they never do.
+        activations: dtype of its activations.
     """
 
     name: ClassVar[str]
@@ -58,22 +58,22 @@ class WeightLayout(ABC):
         """``x W^T (+ bias)`` [n, out] for x [n, in] in ``activations``."""
 
     def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """``residual + x W^T (+ bias)`` [n, out]; the residual is left as it is."""
+        """``residual + x W^T (+ bias)`` [n, out]; the residual is not modified."""
         return self(x, bias).add_(residual)
 
     @property
     @abstractmethod
     def weight(self) -> Tensor:
-        """[out, in] as it was given; a copy, unless the layout is plain."""
+        """The original weight [out, in]; a copy, unless the layout is plain."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Memory of the weight."""
+        """Bytes of the weight."""
 
 
 class PlainLayout(WeightLayout):
-    """The weight as it is."""
+    """The weight in row order."""
 
     name = "plain"
 
@@ -103,7 +103,7 @@ class OneDnnLayout(WeightLayout):
     name = "onednn"
 
     def __init__(self, weight: Tensor) -> None:
-        # The layout is chosen for 16 rows, the size of a usual speculation.
+        # The layout is optimised for 16 rows, a usual speculation.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
         self.activations = weight.dtype
         self._bytes = weight.nbytes
@@ -120,12 +120,12 @@ class OneDnnLayout(WeightLayout):
 
     @property
     def num_bytes(self) -> int:
-        """As many as in row order (padding of blocks left out)."""
+        """Bytes in row order (without the padding of blocks)."""
         return self._bytes
 
 
 class NativeLayout(WeightLayout):
-    """Blocks of 32 outputs for our own bfloat16 kernel, which sums every row in the same order."""
+    """Blocks of 32 outputs for our bfloat16 kernel, which sums every row in the same order."""
 
     name = "native"
     block = 0
@@ -145,18 +145,18 @@ class NativeLayout(WeightLayout):
 
     @property
     def num_bytes(self) -> int:
-        """As many as in row order (what fills the last block up is left out)."""
+        """Bytes in row order (without the padding of the last block)."""
         return 2 * self._out * 2 * self.packed.shape[1]
 
 
 @dataclass(frozen=True)
 class Halved:
-    """A weight as float16 holds it.
+    """A weight in float16.
 
     Attributes:
         scaled: [out, in] float32, the weight times ``scale``.
         scale: a power of two.
-        rounded: flat indices of the few tiny numbers that float16 rounds.
+        rounded: flat indices of the few tiny numbers rounded by float16.
     """
 
     scaled: Tensor
@@ -168,7 +168,7 @@ class HalfLayout(WeightLayout):
     """Float16 weights and float32 activations (FBGEMM)."""
 
     name = "half"
-    block = 6  # what FBGEMM's kernels take at once on AVX2: more only costs time
+    block = 6  # row block of FBGEMM's AVX2 kernels: more only costs time
 
     def __init__(self, weight: Tensor) -> None:
         half = halved(weight)
@@ -180,7 +180,7 @@ class HalfLayout(WeightLayout):
         self._packed: Any = torch.ops.quantized.linear_prepack_fp16(half.scaled, None)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The power of two leaves through the activations, without rounding."""
+        """The activations absorb the power of two, without rounding."""
         out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x * self._inverse, self._packed)
         return out if bias is None else out.add_(bias)
 
@@ -197,38 +197,37 @@ class HalfLayout(WeightLayout):
 
 
 LayOut = Callable[[Tensor], WeightLayout]
-"""Lays a weight [out, in] out."""
+"""Constructor of a layout from a weight [out, in]."""
 LAYOUTS: dict[str, LayOut] = {cls.name: cls for cls in (PlainLayout, OneDnnLayout, NativeLayout, HalfLayout)}
 
 
 def halved(weight: Tensor) -> Halved | None:
-    """``weight`` as float16 holds it, ``None`` where it has more significant bits or too wide a range."""
+    """``weight`` in float16; ``None`` if it has more significant bits or too wide a range."""
     scaled = weight.to(torch.float32, copy=True)
     low, high = (float(end) for end in torch.aminmax(scaled)) if weight.numel() else (0.0, 0.0)
     top = max(-low, high)
     if not math.isfinite(top):
         return None
-    exponent = 15 - math.frexp(top)[1] if top else 0  # the largest number comes to lie between 2^14 and 2^15
+    exponent = 15 - math.frexp(top)[1] if top else 0  # the largest number is then between 2^14 and 2^15
     if abs(exponent) > LARGEST_EXPONENT:
         return None
     scaled *= 2.0**exponent
     rounded = (scaled.half().float() != scaled).flatten().nonzero()[:, 0]
-    # A share of 1e-9 of random weights is so small that float16 rounds it.
+    # About 1e-9 of random weights are small enough to be rounded by float16.
     if len(rounded) > 1e-3 * weight.numel() or bool((scaled.flatten()[rounded].abs() >= 2.0**-14).any()):
         return None
     return Halved(scaled, 2.0**exponent, rounded)
 
 
 def usable_layouts(dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[str, ...]:
-    """Names of the layouts that this machine can multiply a weight of such a kind in, ``plain`` first."""
+    """Layouts that this machine supports for weights of a dtype and device, ``plain`` first."""
     on_cpu = torch.device(device).type == "cpu"
     return tuple(name for name in LAYOUTS if name == "plain" or (on_cpu and has_layout(name, dtype)))
 
 
 @cache
 def has_layout(name: str, dtype: torch.dtype) -> bool:
-    """Whether this machine and this build of PyTorch have a layout's operators for weights of a dtype, and they
-    multiply."""
+    """Whether this machine and PyTorch build have a layout's operators for a dtype, and they multiply correctly."""
     cls = LAYOUTS[name]
     if cls is OneDnnLayout:
         able = torch.backends.mkldnn.is_available() and dtype in (torch.bfloat16, torch.float32)

@@ -1,5 +1,4 @@
-"""Linear layers on CPU: weights laid out once for the machine (:mod:`foretoken.models.linear.layouts`), fused, or in
-place of a model's own layers."""
+"""Linear layers on CPU whose weights are packed once for the machine (:mod:`foretoken.models.linear.layouts`)."""
 
 from __future__ import annotations
 
@@ -20,25 +19,24 @@ from foretoken.models.linear.product_costs import fastest_layout, least_rows
 from foretoken.models.network.watch import is_hooked
 
 BLOCK = 32
-"""Rows per matrix product where bits must not depend on how many rows there are (layouts have a count of their own).
+"""Rows per matrix product if bits must not depend on the number of rows (layouts have their own count).
 
 oneDNN chooses a kernel, and with it the order of its sums, by the number of rows: for bfloat16 weights [out, in] on a
-CPU with AMX one row differs from several when ``in`` is at most 64, and 32 rows from more when it is at least 512.
-With one constant number of rows a row has the same bits at every place.  32 rows cost a large model as much as one.
+CPU with AMX, one row differs from several if ``in`` is at most 64, and 32 rows from more if it is at least 512.  With a
+constant number of rows, a row has the same bits at every index.  For a large model, 32 rows cost as much as one.
 """
 
 
 def pays_packed(weight: Tensor) -> bool:
-    """Whether this bfloat16 weight is multiplied faster in oneDNN's layout than in float32, where a model may have it
-    either way."""
+    """Whether this bfloat16 weight is faster in oneDNN's layout than in float32, for models that may use either."""
     return "onednn" in usable_layouts(weight.dtype, weight.device) and has_bfloat16()
 
 
 @cache
 def has_bfloat16() -> bool:
-    """Whether the CPU itself multiplies bfloat16 (AVX512-BF16 or AMX).  Others take it apart: there products of eight
-    rows take twice as long as in float32, of twenty-four four times (``docs/log.md``).  Only x86 was measured:
-    elsewhere oneDNN's word is taken for it."""
+    """Whether the CPU multiplies bfloat16 natively (AVX512-BF16 or AMX).  With emulation, products of eight rows take
+    twice as long as in float32, of twenty-four four times (``docs/log.md``).  Only x86 was measured; elsewhere oneDNN
+    decides."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
@@ -46,18 +44,18 @@ def has_bfloat16() -> bool:
 
 
 def draft_projection(weight: Tensor, bias: Tensor | None) -> Projection:
-    """Of a weight [out, in] whose products need not be exact: in bfloat16 where that is the faster way."""
+    """Projection with a weight [out, in] that need not be exact: in bfloat16 if that is faster."""
     half = weight.detach().to(torch.bfloat16)
     return Projection(half if pays_packed(half) else weight.detach(), None if bias is None else bias.detach())
 
 
 class Projection:
-    """``x -> x W^T (+ bias)`` for 2-D ``x`` [n, in], in the layout that is fastest on this machine.
+    """``x -> x W^T (+ bias)`` for 2-D ``x`` [n, in], in the fastest layout on this machine.
 
     Args:
-        layout: ``"auto"`` (as measured) or a name of :mod:`foretoken.models.linear.layouts`; a weight that ``half``
-            does not hold, or of which this machine knows no such layout, stays plain.
-        blocks: always multiply the same number of rows at once, so that a row's bits do not depend on the others.
+        layout: ``"auto"`` (by measurement) or a name from :mod:`foretoken.models.linear.layouts`; the weight stays
+            plain if ``half`` cannot hold it or this machine lacks the layout.
+        blocks: multiply a constant number of rows at a time, so that a row's bits do not depend on the others.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, layout: str = "auto", blocks: bool = False) -> None:
@@ -80,7 +78,7 @@ class Projection:
         return self.block > 0 or self.layout.block == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.requires_grad and self.layout.name != "plain":  # packed products have no derivative
+        if x.requires_grad and self.layout.name != "plain":  # packed products have no gradient
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         out = self._apply(x.to(self.activations))
         return out.to(x.dtype)
@@ -102,13 +100,13 @@ class Projection:
 
 
 def laid_out(weight: Tensor, layout: str) -> WeightLayout:
-    """The weight in a layout, or in the one that is fastest for it; plain where that cannot be."""
+    """The weight in the given layout, or in its fastest one; plain if that is impossible."""
     usable = usable_layouts(weight.dtype, weight.device)
     if layout != "auto":
         return _made(weight, layout if layout in usable else "plain") or PlainLayout(weight)
     shape = (int(weight.shape[0]), int(weight.shape[1]))
     fastest = _made(weight, fastest_layout(weight.dtype, [shape], usable))
-    unconditional = [name for name in usable if name != "half"]  # which depends on the numbers in a weight
+    unconditional = [name for name in usable if name != "half"]  # half depends on the weight's numbers
     return fastest or _made(weight, fastest_layout(weight.dtype, [shape], unconditional)) or PlainLayout(weight)
 
 
@@ -120,10 +118,10 @@ def _made(weight: Tensor, layout: str) -> WeightLayout | None:
 
 
 class Home:
-    """A model in which projections take the place of linear layers.
+    """A model whose linear layers are replaced by projections.
 
-    Where its layers are is looked up once, and again only where somebody else has changed them: a walk through a model
-    of hundreds of layers for every one of them would take longer than to lay their weights out.
+    Locations of its layers are cached until someone else changes them: walking a model of hundreds of layers for each
+    of them would take longer than packing.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -132,8 +130,7 @@ class Home:
         self._tied: set[int] = set()
 
     def take_place(self, linears: Sequence[nn.Linear], projection: Projection) -> None:
-        """Let the projection that was made of ``linears``, one behind the other, take their place, so that there are no
-        two copies of their weights."""
+        """Replace ``linears`` by their concatenated projection, so that their weights exist only once."""
         start = 0
         for linear in linears:
             stop = start + linear.out_features
@@ -156,13 +153,12 @@ class Home:
 
 @dataclass(frozen=True)
 class Packing:
-    """How linear layers of a model become projections.
+    """Conversion of a model's linear layers to projections.
 
     Attributes:
-        layout: of their weights, ``"auto"`` or a name of :mod:`foretoken.models.linear.layouts`.
-        blocks: whether a row's bits must not depend on how many rows there are.
-        home: where projections take the place of the layers that they are made of; ``None``: they are copies beside
-            the model.
+        layout: layout of their weights, ``"auto"`` or a name from :mod:`foretoken.models.linear.layouts`.
+        blocks: whether a row's bits must not depend on the number of rows.
+        home: the model whose layers the projections replace; ``None``: they are copies beside the model.
     """
 
     layout: str = "auto"
@@ -171,7 +167,8 @@ class Packing:
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype, device: torch.device, blocks: bool, in_place: bool) -> Packing:
-        """For a whole model: 16-bit weights all get one layout, so that activations have one dtype throughout."""
+        """The packing of a whole model: all 16-bit weights get one layout, so that activations have one dtype
+        throughout."""
         shapes = [tuple(m.weight.shape) for m in _plain_linears(model)]
         narrow = dtype in NARROW and shapes
         layout = fastest_layout(dtype, shapes, usable_layouts(dtype, device)) if narrow else "auto"
@@ -179,17 +176,17 @@ class Packing:
 
     @property
     def way(self) -> str:
-        """The layout, and whether it takes the place of the model's layers."""
+        """The layout, and whether it replaces the model's layers."""
         return self.layout if self.home is None else f"{self.layout} in place"
 
     def activations(self, dtype: torch.dtype) -> torch.dtype:
-        """What the projections of weights of ``dtype`` are best fed with."""
+        """Best dtype of activations for projections of ``dtype`` weights."""
         return torch.float32 if self.layout == "half" else dtype
 
     def projection(self, *linears: Any) -> Product:
-        """One projection that gives the outputs of all of them side by side."""
+        """One projection with the concatenated outputs of all layers."""
         quantised = next((linear for linear in linears if isinstance(linear, QuantisedLinear)), None)
-        if quantised is not None:  # what is quantised already stays as it is
+        if quantised is not None:  # quantised layers stay as they are
             return quantised.joined(linears)
         alone = len(linears) == 1
         weight = linears[0].weight.detach() if alone else torch.cat([linear.weight.detach() for linear in linears])
@@ -201,14 +198,14 @@ class Packing:
 
 
 def _in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, block: int = BLOCK) -> Tensor:
-    """``product(x)`` for x [n, in], computed on ``block`` rows at a time (the last block is filled up with zeros)."""
+    """``product(x)`` for x [n, in], ``block`` rows at a time (the last block is zero-padded)."""
     n = len(x)
     x = F.pad(x, (0, 0, 0, -n % block))
     return torch.cat([product(part) for part in x.split(block)])[:n]
 
 
 class BlockedProducts(TorchFunctionMode):
-    """Inside this context every linear layer of a model multiplies ``BLOCK`` rows at a time; nothing is modified."""
+    """Context in which every linear layer of a model multiplies ``BLOCK`` rows at a time; nothing is modified."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Intercept ``linear``, and ``addmm`` (GPT-2's layers)."""
@@ -224,11 +221,11 @@ class BlockedProducts(TorchFunctionMode):
 
 
 class PackedLinear(nn.Module):
-    """Takes the place of an ``nn.Linear`` whose weight went into a projection, alone or among others.
+    """Replaces an ``nn.Linear`` whose weight went into a projection, alone or with others.
 
     Args:
-        start, stop: which of its outputs are the layer's; by default all.
-        tied: whether the weight is an embedding's, too, which still holds it.
+        start, stop: range of the layer's outputs; by default all.
+        tied: whether an embedding also holds the weight.
     """
 
     def __init__(self, projection: Projection, start: int = 0, stop: int | None = None, tied: bool = False) -> None:
@@ -244,7 +241,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[out, in] as it was before: a copy, made every time that it is asked for."""
+        """The original weight [out, in]; a copy, computed on every access."""
         return self.projection.weight[self.start : self.stop]
 
     @property
@@ -260,30 +257,28 @@ class PackedLinear(nn.Module):
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is an ``nn.Linear`` whose weight is there and is all that it multiplies by, without hooks.
+    """Whether a module is an unmodified ``nn.Linear`` that uses only its own weight, without hooks.
 
-    Packages that read ready-made quantised checkpoints keep the class and give its objects other weights and another
-    ``forward``.
+    Packages for quantised checkpoints keep the class, but replace the weights and ``forward`` of its objects.
     """
     its_own = type(module) is nn.Linear and "weight" in module._parameters and "forward" not in vars(module)
     return its_own and not is_hooked(module)
 
 
 def _plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
-    """The modules below ``model`` that :func:`is_plain` holds for."""
+    """The :func:`is_plain` modules below ``model``."""
     return (module for module in model.modules() if isinstance(module, nn.Linear) and is_plain(module))
 
 
 def dtype_of(linear: Any) -> torch.dtype:
-    """Of a linear layer's weight, packed, quantised or neither; nothing is unpacked."""
+    """Weight dtype of a linear layer (packed, quantised or plain), without unpacking it."""
     if isinstance(linear, PackedLinear):
         return linear.projection.dtype
     return linear.dtype if isinstance(linear, QuantisedLinear) else linear.weight.dtype
 
 
 def joined_weight(linears: Sequence[Any]) -> Tensor:
-    """The weights of linear layers, one below the other [sum of outs, in]; a projection that they share is unpacked
-    once."""
+    """Concatenated weights of linear layers [sum of outs, in]; a shared projection is unpacked once."""
     projections = {id(getattr(linear, "projection", linear)): linear for linear in linears}
     first, last = linears[0], linears[-1]
     if len(projections) == 1 and isinstance(first, PackedLinear):
@@ -295,11 +290,10 @@ def joined_weight(linears: Sequence[Any]) -> Tensor:
 
 
 def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
-    """Let packed layers take the place of every ``nn.Linear`` below ``model`` that they are faster than; returns how
-    many.
+    """Replace every ``nn.Linear`` below ``model`` by a packed layer if that is faster; return the number replaced.
 
-    Weights that are shared with an embedding stay as they are (the embedding needs the plain layout).  One layer is
-    packed after the other: there is never a second copy of all weights.
+    Weights shared with an embedding stay plain, as the embedding requires.  Layers are packed one by one, so that no
+    second copy of all weights exists.
     """
     count, tied = 0, embedded_in(model)
     for parent, name, linear in list(children_of(model)):
@@ -314,7 +308,8 @@ def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
 
 
 def unpack_linears(model: nn.Module) -> int:
-    """Give every packed layer below ``model`` its plain ``nn.Linear`` back, with the same numbers; returns how many."""
+    """Restore the plain ``nn.Linear`` of every packed layer below ``model``, with the same values; return their
+    number."""
     count = 0
     for parent, name, packed in list(children_of(model)):
         if isinstance(packed, PackedLinear):
@@ -322,12 +317,12 @@ def unpack_linears(model: nn.Module) -> int:
             count += 1
     tie: Any = getattr(model, "tie_weights", None)
     if count and tie is not None:
-        tie()  # a head that shares its weight with the embedding does so again
+        tie()  # restores a head that shares the embedding's weight
     return count
 
 
 def plain_linear(packed: PackedLinear) -> nn.Linear:
-    """The ``nn.Linear`` that a packed layer took the place of."""
+    """The ``nn.Linear`` that a packed layer replaced."""
     bias = packed.bias
     plain = nn.Linear(packed.in_features, packed.out_features, bias=bias is not None, device="meta")
     plain.weight = nn.Parameter(packed.weight.clone(), requires_grad=False)
@@ -337,7 +332,7 @@ def plain_linear(packed: PackedLinear) -> nn.Linear:
 
 
 def check_packable(model: Any) -> None:
-    """Refuse a model none of whose weights could be laid out in another way."""
+    """Raise ``ValueError`` if none of the model's weights can be packed."""
     kinds = {(m.weight.device, m.weight.dtype) for m in _plain_linears(model)}
     if not kinds:
         raise ValueError(f"pack=True: {type(model).__name__} has no torch.nn.Linear layers that could be packed")
@@ -348,20 +343,20 @@ def check_packable(model: Any) -> None:
 
 
 def weight_bytes(model: nn.Module, products: Sequence[Any] = ()) -> int:
-    """Memory of a model's weights, packed ones and those of ``products`` included, each counted once."""
+    """Bytes of a model's weights, including packed ones and those of ``products``, each counted once."""
     parts = [part for product in products for part in getattr(product, "products", [product])]
     packed = [m.projection for m in model.modules() if isinstance(m, PackedLinear)]
     projections = {id(p): p for p in (*packed, *parts) if isinstance(p, Projection)}.values()
     plain = [p.weight for p in projections if p.layout.name == "plain"]
     tensors = [*model.parameters(), *plain, *(p.bias for p in projections if p.bias is not None)]
     storages = [tensor.untyped_storage() for tensor in tensors]
-    distinct = {storage._cdata: storage.nbytes() for storage in storages}  # not every device tells where its data are
+    distinct = {storage._cdata: storage.nbytes() for storage in storages}  # not every device has data pointers
     quantised = sum(getattr(m, "packed_bytes", 0) for m in model.modules())
     return sum(distinct.values()) + sum(p.layout.num_bytes for p in projections if p.layout.name != "plain") + quantised
 
 
 def shapes_of(model: nn.Module) -> set[tuple[int, int]]:
-    """Shapes [out, in] of the matrices that a model multiplies, fused ones as they are multiplied."""
+    """Shapes [out, in] of a model's matrices; fused ones count as one."""
     packed = {
         (m.projection.out_features, m.projection.in_features) for m in model.modules() if isinstance(m, PackedLinear)
     }
@@ -369,7 +364,7 @@ def shapes_of(model: nn.Module) -> set[tuple[int, int]]:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Numbers in a model's weights, packed ones included."""
+    """Number of a model's parameters, packed ones included."""
     packed: list[Any] = [m for m in model.modules() if isinstance(m, PackedLinear | QuantisedLinear)]
     packed = [m for m in packed if isinstance(m, QuantisedLinear) or not m.tied]
     num_packed = sum(m.out_features * (m.in_features + (m.bias is not None)) for m in packed)
@@ -383,5 +378,5 @@ def children_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 
 def embedded_in(model: nn.Module) -> set[int]:
-    """Ids of the weights of embeddings."""
+    """Ids of embedding weights."""
     return {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}

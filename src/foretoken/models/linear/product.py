@@ -1,4 +1,4 @@
-"""Products of rows with a weight, however it is stored, and the linear layers whose weights are quantised."""
+"""Matrix products with a weight in any format, and linear layers with quantised weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foretoken.models.linear.quantised_weights import GROUP
 
 
 class Product(Protocol):
-    """``x -> x W^T (+ bias)``: a laid-out weight, one in few bits, or several side by side."""
+    """``x -> x W^T (+ bias)`` with a packed weight, a quantised one, or several concatenated."""
 
     @property
     def alone(self) -> bool:
@@ -24,12 +24,11 @@ class Product(Protocol):
         """x [n, in] -> [n, out] in the dtype of ``x``."""
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual + x W^T (+ bias)`` [n, out], in one call where there is one."""
+        """``residual + x W^T (+ bias)`` [n, out], in a single call if available."""
 
 
 class QuantisedLinear(nn.Module):
-    """Drop-in for an ``nn.Linear`` on CPU whose weights are quantised for good, for models that the library loaded
-    itself: everybody leaves them as they are."""
+    """Permanently quantised replacement of an ``nn.Linear`` on CPU, in models that the library loaded itself."""
 
     def __init__(self, product: QuantisedProduct, dtype: torch.dtype) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class QuantisedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> QuantisedLinear:
-        """A layer's weight, quantised."""
+        """The quantised form of a layer."""
         bias = None if linear.bias is None else linear.bias.detach()
         quantised = make_product(product, linear.weight, bias, GROUP)
         quantised.wide = wide_rows if wide else None
@@ -46,11 +45,11 @@ class QuantisedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[out, in] as an ordinary tensor: made every time that it is asked for."""
+        """[out, in] as an ordinary tensor, computed on every access."""
         return self.product.dense().to(self.dtype)
 
     def sampled(self, count: int) -> Tensor:
-        """``count`` rows of the weight, evenly spaced."""
+        """``count`` evenly spaced rows of the weight."""
         step = max(1, self.out_features // count)
         return self.product.some(slice(None, None, step))[:count].to(self.dtype)
 
@@ -65,7 +64,7 @@ class QuantisedLinear(nn.Module):
 
     @staticmethod
     def joined(linears: Sequence[Any]) -> SideBySide:
-        """The products of several layers of one input, some of which may be plain ones."""
+        """The products of several layers with a common input, some of which may be plain."""
         if len(linears) > 1 and all(isinstance(linear, QuantisedLinear) for linear in linears):
             whole = side_by_side(linears)
             if whole is not None:
@@ -80,19 +79,19 @@ class QuantisedLinear(nn.Module):
 
 
 def multiply_dequantised(model: nn.Module) -> None:
-    """Let every quantised layer below ``model`` multiply by its weight as numbers, without its kernel."""
+    """Let every quantised layer below ``model`` multiply by its dequantised weight, without its kernel."""
     for module in model.modules():
         if isinstance(module, QuantisedLinear):
             module.product.product = module.product.by_dense  # type: ignore[method-assign]
 
 
 def _plain(linear: Any) -> Callable[[Tensor], Tensor]:
-    """A layer that is not quantised, for input of any dtype."""
+    """A layer without quantisation, for input of any dtype."""
     return lambda x: linear(x.to(linear.weight.dtype)).to(x.dtype)
 
 
 class SideBySide:
-    """Several products of one input as one: what a fused projection is for weights that cannot be joined."""
+    """Several products with a common input as one: a fused projection for weights that cannot be joined."""
 
     def __init__(self, products: Sequence[Callable[[Tensor], Tensor]]) -> None:
         self.products = products
@@ -112,10 +111,10 @@ class SideBySide:
 
 
 def is_stored(module: Any) -> bool:
-    """Whether a layer multiplies by the numbers of a GGUF file, which may be quantised once more to draft with."""
+    """Whether a layer multiplies by numbers from a GGUF file, which a draft may quantise further."""
     return isinstance(module, QuantisedLinear) and module.product.stored
 
 
 def has_quantised(model: nn.Module) -> bool:
-    """Whether any layer below ``model`` is one of these."""
+    """Whether any layer below ``model`` is quantised."""
     return any(isinstance(module, QuantisedLinear) for module in model.modules())

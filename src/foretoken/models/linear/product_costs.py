@@ -1,13 +1,12 @@
-"""Which layout a weight is multiplied fastest in, measured on this machine.
+"""The fastest layout of a weight, measured on this machine.
 
-A matrix product of a few rows is made of reading the weight and of arithmetic, and which of them counts, and how well a
-kernel does it, differs by CPU, dtype and shape: on a CPU with AMX oneDNN's bfloat16 scores 32 rows for the cost of
-one, on one with AVX2 alone every row of it costs as much as the first, while exact float16 weights give six for little
-more than one.  So every layout is timed once per machine and size of weight, for a fraction of a second, on several
-copies (a decoding step of a large model finds its weights in memory, not in the cache), by one thread, in the time of
-that thread: beside another busy process two threads that wait for each other are timed at twenty times what they take,
-and the time of day counts what other processes take.  What was measured is kept in the user's cache folder;
-``foretoken doctor`` shows it.
+A product of a few rows consists of reading the weight and of arithmetic.  Their proportion, and the quality of the
+kernels, depends on CPU, dtype and shape: on a CPU with AMX, oneDNN's bfloat16 scores 32 rows at the cost of one; with
+AVX2 alone, each of its rows costs as much as the first, while exact float16 weights give six for little more than one.
+So every layout is timed once per machine and weight size, for a fraction of a second.  The timing uses several copies
+(a decoding step of a large model reads weights from memory, not from the cache) and the thread time of a single thread:
+beside another busy process, two threads that wait for each other take twenty times as long, and wall time includes
+other processes.  Results are stored in the user's cache folder; ``foretoken doctor`` shows them.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from foretoken.models.linear.layouts import LAYOUTS, LayOut, WeightLayout, usabl
 from foretoken.models.machine import KeptResults, cache_bytes, timed
 
 ROWS = (1, 2, 5, 8)
-"""Rows that are timed: a plain step, the beginning of speculation, usual rounds."""
+"""Timed numbers of rows: a plain step, the beginning of speculation, usual rounds."""
 SMALLEST, LARGEST = 256, 4096
-"""Sides of the weights that are timed; others count as the nearest power of two between them."""
+"""Range of timed weight sides; others count as the nearest power of two in it."""
 MOST_COPIES = 16
-"""A weight of which so many fit into the cache belongs to a model that does."""
+"""A weight with more copies than this in the cache belongs to a model that fits into the cache."""
 MARGIN = 0.95
-"""Another layout than the plain one must be at least 5 % faster: less is noise."""
+"""A layout must be at least 5 % faster than the plain one: less is noise."""
 
 Times = dict[int, float]
 """Seconds by number of rows."""
@@ -38,7 +37,7 @@ KEPT = KeptResults("products")
 
 
 def size_class(out: int, inner: int) -> tuple[int, int]:
-    """The size that stands for weights [out, inner] in the measurements."""
+    """The measured size that represents weights [out, inner]."""
     nearest = (2 ** round(math.log2(max(side, 1))) for side in (out, inner))
     first, second = (min(max(side, SMALLEST), LARGEST) for side in nearest)
     return first, second
@@ -50,33 +49,33 @@ def product_times(layout: str, dtype: torch.dtype, out: int, inner: int) -> Time
 
 
 def least_rows(layout: str, dtype: torch.dtype, out: int, inner: int) -> int:
-    """The number of rows that fewer ones are filled up to: the cheapest count there is, filling included.
+    """The number of rows to which smaller inputs are padded: the fastest one, padding included.
 
-    No margin is asked for: one row is the slower one in a whole model where it is level here.
+    There is no margin: one row that is on par here is slower in a whole model.
     """
     times = product_times(layout, dtype, out, inner)
-    fill_s = 7e-6  # filling up, cutting off and adding a residual apart
+    fill_s = 7e-6  # padding, slicing and a separate residual sum
     return min(ROWS, key=lambda rows: times[rows] + (fill_s if rows > 1 else 0.0))
 
 
 def fastest_layout(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]], names: Sequence[str]) -> str:
-    """The one of several layouts, ``plain`` among them, in which a round of products with weights of these shapes is
-    fastest: on average over a plain step (one row, or as many as it is filled up to) and a verification (eight)."""
+    """The layout, ``plain`` included, with the fastest products for weights of these shapes, averaged over a plain step
+    (one row, or its padded count) and a verification (eight rows)."""
     counts = Counter(size_class(shape[0], shape[1]) for shape in shapes)
     if len(names) == 1 or not counts:
         return "plain"
     costs = {name: sum(n * _cost(name, dtype, *size) for size, n in counts.items()) for name in names}
     if "native" in costs:
-        # Ours may cost twice what others do, timed alone: only with them a whole forward is one call, and only they
-        # give a row the same bits in any company.  Models of 135M and 0.5B whose products were timed at 1.4 to 1.7
-        # times the best others ran 1.3 to 3 times as fast with ours, with AVX2 and with AVX-512 (docs/log.md).
+        # Ours may cost twice as much when timed alone: only they make a whole forward one call, and only they give a
+        # row the same bits in any batch.  Models of 135M and 0.5B whose products were timed at 1.4 to 1.7 times the
+        # best others ran 1.3 to 3 times as fast with ours, with AVX2 and with AVX-512 (docs/log.md).
         costs["native"] *= 0.5
     best = min(costs, key=lambda name: costs[name])
     return best if costs[best] < MARGIN * costs["plain"] else "plain"
 
 
 def step_s(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> float:
-    """Seconds of one row through weights of these shapes, each in the layout that is fastest for it on the CPU."""
+    """Seconds of one row through weights of these shapes, each in its fastest layout on the CPU."""
     counts, names = Counter(size_class(shape[0], shape[1]) for shape in shapes), usable_layouts(dtype)
     return sum(n * min(min(_times(name, dtype, *size).values()) for name in names) for size, n in counts.items())
 
@@ -122,14 +121,14 @@ def _key(layout: str, dtype: torch.dtype, out: int, inner: int) -> str:
 
 
 def known_times(dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> Mapping[str, Times]:
-    """What was measured on this machine of weights of these shapes, in every layout, by a key in words."""
+    """Stored measurements for weights of these shapes in every layout, by a readable key."""
     sizes = sorted({size_class(*shape) for shape in shapes})
     keys = [_key(layout, dtype, *size) for size in sizes for layout in LAYOUTS]
     return {key: times for key in keys if (times := _stored_times(key)) is not None}
 
 
 def _stored_times(key: str) -> Times | None:
-    """A measurement of an earlier run; what is damaged counts as none."""
+    """A measurement from an earlier run; ``None`` if missing or damaged."""
     try:
         return {int(rows): float(seconds) for rows, seconds in KEPT.stored()[key].items()}
     except (KeyError, ValueError, AttributeError, TypeError):

@@ -1,4 +1,4 @@
-"""Which product of weights in 8 or 4 bits (:mod:`foretoken.models.linear.quantised_products`) is the fastest here."""
+"""Selection of the fastest product for 8-bit or 4-bit weights (:mod:`foretoken.models.linear.quantised_products`)."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from foretoken.models.machine import timed
 from foretoken.models.native import integers
 
 MEASURED = 2048 * 4096
-"""Most weights that a product is timed on: more than a cache holds, little enough for some milliseconds."""
+"""Maximum size of a timed weight: larger than a cache, but fast enough for a few milliseconds."""
 MOST_ROWS = 2**17
-"""Of such a weight: a layer that is ten wide would have a million."""
+"""Maximum rows of a timed weight: a layer of width ten would otherwise have a million."""
 NEVER = 2**62
-"""So many rows no call has."""
+"""More rows than any call has."""
 COPIES = 10
-"""Copies of a weight that are multiplied in turn: those of a large one do not fit into a cache, as in a model."""
+"""Number of weight copies multiplied in turn: those of a large weight exceed the cache, as in a model."""
 TRIES = 2
-"""Timed turns through the copies of a product, after one that warms up."""
+"""Timed passes through the copies of a product, after one warm-up."""
 WITHOUT_BYTES = "this machine has no kernel for activations of 8 bits"
 
 
 @cache
 def available() -> dict[str, type[QuantisedProduct]]:
-    """The products that this build of PyTorch has, by name, tried out on a small weight."""
+    """Products of this PyTorch build by name, each tested on a small weight."""
     products: dict[str, type[QuantisedProduct]] = {}
     weight, x = torch.linspace(-1, 1, 16 * 32).view(16, 32), torch.ones(1, 32)
     makers: tuple[tuple[type[QuantisedProduct], Callable[[], Any]], ...] = (
@@ -55,7 +55,7 @@ def available() -> dict[str, type[QuantisedProduct]]:
     for product, quantised in makers:
         try:
             product(quantised(), None)(x)
-        except (RuntimeError, NotImplementedError, AttributeError):  # another platform, a build without FBGEMM
+        except (RuntimeError, NotImplementedError, AttributeError):  # another platform, or a build without FBGEMM
             continue
         products[product.name] = product
     return products
@@ -65,22 +65,22 @@ def available() -> dict[str, type[QuantisedProduct]]:
 def fastest_draft_product(
     out: int, width: int, group: int, bits: str = "auto", activations: str = "auto"
 ) -> type[QuantisedProduct] | None:
-    """The product for draft steps with weights [out, width], by a short measurement with one row of input.
+    """The fastest product for draft steps with weights [out, width], by a short measurement with one input row.
 
-    Weights of this width are timed that no cache holds: copies of a small layer alone would be read from one, and in a
-    draft step the whole network's weights come between.
+    The timed weights have this width but exceed the cache: copies of a small layer alone would stay in it, while a
+    draft step reads the whole network in between.
 
     Args:
         out, width: shape of the weight.
-        group: of int4.
-        bits: ``"8"``, ``"4"`` or ``"auto"``; int4 is taken for ``auto`` where it is 1.25 times as fast.
-        activations: bits of the input, ``"8"``, ``"15"`` or ``"auto"``: 8 where this machine has kernels for them.
+        group: group size of int4.
+        bits: ``"8"``, ``"4"`` or ``"auto"``, which chooses int4 if it is 1.25 times as fast.
+        activations: bits of the input, ``"8"``, ``"15"`` or ``"auto"``: 8 if this machine has such kernels.
 
     Returns:
-        ``None`` where no product takes this shape or nothing is available.
+        the product; ``None`` if none is available or none supports the shape.
     """
     fitting = _fitting(out, width, group, bits, activations)
-    if activations == "auto":  # timed alone level with 15 bits, in a whole draft of 135M parameters 18 ms, not 49
+    if activations == "auto":  # on par with 15 bits alone, but 18 ms, not 49, in a draft of 135M
         fitting = [product for product in fitting if product.activations == 8] or fitting
     return _fastest(fitting, lambda: _draft_times(tuple(fitting), width, group), 1.25)
 
@@ -96,10 +96,10 @@ def _draft_times(
 def fastest_target_product(
     out: int, width: int, group: int, bits: str, activations: str = "15"
 ) -> type[QuantisedProduct] | None:
-    """The product for a target, which decodes plainly (one row) and verifies (eight); else as for drafts.
+    """The fastest product for a target, which decodes plainly (one row) and verifies (eight); otherwise as for drafts.
 
-    Kernels in which a row's bits do not depend on the others come first where this machine has them: whether text is
-    equal to the last bit must not hang on a measurement beside other work.
+    Kernels whose rows do not depend on each other take precedence: bitwise equality must not depend on a measurement
+    under load.
     """
     fitting = _fitting(out, width, group, bits, activations)
     fitting = [product for product in fitting if issubclass(product, NativeProduct)] or fitting
@@ -111,7 +111,7 @@ def _fastest(
     measure: Callable[[], dict[type[QuantisedProduct], float]],
     margin4: float = 1,
 ) -> type[QuantisedProduct] | None:
-    """The one that takes the least time, if there are several; 4 bits count ``margin4`` times theirs."""
+    """The fastest product, if there are several; times of 4-bit products count ``margin4`` times."""
     if len(fitting) < 2:
         return next(iter(fitting), None)
     times = measure()
@@ -119,13 +119,13 @@ def _fastest(
 
 
 def multiplies_bytes() -> bool:
-    """Whether this machine has our kernels with activations of 8 bits."""
+    """Whether this machine has our kernels with 8-bit activations."""
     return any(product.activations == 8 for product in available().values())
 
 
 def _fitting(out: int, width: int, group: int, bits: str, activations: str) -> list[type[QuantisedProduct]]:
-    """The products that are there and take this shape.  Weights that no product with activations of 8 bits takes are
-    multiplied with more."""
+    """Available products that support this shape.  If no product with 8-bit activations does, those with more bits are
+    used."""
     fitting = [
         product
         for product in available().values()
@@ -140,7 +140,7 @@ def _fitting(out: int, width: int, group: int, bits: str, activations: str) -> l
 
 
 def measured_rows(out: int, width: int) -> int:
-    """Rows of a weight [out, width] that is timed in its place."""
+    """Number of rows of the smaller weight that is timed instead of [out, width]."""
     return max(ROWS4, min(out, MEASURED // width) // ROWS4 * ROWS4)
 
 
@@ -153,15 +153,13 @@ def measured(
     rows: Sequence[int],
     num_copies: int = COPIES,
 ) -> dict[type[QuantisedProduct], float]:
-    """Seconds of each product with a random weight, summed over calls of so many ``rows``: of calls that read copy
-    after copy of the weight, as a decoding step does, what the quickest quarter takes at most.  Large weights are cut
-    to a few million numbers.
+    """Seconds per product with a random weight, summed over the numbers of ``rows``: the fastest quartile of calls that
+    read one copy of the weight after another, like a decoding step.  Large weights are cut to a few million numbers.
 
-    (Calls with caches that something else has filled in between take twice as long here, most of all those of the
-    products that are many small calls.)
+    (Calls with a cache filled by other work take twice as long here, especially for products made of many small calls.)
     """
     out = measured_rows(out, width)
-    draws = torch.Generator().manual_seed(0)  # never torch's own: a caller's seed must not depend on what is timed
+    draws = torch.Generator().manual_seed(0)  # not torch's global one: a caller's seed must not depend on timings
     weight = torch.randn(out, width, generator=draws)
     bits = {product.bits for product in products}
     stored: dict[int, Any] = {b: Int4Weight.of(weight, group) if b == 4 else Int8Weight.of(weight) for b in bits}
@@ -175,15 +173,14 @@ def measured(
 
 
 def reading_s(copies: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> float:
-    """Seconds of a product with x [n, in], read from copy after copy of its weight: what the quickest quarter of the
-    calls takes at most."""
+    """Seconds of a product with x [n, in] that reads one copy of its weight after another: the fastest quartile."""
     return timed({"": [partial(run, x) for run in copies]}, TRIES)[""]
 
 
 @cache
 @torch.inference_mode()
 def wide_rows(product: type[QuantisedProduct], out: int, width: int, group: int) -> int:
-    """From how many rows on the dequantised weight is faster by a tenth, measured; a large number where it never is."""
+    """Number of rows from which the dequantised weight is measured a tenth faster; :data:`NEVER` if it is not."""
     tried = make_product(product, torch.ones(out, width), None, group)
     if not product.has_wide or (product.bits == 4 and block4(out) == 0):
         return NEVER

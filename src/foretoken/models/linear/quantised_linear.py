@@ -1,5 +1,5 @@
-"""A model whose linear layers are quantised for good: less memory, and faster steps where reading weights takes the
-time.  Its distribution is its own, not that of the model with full weights."""
+"""Permanently quantised linear layers of a model: less memory, and faster steps if reading weights dominates.  The
+model's distribution then differs from that with full weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from foretoken.models.linear.quantised import WITHOUT_BYTES, available, fastest_
 from foretoken.models.linear.quantised_weights import GROUP
 
 KINDS = ("int8", "int4", "int8-a8", "int4-a8")
-"""What weights can be quantised to; ``a8``: activations of 8 bits instead of 15 or 16."""
+"""Available quantisations; ``a8`` means 8-bit activations instead of 15 or 16."""
 
 
 def is_ready_made(model: Any) -> bool:
-    """Whether a network was read from a checkpoint whose weights are quantised (GPTQ, AWQ, compressed-tensors, ...)."""
+    """Whether a network comes from a quantised checkpoint (GPTQ, AWQ, compressed-tensors, ...)."""
     return getattr(model.config, "quantization_config", None) is not None
 
 
@@ -28,18 +28,17 @@ def check_kind(kind: str) -> None:
 
 
 def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
-    """Replace every ``nn.Linear`` below ``model`` by a quantised one, one after another; returns how many.
+    """Replace every ``nn.Linear`` below ``model`` by a quantised one, one by one; return their number.
 
-    ``model.quantised_to`` is ``kind`` from then on.
+    Sets ``model.quantised_to`` to ``kind``.
 
-    Left as they are: weights that are shared with an embedding, and with ``int4`` shapes that do not fit.  The
-    vocabulary projection is int8 at the least: its errors are errors of logits.
+    Weights shared with an embedding stay unquantised, and with ``int4`` also shapes that do not fit.  The vocabulary
+    projection is at least int8: its errors are errors of logits.
 
     Args:
-        model: a network on the CPU that is ours to change.
+        model: a network on the CPU that may be changed.
         kind: one of :data:`KINDS`.
-        wide: let calls of many rows dequantise a layer where that is faster; a row's bits then depend on how many there
-            are.
+        wide: let calls of many rows dequantise a layer if that is faster; a row's bits then depend on their number.
     """
     check_kind(kind)
     if model.device.type != "cpu":

@@ -1,6 +1,6 @@
-"""Linear layers with weights in 8 or 4 bits on a CPU: the products that read them.
+"""Products with 8-bit or 4-bit weights on a CPU.
 
-All products are row-independent: what else is in a call changes a row's result by rounding at most.
+All products are row-independent: other rows in a call change a row's result by rounding at most.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from foretoken.models.native.library import address
 from foretoken.models.native.linear import Linear, bytes_linear
 
 WIDE = 64
-"""The fewest rows that are worth dequantising a weight for."""
+"""Minimum number of rows for which dequantising a weight can pay."""
 
 
 class QuantisedProduct(ABC):
-    """A :class:`~foretoken.models.linear.product.Product` with a quantised weight, and a bias that is added in float32.
+    """A :class:`~foretoken.models.linear.product.Product` with a quantised weight and a bias added in float32.
 
     Attributes:
-        wide: from how many rows on a product of this shape may multiply by the dequantised weight instead (the same
-            numbers, summed in another order), as a function that measures it; ``None``: never.
-        has_wide: whether that can be faster at all.
-        activations: bits of the input that it multiplies.
-        stored: whether the numbers are those of the model's own file, and not quantised by us.
+        wide: measures the number of rows from which a product of this shape may use the dequantised weight instead (the
+            same numbers, summed in another order); ``None``: never.
+        has_wide: whether that can ever be faster.
+        activations: bits of its input.
+        stored: whether the numbers come from the model's file instead of our quantisation.
     """
 
     name: str
@@ -60,12 +60,12 @@ class QuantisedProduct(ABC):
         return residual + self(x)
 
     def copied(self) -> QuantisedProduct:
-        """The same product with memory of its own, without laying the weight out once more."""
+        """The same product in separate memory, without packing the weight again."""
         return copy.deepcopy(self)
 
     @classmethod
     def fused(cls, products: Sequence[QuantisedProduct]) -> QuantisedProduct | None:
-        """Products of one input as one, with their outputs side by side; ``None`` where there is no such thing."""
+        """Products with a common input as one with concatenated outputs; ``None`` if impossible."""
         return None
 
     @abstractmethod
@@ -73,13 +73,13 @@ class QuantisedProduct(ABC):
         """x [n, in] -> x W^T [n, out] in any float dtype."""
 
     def read(self, x: Tensor) -> Tensor:
-        """x [..., in] as the product reads it: rounded, where it takes activations in few bits."""
+        """x [..., in] as rounded by the product, if it uses few bits for activations."""
         if self.activations != 8:
             return x
         return integers8.rounded(x.to(torch.bfloat16).flatten(0, -2)).view(x.shape)
 
     def dense(self) -> Tensor:
-        """The weight [out, in] that the numbers stand for, in float32 (made anew, to 8 bits or more)."""
+        """The dequantised weight [out, in] in float32 (computed anew, to 8 bits or more)."""
         return self.product(torch.eye(self.shape[1])).float().t().contiguous()
 
     def some(self, rows: slice) -> Tensor:
@@ -87,22 +87,22 @@ class QuantisedProduct(ABC):
         return self.dense()[rows]
 
     def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [..., in] -> x W^T (+ bias) [..., out] in ``dtype``, with the numbers that the weight stands for."""
+        """x [..., in] -> x W^T (+ bias) [..., out] in ``dtype``, with the dequantised weight."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.linear(x.to(dtype), self.dense().to(dtype), bias)
 
     def by_dense(self, x: Tensor) -> Tensor:
-        """What :meth:`product` gives, in bfloat16, by an ordinary product with the dequantised weight."""
+        """:meth:`product` as an ordinary product with the dequantised weight, in bfloat16."""
         return F.linear(x.to(torch.bfloat16).float(), self.dense()).to(torch.bfloat16)
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Memory of the weight."""
+        """Bytes of the weight."""
 
 
 class Share(QuantisedProduct):
-    """The outputs from ``start`` to ``stop`` of a product that several layers share."""
+    """Outputs ``start`` to ``stop`` of a product shared by several layers."""
 
     def __init__(self, whole: QuantisedProduct, start: int, stop: int) -> None:
         super().__init__((stop - start, whole.shape[1]), None if whole.bias is None else whole.bias[start:stop])
@@ -129,8 +129,8 @@ class Share(QuantisedProduct):
 
 
 def side_by_side(linears: Sequence[Any]) -> QuantisedProduct | None:
-    """One product for several quantised layers of one input, which share it from now on; ``None`` where their weights
-    cannot be joined."""
+    """Join the products of several quantised layers with a common input, which then share it; ``None`` if
+    impossible."""
     products = [linear.product for linear in linears]
     shared = products[0].whole if isinstance(products[0], Share) else None
     if shared is not None and all(isinstance(product, Share) and product.whole is shared for product in products):
@@ -145,10 +145,10 @@ def side_by_side(linears: Sequence[Any]) -> QuantisedProduct | None:
 
 
 class Int8Product(QuantisedProduct):
-    """int8 weights, the input in bfloat16.
+    """int8 weights, bfloat16 input.
 
-    PyTorch's operator reads inputs in whole vectors: behind a width that is none it reads what lies there (wrong
-    numbers on some CPUs, a crash on others).  Such weights and inputs get zeros up to the next one.
+    PyTorch's operator reads inputs in whole vectors, and beyond the end of widths that are not (wrong numbers on some
+    CPUs, a crash on others).  Such weights and inputs are zero-padded.
     """
 
     name, bits = "int8 weights, bf16 input", 8
@@ -156,7 +156,7 @@ class Int8Product(QuantisedProduct):
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__((len(weight.values), weight.values.shape[1]), bias)
         self.weight = weight
-        self.missing = -self.shape[1] % 32  # inputs that the widest instructions read at once
+        self.missing = -self.shape[1] % 32  # padding to the widest vector
         self.padded = F.pad(weight.values, (0, self.missing)) if self.missing else weight.values
 
     def product(self, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class Int8Product(QuantisedProduct):
 
 
 class Int4Product(QuantisedProduct):
-    """int4 weights, the input in bfloat16."""
+    """int4 weights, bfloat16 input."""
 
     name, bits = "int4 weights, bf16 input", 4
 
@@ -187,7 +187,7 @@ class Int4Product(QuantisedProduct):
         return torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self.packed, self.group, self.scales)
 
     def dense(self) -> Tensor:
-        """[out, in] float32, exactly where the layout of the packed weight is a known one."""
+        """[out, in] float32, exact if the layout of the packed weight is known."""
         block = block4(self.shape[0])
         if block == 0:
             return super().dense()
@@ -200,14 +200,13 @@ class Int4Product(QuantisedProduct):
 
 
 class IntegerProduct(QuantisedProduct):
-    """int8 weights, the input as two integers a number: FBGEMM's product, the fastest on CPUs without bfloat16.
+    """int8 weights, with the input as two integers per number: FBGEMM's product, the fastest on CPUs without bfloat16.
 
-    PyTorch's operator rounds the input to 7 bits (with 8, sums of two products overflow 16 bits on CPUs without VNNI)
-    by the least and the greatest number of the *whole call*: too coarse, and a row's result would depend on the other
-    rows.  Here a row is scaled to [-63, 63] by its own greatest number and split into its whole part and 126 times the
-    rest, two rows of input for one: the weights are what takes time, and they are read once.  One more row holds -63.5
-    and 63.5, so that the operator's scale is 1 in all calls.  Integers are summed exactly: a row has the same bits in
-    any company, and the input has 14 bits.
+    PyTorch's operator rounds the input to 7 bits (with 8, sums of two products overflow 16 bits on CPUs without VNNI),
+    by the minimum and maximum of the *whole call*: too coarse, and dependent on other rows.  Here each row is scaled to
+    [-63, 63] by its own maximum and split into its integer part and 126 times the rest.  These two rows cost little,
+    since reading the weights takes the time.  One more row holds -63.5 and 63.5, so that the operator's scale is always
+    1. Integer sums are exact: a row has the same bits in any batch, and the input has 14 bits.
     """
 
     name, bits, has_wide, alone = "int8 weights, integer input", 8, False, True
@@ -215,7 +214,7 @@ class IntegerProduct(QuantisedProduct):
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__((len(weight.values), weight.values.shape[1]), bias)
         scale = weight.scale.double()
-        with warnings.catch_warnings():  # PyTorch's, that quantised tensors are deprecated
+        with warnings.catch_warnings():  # PyTorch's deprecation of quantised tensors
             warnings.simplefilter("ignore")
             values = torch._make_per_channel_quantized_tensor(
                 weight.values, scale, torch.zeros_like(scale, dtype=torch.long), 0
@@ -235,15 +234,15 @@ class IntegerProduct(QuantisedProduct):
 
     @property
     def nbytes(self) -> int:
-        """A byte a weight, eight a row for its scale and its sum."""
+        """One byte per weight, and eight per row for its scale and sum."""
         return self.shape[0] * self.shape[1] + 8 * self.shape[0]
 
 
 class NativeProduct(QuantisedProduct):
-    """What the products of our own kernels have in common: the input as integers, the result in bfloat16.
+    """Base of the products in our kernels: integer input, bfloat16 result.
 
     Raises:
-        RuntimeError: this machine has no such kernel, or it does not take the shape.
+        RuntimeError: this machine has no such kernel, or the kernel does not support the shape.
     """
 
     has_wide, alone = False, True
@@ -259,7 +258,7 @@ class NativeProduct(QuantisedProduct):
 
     @abstractmethod
     def linear(self) -> Linear:
-        """The weight as the kernels read it, without its bias."""
+        """The weight in the kernels' format, without its bias."""
 
     def product(self, x: Tensor) -> Tensor:
         x = x.to(torch.bfloat16)
@@ -273,7 +272,7 @@ class NativeProduct(QuantisedProduct):
 
 
 class NativeInt8Product(NativeProduct):
-    """int8 weights in our own kernel."""
+    """int8 weights in our kernel."""
 
     name, bits = "int8 weights, own kernel", 8
 
@@ -291,7 +290,7 @@ class NativeInt8Product(NativeProduct):
 
 
 class NativeInt4Product(NativeProduct):
-    """int4 weights in our own kernel."""
+    """int4 weights in our kernel."""
 
     name, bits = "int4 weights, own kernel", 4
 
@@ -311,7 +310,7 @@ class NativeInt4Product(NativeProduct):
 
 
 class NativeInt8ByteProduct(NativeInt8Product):
-    """The same weights, activations of 8 bits."""
+    """The same weights with 8-bit activations."""
 
     name, activations = "int8 weights, own kernel, 8-bit input", 8
 
@@ -322,7 +321,7 @@ class NativeInt8ByteProduct(NativeInt8Product):
 
 
 class NativeInt4ByteProduct(NativeInt4Product):
-    """The same weights, activations of 8 bits."""
+    """The same weights with 8-bit activations."""
 
     name, activations = "int4 weights, own kernel, 8-bit input", 8
 

@@ -1,8 +1,8 @@
-"""How weights in 8 or 4 bits are stored.
+"""Storage of weights in 8 or 4 bits.
 
-int8: a row of W [out, in] is ``values * scale`` with ``scale = max |row| / 127``.  int4: every ``group`` weights of a
-row are ``(values - 8) * scale + zero`` with values 0 to 15 between their least and their greatest one.  Scales are
-bfloat16, because PyTorch's packed products take them so.
+int8: a row of W [out, in] is ``values * scale`` with ``scale = max |row| / 127``.  int4: each ``group`` of weights in a
+row is ``(values - 8) * scale + zero``, with values 0 to 15 from its minimum to its maximum.  Scales are bfloat16, as
+PyTorch's packed products require.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 GROUP, GROUPS = 32, (32, 64, 128)
-"""Weights that share an int4 scale: usually, and what can be chosen."""
+"""Weights per int4 scale: the default, and the choices."""
 ROWS4 = 16
-"""The packed int4 product takes outputs in blocks of this many."""
+"""Block size of the packed int4 product's outputs."""
 AT_ONCE = 2**18
-"""Numbers of a weight that are quantised in one go: they stay in a cache from one operation to the next, and a large
-vocabulary's projection needs no second copy in float32."""
+"""Weights quantised at a time: they stay in the CPU cache between operations, and a large vocabulary projection needs
+no second copy in float32."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +96,18 @@ Quantised = Int8Weight | Int4Weight
 
 
 def slabs(out: int, width: int, at_once: int = AT_ONCE) -> Iterator[slice]:
-    """Rows of a weight [out, width] that are looked at together."""
+    """Slices of the rows of a weight [out, width] that are processed together."""
     count = max(1, at_once // max(1, width))
     return (slice(start, start + count) for start in range(0, out, count))
 
 
 def fits_int4(shape: Any, group: int) -> bool:
-    """Whether [out, in] can be packed in int4 with this group."""
+    """Whether a weight [out, in] can be packed in int4 with this group size."""
     return shape[0] % ROWS4 == 0 and shape[1] % group == 0
 
 
 def unpacked4(packed: Tensor, shape: tuple[int, int], block: int) -> Tensor:
-    """Values [out, in] of a packed int4 weight: for every ``block`` outputs and every input a row of bytes whose low
+    """Values [out, in] of a packed int4 weight: for every ``block`` outputs and every input, a row of bytes whose low
     halves are the first half of the outputs."""
     rows = packed.view(shape[0] // block, shape[1], block // 2)
     return torch.cat([rows & 15, rows >> 4], -1).transpose(1, 2).reshape(shape)
@@ -115,7 +115,7 @@ def unpacked4(packed: Tensor, shape: tuple[int, int], block: int) -> Tensor:
 
 @cache
 def block4(out: int) -> int:
-    """Outputs that are packed together here, found by trying; 0 where the layout is another one."""
+    """Outputs per block of the packed layout, determined by trial; 0 if the layout is unknown."""
     values = torch.randint(0, 16, (out, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     packed = torch._convert_weight_to_int4pack_for_cpu(values, 1)
     fitting = (b for b in (64, 32, 16) if out % b == 0)

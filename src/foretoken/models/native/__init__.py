@@ -1,4 +1,4 @@
-"""Products of a few rows in kernels of our own, where PyTorch has none that reads weights at the memory's speed."""
+"""Our kernels for products of a few rows, where PyTorch has none that reads weights at memory speed."""
 
 from foretoken.models.native.library import described, why_not
 

@@ -1,7 +1,7 @@
-"""Attention of a few rows over cached bfloat16 keys and values in a kernel of our own.
+"""Attention of a few rows over cached bfloat16 keys and values in our kernel.
 
-A row's bits depend on the tokens that it sees and on nothing else: not on other rows, and not on the slots in which its
-ancestors lie.  With products of the same kind a token inside a tree has the logits that plain decoding gives it.
+A row's bits depend only on the tokens that it sees, not on other rows or on the slots of its ancestors.  With products
+of the same kind, a token in a tree has the same logits as in plain decoding.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 from foretoken.models.native.library import address, function, why_not
 
 SIZES = (32, 64, 96, 128, 256)
-"""Numbers of a head that the kernel is made for."""
+"""Supported head dimensions."""
 
 
 def fits(dtype: torch.dtype | None, size: int) -> bool:
-    """Whether this machine has the kernel for heads of so many numbers in this dtype."""
+    """Whether this machine has the kernel for this dtype and head dimension."""
     return dtype == torch.bfloat16 and size in SIZES and why_not() is None
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[b, n, H, d], computed in float32.
+    """Attention output [b, n, H, d], computed in float32.
 
     Args:
-        query: [b, H, n, d] bfloat16 like all others; numbers of a head lie side by side.
+        query: [b, H, n, d] bfloat16, like the others; the numbers of a head are contiguous.
         keys, values: [b, H', S, d].
-        mask: [b, 1, n, S], zero at the slots that a row sees; ``None``: all.
+        mask: [b, 1, n, S], zero at visible slots; ``None``: all are visible.
     """
     batch, heads, rows, size = query.shape
     slots = keys.shape[2]

@@ -1,7 +1,7 @@
-"""Products by bfloat16 weights in a kernel of our own.
+"""Products with bfloat16 weights in our kernel.
 
-oneDNN multiplies one to eight rows at 50 to 75 % of the speed at which a thread can read memory, and small matrices at
-less (``docs/log.md``).  The kernel reads at that speed, and a row's bits do not depend on how many rows there are.
+oneDNN multiplies one to eight rows at 50 to 75 % of a thread's memory bandwidth, and small matrices more slowly
+(``docs/log.md``).  This kernel reaches that bandwidth, and a row's bits do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 from foretoken.models.native.library import address, function
 
 WIDTH = 32
-"""Outputs that are stored together, as in the source."""
+"""Outputs per block, as in the source."""
 ALIASED_BYTES, ALIASED_ROWS, SHIFT = 1024, 6, 32
-"""More than this many rows that lie a multiple of so many bytes apart share few places of the nearest cache: they are
-copied, each row this many numbers further."""
+"""If more than ``ALIASED_ROWS`` rows are a multiple of ``ALIASED_BYTES`` bytes apart, they share few sets of the
+nearest cache: they are copied with ``SHIFT`` more numbers per row."""
 
 
 def laid_out(weight: Tensor) -> Tensor:
-    """A bfloat16 weight [out, in] as the kernel reads it, [ceil(out / 32), in / 2, 32, 2]."""
+    """A bfloat16 weight [out, in] in the kernel's layout, [ceil(out / 32), in / 2, 32, 2]."""
     out, inner = weight.shape
     if inner % 2:
         raise ValueError(f"weights of an even number of inputs are multiplied in pairs, not of {inner}")
@@ -33,7 +33,7 @@ def laid_out(weight: Tensor) -> Tensor:
 
 
 def in_rows(packed: Tensor, out: int) -> Tensor:
-    """The weight [out, in] that :func:`laid_out` was given; a copy."""
+    """The weight [out, in] from :func:`laid_out`; a copy."""
     pairs = packed.view(torch.int32)[..., 0]
     return pairs.transpose(1, 2).reshape(len(packed) * WIDTH, -1)[:out].contiguous().view(packed.dtype)
 
@@ -41,7 +41,7 @@ def in_rows(packed: Tensor, out: int) -> Tensor:
 def product(x: Tensor, packed: Tensor, out: int, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
     """``x W^T (+ bias) (+ residual)`` [n, out] of x [n, in], summed in float32 and rounded once; all are bfloat16.
 
-    ``packed`` is the weight as :func:`laid_out` gives it, with ``out`` outputs; bias [out], residual [n, out].
+    ``packed`` comes from :func:`laid_out` and has ``out`` outputs; bias [out], residual [n, out].
     """
     rows, inner = x.shape
     if rows > ALIASED_ROWS and 2 * inner % ALIASED_BYTES == 0:

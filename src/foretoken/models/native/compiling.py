@@ -1,6 +1,6 @@
-"""Compiling the library of our own kernels: its sources, and what a compiler is told of each instruction set.
+"""Compilation of our kernel library: sources, and compiler flags per instruction set.
 
-Needs the standard library alone, so that a wheel with the library in it is built without PyTorch (``setup.py``).
+Needs only the standard library, so that ``setup.py`` builds a wheel with the library without PyTorch.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ HEADERS = [
     )
 ]
 COMPILERS = ("g++", "c++")
-"""Tried in this order; the environment's ``CXX`` comes first."""
+"""Tried in this order, after the environment's ``CXX``."""
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 PORTABLE = {"x86_64": ("-DPORTABLE", *AVX2), "aarch64": ("-DPORTABLE",)}
-"""By machine: on x86-64 for comparisons, with the instructions that make its sums those of 64-bit Arm."""
+"""Flags by machine; on x86-64 for comparisons, with the instructions that reproduce the sums of 64-bit Arm."""
 X86_LEVELS = {
     "avx2": AVX2,
     "avx2-vnni": (*AVX2, "-mavxvnni"),
@@ -55,9 +55,9 @@ LEVELS = {
     "portable": PORTABLE.get(platform.machine(), ("-DPORTABLE",)),
     **(X86_LEVELS if platform.machine() == "x86_64" else {}),
 }
-"""Instruction sets that kernels are written for, from the least to the most, and what the compiler is told of them."""
+"""Supported instruction sets in ascending order, with their compiler flags."""
 CHECKSUMS = "SHA256SUMS"
-"""Beside the libraries of a wheel: a line for each, as ``sha256sum`` writes and reads them."""
+"""Checksum file beside a wheel's libraries, in the format of ``sha256sum``."""
 
 
 def compiler() -> str | None:
@@ -66,7 +66,7 @@ def compiler() -> str | None:
 
 
 def file_name(level: str) -> str:
-    """A library is digests by the hash of what it is made from."""
+    """File name with a hash of the sources and flags."""
     sources = (source.read_text(encoding="utf-8") for source in (*SOURCES, *HEADERS))
     text = "\n".join([*sources, *FLAGS, *LEVELS[level]])
     return f"native-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}.so"
@@ -89,12 +89,12 @@ def write_library(level: str, file: Path) -> None:
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_one, SOURCES, objects))
-        # Linked without OpenMP's library: its symbols are those that PyTorch has loaded.
+        # Linked without the OpenMP library: PyTorch has already loaded its symbols.
         run(program, "-shared", "-s", *objects, "-o", str(file))
 
 
 def write_all(folder: Path) -> None:
-    """Compile the libraries of a wheel, one for each instruction set of this kind of machine, and their checksums."""
+    """Compile the libraries of a wheel, one per instruction set of this machine type, and write their checksums."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {level: folder / file_name(level) for level in LEVELS}
     for level, file in files.items():
@@ -104,7 +104,7 @@ def write_all(folder: Path) -> None:
 
 
 def check(file: Path) -> None:
-    """Compare a wheel's library with its checksum."""
+    """Raise ``OSError`` if a wheel's library does not match its checksum."""
     checksums = file.parent / CHECKSUMS
     lines = checksums.read_text(encoding="utf-8", errors="replace").splitlines() if checksums.exists() else []
     digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
@@ -113,12 +113,12 @@ def check(file: Path) -> None:
 
 
 def checksum(file: Path) -> str:
-    """SHA-256, in hexadecimal digits."""
+    """Hexadecimal SHA-256 digest."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def run(*command: str) -> None:
-    try:  # a source takes two to ten seconds where nothing else runs
+    try:  # a source takes two to ten seconds on an idle machine
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     except subprocess.CalledProcessError as error:
         raise OSError(error.stderr or error) from None

@@ -1,4 +1,4 @@
-"""The structures that ``forward.cpp`` and ``blocks.cpp`` read, field by field as there, and the calls of both."""
+"""The structures read by ``forward.cpp`` and ``blocks.cpp``, field by field as there, and the calls of both."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ SILU, GELU_TANH = range(2)
 
 
 class ProductStruct(Structure):
-    """Linear layers of one input."""
+    """Linear layers with a common input."""
 
     _fields_ = (("parts", c_void_p), ("count", c_long))
 
 
 class NormStruct(Structure):
-    """An RMS norm; a null weight for none."""
+    """An RMS norm, or none if the weight is null."""
 
     _fields_ = (("weight", c_void_p), ("eps", c_double))
 
 
 class ConvolutionStruct(Structure):
-    """A convolution around a sublayer; kernels without parts for none."""
+    """A convolution around a sublayer, or none if the kernels have no parts."""
 
     _fields_ = (("kernels", ProductStruct), ("base", c_void_p), ("taps", c_long), ("group", c_long))
 
 
 class LayerStruct(Structure):
-    """A decoder layer; without the product ``out`` it only keeps keys and values."""
+    """A decoder layer; without the product ``out`` it only stores keys and values."""
 
     _fields_ = (
         *(
@@ -49,11 +49,11 @@ class LayerStruct(Structure):
 
 
 ALONE, JOINED, WIDE = range(3)
-"""How a drafter's head begins that reads an embedding beside every state; as in the source."""
+"""First operation of a drafter's head that reads an embedding with every state; as in the source."""
 
 
 class ModelStruct(Structure):
-    """A stack of layers, its last norm and its head, which may have no parts; of a drafter's head how it begins."""
+    """A stack of layers with last norm and head (possibly without parts), and a drafter head's first operation."""
 
     _fields_ = (
         ("layers", c_void_p),
@@ -79,7 +79,7 @@ class GroupStruct(Structure):
 
 
 class BestStruct(Structure):
-    """The likeliest tokens of rows of logits: how many, the scale of logits, and where they go."""
+    """The likeliest tokens of rows of logits: their number, the scale of the logits, and the output addresses."""
 
     _fields_ = (("count", c_long), ("scale", c_double), ("values", c_void_p), ("places", c_void_p))
 
@@ -101,13 +101,13 @@ class CallStruct(Structure):
 
 
 def pointers(tensors: Iterable[Tensor | None]) -> Any:
-    """An array of the addresses of tensors, null for none; whoever keeps it keeps the tensors."""
+    """An array of tensor addresses, null for ``None``; it keeps the tensors alive."""
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     return (c_void_p * len(addresses))(*addresses)
 
 
 def numbers(values: Sequence[int]) -> Any:
-    """An array of whole numbers."""
+    """An array of integers."""
     return (c_long * len(values))(*values)
 
 
@@ -117,7 +117,7 @@ def array(kind: type[Any], items: Sequence[Any]) -> Any:
 
 
 def run(model: ModelStruct, call: CallStruct, threads: int) -> None:
-    """Run a forward.  Raises ``MemoryError`` where there is too little for what it keeps in between."""
+    """Run a forward.  Raises ``MemoryError`` if its intermediate results do not fit."""
     if _fails("forward", model, call, threads):
         raise MemoryError(f"too little memory for a forward of {call.rows} rows: feed fewer tokens at once")
 
@@ -142,12 +142,12 @@ class BlocksStruct(Structure):
 
 
 class BlocksCallStruct(Structure):
-    """States of some rows, and where what is made of them goes."""
+    """States of some rows, and the addresses of their results."""
 
     _fields_ = (("rows", c_long), *((name, c_void_p) for name in ("x", "states", "logits")), ("best", BestStruct))
 
 
 def run_blocks(blocks: BlocksStruct, call: BlocksCallStruct, threads: int) -> None:
-    """Run the blocks.  Raises ``MemoryError`` where there is too little for what they keep in between."""
+    """Run the blocks.  Raises ``MemoryError`` if their intermediate results do not fit."""
     if _fails("blocks", blocks, call, threads):
         raise MemoryError(f"too little memory for heads on {call.rows} rows: draft for fewer requests at once")

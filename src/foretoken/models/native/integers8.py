@@ -1,8 +1,8 @@
-"""Products by weights in 8 or 4 bits with activations of 8 bits, in a kernel of our own.
+"""Products with 8-bit or 4-bit weights and 8-bit activations in our kernel.
 
-Every 32 inputs of a row are signed bytes with a scale of their own, as in GGUF's Q8_0.  A product is off by half a
-percent of its norm, where activations of 15 bits (:mod:`foretoken.models.native.integers`) round only its result; it
-takes half of their additions, so that memory is what five rows wait for.  A row's bits do not depend on the others.
+Every 32 inputs of a row are signed bytes with a common scale, as in GGUF's Q8_0.  A product is off by half a percent of
+its norm, whereas 15-bit activations (:mod:`foretoken.models.native.integers`) round only its result; but it takes half
+their additions, so that five rows are limited by memory.  A row's bits do not depend on the others.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from foretoken.models.native.library import address, function
 from foretoken.models.native.linear import Linear
 
 BLOCK, MOST, TINY = 32, 127, 2.0**-111
-"""Inputs that share a scale, their largest byte, and what counts as zero, as in the source."""
+"""Inputs per scale, their largest byte, and the limit below which a maximum counts as zero, as in the source."""
 OWN_ROWS = 32
-"""So few rows each thread turns into bytes for itself, as in the source."""
+"""Up to this number of rows, each thread converts the activations itself, as in the source."""
 
 
 def product(x: Tensor, linear: Linear) -> Tensor:
-    """``x W^T`` (+ bias) [n, out] in bfloat16 of bfloat16 x [n, in] and a weight of the kind
+    """``x W^T`` (+ bias) [n, out] in bfloat16 for bfloat16 x [n, in] and a weight of kind
     :data:`~foretoken.models.native.linear.BYTES`."""
     rows, inner = x.shape
     if x.stride(1) != 1:
@@ -37,13 +37,13 @@ def product(x: Tensor, linear: Linear) -> Tensor:
 
 
 def _work_bytes(rows: int, inner: int) -> int:
-    """Memory that rows of activations take: odd numbers of cache lines, scales, sums, and a sum of all for each."""
+    """Bytes for rows of activations: an odd number of cache lines, scales and sums, and a total per row."""
     row = (-(-inner // 64) | 1) * 64 + 4 * (4 * -(-inner // BLOCK) + 1)
     return -(-rows * row // 64) * 64
 
 
 def rounded(x: Tensor) -> Tensor:
-    """The numbers [n, in] in float64 that the kernel multiplies instead of x [n, in]: its readable twin."""
+    """The numbers [n, in] in float64 that the kernel multiplies instead of x [n, in]; its readable twin."""
     blocks = F.pad(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # [n, in / 32, 32]
     top = blocks.abs().amax(-1, keepdim=True)
     scale = torch.where(top < TINY, 1.0, top / MOST)

@@ -1,9 +1,9 @@
-"""The library of our own kernels: the wheel's, or what the machine's C++ compiler makes once from the sources here.
+"""Our kernel library: the wheel's, or compiled once from the sources by the machine's C++ compiler.
 
-It is made for the highest of :data:`~foretoken.models.native.compiling.LEVELS` that the CPU has, or that the
-environment variable ``FORETOKEN_CPU`` allows.  A wheel for this kind of machine brings it compiled, with checksums;
-else it lies in the user's cache folder, under the hash of its sources.  A machine that can neither load nor compile
-it, or whose CPU has other instructions, uses PyTorch's products (:func:`why_not` says why).
+It is compiled for the highest of :data:`~foretoken.models.native.compiling.LEVELS` that the CPU supports and the
+environment variable ``FORETOKEN_CPU`` allows.  A wheel for this type of machine contains it, with checksums; otherwise
+it is in the user's cache folder, under the hash of its sources.  A machine that can neither load nor compile it, or
+whose CPU lacks the instructions, uses PyTorch's products (:func:`why_not` gives the reason).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foretoken.models.native import compiling
 from foretoken.models.native.compiling import LEVELS
 
 SHIPPED = Path(__file__).with_name("compiled")
-"""Where a wheel has the compiled libraries."""
+"""Folder of a wheel's compiled libraries."""
 SWITCH = "FORETOKEN_CPU"
 ALLOWED = {
     "avx2": ("avx2", "avx2-vnni"),
@@ -36,41 +36,41 @@ ALLOWED = {
     "native": tuple(LEVELS),
     "portable": ("portable",),
 }
-"""Levels that a value of the environment variable leaves."""
+"""Levels allowed by each value of the environment variable."""
 MACHINES = {"x86_64": "x86-64", "aarch64": "64-bit Arm"}
 KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_long, "d": ctypes.c_double}
-"""Arguments of functions: a pointer, a whole number, a number."""
+"""Argument types of functions: pointer, integer, floating-point number."""
 log = logging.getLogger("foretoken")
 
 
 class _KernelLibrary(NamedTuple):
-    """The library that was loaded, and where it comes from."""
+    """The loaded library and its origin."""
 
     functions: ctypes.CDLL
     origin: str
 
 
 class NotCoveredError(ValueError):
-    """A network that the library does not run; says why."""
+    """The library does not support a network; the message states the reason."""
 
 
 def why_not() -> str | None:
-    """Why this machine has no kernels of our own, ``None`` where it has them."""
+    """Reason why this machine cannot use our kernels; ``None`` if it can."""
     library = _loaded()
     return library if isinstance(library, str) else None
 
 
 def described() -> str:
-    """Which kernels run and where they come from, or why there are none."""
+    """The kernels in use and their origin, or the reason why there are none."""
     library = _loaded()
     return library if isinstance(library, str) else f"{level()}, {library.origin}"
 
 
 def level() -> str | None:
-    """The highest of :data:`LEVELS` that the CPU has and ``FORETOKEN_CPU`` allows; ``None`` where it has none.
+    """The highest of :data:`LEVELS` that the CPU supports and ``FORETOKEN_CPU`` allows; ``None`` if there is none.
 
     Raises:
-        ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
+        ValueError: ``FORETOKEN_CPU`` has an unknown value, or requires instructions that the CPU lacks.
     """
     choice = os.environ.get(SWITCH, "native")
     if choice not in ALLOWED:
@@ -83,7 +83,7 @@ def level() -> str | None:
 
 
 def _cpu_level(allowed: tuple[str, ...]) -> str | None:
-    """The highest of some levels that the CPU has."""
+    """The highest of the allowed levels that the CPU supports."""
     vnni = _cpu_has("_is_vnni_supported")
     wide = _cpu_has("_is_avx512_supported")
     has = {
@@ -100,7 +100,7 @@ def _cpu_level(allowed: tuple[str, ...]) -> str | None:
 
 @cache
 def function(name: str, kinds: str) -> Callable[..., None]:
-    """A function of the library, whose arguments are of these :data:`KINDS`, a letter each."""
+    """A function of the library; ``kinds`` has one letter of :data:`KINDS` per argument."""
     library = _loaded()
     if isinstance(library, str):
         raise RuntimeError(f"no products of our own: {library}")
@@ -111,13 +111,13 @@ def function(name: str, kinds: str) -> Callable[..., None]:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Of a tensor's first number; ``None`` is a null pointer."""
+    """Address of a tensor's first number; ``None`` is a null pointer."""
     return None if tensor is None else tensor.data_ptr()
 
 
 @cache
 def _loaded() -> _KernelLibrary | str:
-    """The library, or why there is none."""
+    """The library, or the reason why there is none."""
     lacking = _lacking()
     if lacking is not None:
         return lacking
@@ -127,7 +127,7 @@ def _loaded() -> _KernelLibrary | str:
         try:
             compiling.check(shipped)
             return _KernelLibrary(ctypes.CDLL(str(shipped)), "from the wheel")
-        except OSError as error:  # damaged, or made for another C library
+        except OSError as error:  # damaged, or built for another C library
             fault = f"the wheel's kernels cannot be used: {error}"
             log.warning(fault)
     try:
@@ -139,7 +139,7 @@ def _loaded() -> _KernelLibrary | str:
 
 
 def _lacking() -> str | None:
-    """What of the kernel's conditions this machine does not meet."""
+    """Unmet requirement of the kernels; ``None`` if there is none."""
     if platform.system() != "Linux" or platform.machine() not in MACHINES:
         machine = f"{platform.system()} on {platform.machine()}"
         return f"made for Linux on {' and '.join(MACHINES.values())}, not for {machine}"
@@ -153,7 +153,7 @@ def _cpu_has(question: str) -> bool:
 
 @cache
 def cpu_lines() -> tuple[str, ...]:
-    """What Linux says of the first processor; nothing elsewhere."""
+    """Lines about the first processor in Linux's /proc/cpuinfo; empty on other systems."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -162,7 +162,7 @@ def cpu_lines() -> tuple[str, ...]:
 
 
 def cpu_info(name: str) -> str:
-    """One thing that Linux says of the processor, as ``"flags"``; empty where it does not tell."""
+    """A field of :func:`cpu_lines`, such as ``"flags"``; empty if missing."""
     fields = (line.partition(":") for line in cpu_lines())
     return next((value.strip() for key, _, value in fields if key.strip() == name), "")
 
@@ -173,8 +173,8 @@ def _cpu_flags() -> frozenset[str]:
 
 @cache
 def _has_amx() -> bool:
-    """Whether the CPU has AMX and the system lets this process use it: Linux wants to be asked once, by the system
-    call ``arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)``."""
+    """Whether the CPU has AMX and this process may use it.  Linux requires one request per process, the system call
+    ``arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)``."""
     if not {"amx_bf16", "amx_int8"} <= _cpu_flags():
         return False
     return _system_call(158, 0x1023, 18) == 0
@@ -185,7 +185,7 @@ def _system_call(*numbers: int) -> int:
 
 
 def _compiled(chosen: str) -> ctypes.CDLL:
-    """The library of the cache folder, which is compiled where it is not there or damaged."""
+    """The library in the cache folder, compiled if missing or damaged."""
     cached = cache_folder() / compiling.file_name(chosen)
     try:
         if cached.exists():
@@ -199,6 +199,6 @@ def _compiled(chosen: str) -> ctypes.CDLL:
             cached.parent.mkdir(parents=True, exist_ok=True)
             with replacing(cached) as draft:
                 shutil.copyfile(compiled, draft)
-        except OSError:  # the cache cannot be written: every process compiles for itself
+        except OSError:  # read-only cache: every process compiles for itself
             return ctypes.CDLL(str(compiled))
         return ctypes.CDLL(str(cached))

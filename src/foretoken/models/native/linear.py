@@ -1,4 +1,4 @@
-"""A weight as the kernels read it, field by field as in ``linear.h``."""
+"""A weight in the kernels' format, field by field as in ``linear.h``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from foretoken.models.native.library import address
 
 BFLOAT16, EIGHT, FOUR, BYTES = range(4)
-"""Kinds of weights: those in 8 and 4 bits multiply activations of 15 bits, the last one activations of 8."""
+"""Kinds of weights; 8-bit and 4-bit ones multiply 15-bit activations, the last kind multiplies 8-bit ones."""
 PER_ROW, PAIRS, HALVES, STEPS = range(4)
 """Forms of the scales of :data:`BYTES`, see ``linear.h``."""
 
 
 class Linear(Structure):
-    """A weight: its kind, shape, group, numbers, scales and bias; of :data:`BYTES` how they lie, too."""
+    """A weight: kind, shape, group, numbers, scales and bias; for :data:`BYTES` also their arrangement."""
 
     _fields_ = (
         *((name, c_long) for name in ("kind", "inner", "out", "group")),
@@ -37,16 +37,16 @@ def bytes_linear(
     zeros: bool = False,
     middle: float,
 ) -> Linear:
-    """A weight for activations of 8 bits.
+    """A weight for 8-bit activations.
 
     Args:
         shape: [out, in].
-        bits: of its values, 8 or 4.
-        group: inputs that share a scale.
-        packed: values as :func:`foretoken.models.native.integers.laid_out8` or ``laid_out4`` lay them out.
-        scales, form, steps, zeros: scales, how they lie, steps of those of the form :data:`STEPS`, whether there are
-            zeros.
-        middle: what is subtracted from a value.
+        bits: bits of its values, 8 or 4.
+        group: inputs per scale.
+        packed: values from :func:`foretoken.models.native.integers.laid_out8` or ``laid_out4``.
+        scales, form, steps, zeros: scales and their arrangement, their steps in the form :data:`STEPS`, and whether
+            there are zeros.
+        middle: offset subtracted from a value.
     """
     out, inner = shape
     places = address(packed), address(scales), None, address(steps)

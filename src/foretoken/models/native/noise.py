@@ -1,5 +1,4 @@
-"""The numbers of a request's noise, by our own library: Philox's bits, and logarithms that are the same on all
-machines."""
+"""Numbers of a request's noise from our library: Philox bits, and logarithms that are equal on all machines."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from foretoken.models.native.library import address, function, why_not
 
 
 def noise_source() -> Source | None:
-    """The fastest that this machine has; ``None``: NumPy's."""
+    """The fastest source on this machine; ``None``: NumPy's."""
     return NativeSource() if why_not() is None else None
 
 

@@ -1,1 +1,1 @@
-"""A network of Transformers: what it is, its layers and hidden states, and what is switched inside it for one call."""
+"""Transformers networks: their properties, layers and hidden states, and temporary changes for one call."""

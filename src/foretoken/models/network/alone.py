@@ -1,9 +1,8 @@
-"""One thread at a time in a network whose forward something is switched for, and nobody else sees what is switched.
+"""Exclusive use of a network while something in it is switched, invisibly to other threads.
 
-Hooks of taps and replaced sublayers are written on the network itself, which other threads may be using: through
-another :class:`~foretoken.models.base.LanguageModel` that wraps it, through the hook for ``model.generate``, or without
-us, through Transformers' own ``generate``.  The first two wait for each other; for the third, what is switched looks
-at the thread that asks.
+Hooks of taps and replaced sublayers are set on the network itself.  Other threads may be using it: through another
+:class:`~foretoken.models.base.LanguageModel`, through the hook for ``model.generate``, or through Transformers' own
+``generate`` without us.  The first two wait for each other; for the third, switches depend on the current thread.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from weakref import WeakKeyDictionary
 _LOCKS: dict[str, WeakKeyDictionary[Any, Any]] = {}
 _GUARD = Lock()
 BUILDING = RLock()
-"""Held while a network is built: meanwhile the whole process has its default dtype (Transformers), and another number
-of threads (GGUF).  Two threads that put these back in another order would leave the wrong ones for ever."""
+"""Held while a network is built, which changes the default dtype (Transformers) or the number of threads (GGUF) of the
+whole process.  Two threads that restored these in another order would leave wrong values forever."""
 
 
 def lock_of(owner: Any, purpose: str = "forward") -> Any:
-    """The reentrant lock of an object for a purpose; the same one as long as the object lives.
+    """The reentrant lock of an object for a purpose; the same one throughout the object's life.
 
-    ``"forward"`` is held for one forward at most and never waits for another lock, ``"call"`` for a whole round or
-    call of :func:`foretoken.custom_generate`: so no two threads can wait for each other.
+    ``"forward"`` is held for at most one forward and never waits for another lock; ``"call"`` is held for a whole round
+    or call of :func:`foretoken.custom_generate`.  So there are no deadlocks.
     """
     with _GUARD:
         locks = _LOCKS.setdefault(purpose, WeakKeyDictionary())
@@ -37,8 +36,8 @@ def lock_of(owner: Any, purpose: str = "forward") -> Any:
 
 @contextmanager
 def alone(network: Any) -> Iterator[None]:
-    """Inside the block no other thread switches anything on the network, it runs as it was before it was compiled, and
-    dropout is off; a network in training is put back into training."""
+    """Inside the block, no other thread switches anything on the network, its uncompiled forward runs, and dropout is
+    off; training mode is restored afterwards."""
     with lock_of(network), _not_compiled(network):
         training = [module for module in network.modules() if module.training] if network.training else []
         for module in training:
@@ -52,9 +51,9 @@ def alone(network: Any) -> Iterator[None]:
 
 @contextmanager
 def _not_compiled(network: Any) -> Iterator[None]:
-    """Inside the block a network whose forward was compiled (``model.forward = torch.compile(model.forward)``, or
-    ``model.compile()``) runs the forward that was, which takes calls of every shape: the compiled one would be compiled
-    again for most of ours, or refuse them.  Other threads keep a compiled ``forward``."""
+    """Inside the block, a compiled network (``model.forward = torch.compile(model.forward)``, or ``model.compile()``)
+    runs its original forward, which accepts every shape: the compiled one would be recompiled for most of our calls, or
+    reject them.  Other threads keep a compiled ``forward``."""
     attributes = vars(network)
     compiled = {name: attributes[name] for name in ("forward", "_compiled_call_impl") if name in attributes}
     plain = getattr(compiled.get("forward"), "_torchdynamo_orig_callable", None)
@@ -69,7 +68,7 @@ def _not_compiled(network: Any) -> Iterator[None]:
 
 
 def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A function for this thread alone: others get what ``elsewhere`` gives, or ``None``."""
+    """A function for this thread only: other threads get the result of ``elsewhere``, or ``None``."""
     thread = get_ident()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +81,7 @@ def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any] | None
 
 @contextmanager
 def switched_attention(owner: Any) -> Iterator[None]:
-    """Use our attention for a forward of this thread, in which no other of ours runs the model."""
+    """Use our attention in a forward of this thread, while none of our other threads runs the model."""
     with alone(owner.model), ExitStack() as classes:
         for kind in {type(config) for config in owner.configs}:
             classes.enter_context(_answering_by_thread(kind))
@@ -95,17 +94,17 @@ def switched_attention(owner: Any) -> Iterator[None]:
 
 
 _NAMES = local()
-"""Of every thread: the attention that it uses, by the identity of the configuration that is asked for it."""
+"""Per thread: the attention to use, by identity of the configuration that is read."""
 _ANSWERING: dict[type, int] = {}
-"""How many forwards run with configurations of a class."""
+"""Number of running forwards per configuration class."""
 NAME = "_attn_implementation"
 
 
 @contextmanager
 def _answering_by_thread(kind: type) -> Iterator[None]:
-    """Inside the block configurations of a class name the attention of the thread that asks.
+    """Inside the block, configurations of a class report the current thread's attention.
 
-    The name is not written on the configuration: other threads would read it there, and run without a causal mask.
+    The name is not stored in the configuration: other threads would read it there, and run without a causal mask.
     """
     with _GUARD:
         count = _ANSWERING[kind] = _ANSWERING.get(kind, 0) + 1
@@ -122,9 +121,9 @@ def _answering_by_thread(kind: type) -> Iterator[None]:
 
 
 class _Answering(property):
-    """The property of a class of configurations that names their attention, where a thread may have its own.
+    """Property of a configuration class that reports the attention per thread.
 
-    ``honest`` is what the class has otherwise, perhaps from a parent; ``own`` the same, if it is the class's own.
+    ``honest`` is the original property, possibly inherited; ``replaced`` is the same if the class itself defines it.
     """
 
     def __init__(self, honest: property, replaced: Any) -> None:

@@ -1,4 +1,4 @@
-"""One call of a network: everything that its forward needs, made once for every way to run it; and what runs it."""
+"""One call of a network: all inputs of its forward, independent of how it is run, and the protocol of forwards."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class NetworkCall:
     """Padded rows of nodes; shapes: ``b`` rows of ``width`` columns, ``D`` hidden size.
 
     Attributes:
-        cache: where keys and values are; its rows are planned.
+        cache: the KV cache, with its rows planned.
         ids: [b, width] token ids.
         positions: [b, width].
-        masks: additive masks by layer type, ``None`` where every row sees everything.
-        wanted: per feed its row, and the first and the end of the columns whose logits are wanted.
-        taps: hidden states that are wanted, see :mod:`foretoken.models.base`.
-        counts: nodes of each row, from column 0 on, when much of the rest is padding that a forward may leave out;
-            ``None``: run all of it.
-        states: [b, width, D] hidden states at layer ``plan.start``, instead of the embedded ids.
-        lengths: [b, width] for how long a text the rotary embeddings turn each node, where they change with that.
+        masks: additive masks by layer type; ``None`` if every row sees everything.
+        wanted: row of each feed, with first and end column of the required logits.
+        taps: required hidden states, see :mod:`foretoken.models.base`.
+        counts: number of nodes in each row, from column 0 on, if the rest is mostly padding that a forward may remove;
+            ``None``: run everything.
+        states: [b, width, D] hidden states at layer ``plan.start``, instead of embedded ids.
+        lengths: [b, width] text length for the rotary embedding of each node, if the frequencies depend on it.
     """
 
     cache: TreeCache
@@ -49,7 +49,7 @@ class NetworkCall:
 
     @property
     def first(self) -> int:
-        """The column from which on logits are wanted of any feed; ``width`` for none."""
+        """The first column with required logits over all feeds; ``width`` if there is none."""
         return min((start for _, start, end in self.wanted if start < end), default=self.ids.shape[1])
 
     def feed_logits(self, logits: Tensor) -> list[Tensor]:
@@ -62,16 +62,16 @@ class NetworkCall:
 
 
 class Forward(Protocol):
-    """What computes the calls of a :class:`~foretoken.models.runner.TreeRunner`.
+    """Computes the calls of a :class:`~foretoken.models.runner.TreeRunner`.
 
     Attributes:
-        name: as :attr:`~foretoken.models.base.LanguageModel.forward_name`.
-        run_dtype: of hidden states, keys and values.
-        num_layers: layers that plans and taps count.
-        layer_masks: the masks that its layers read, by layer type.
-        rotary: rotary embeddings that change with the length of the text, if any do.
-        spared: rows of padding from which on it leaves them out; ``None``: it never does.
-        skips_masked: whether attention spends no time on slots that a mask hides.
+        name: see :attr:`~foretoken.models.base.LanguageModel.forward_name`.
+        run_dtype: dtype of hidden states, keys and values.
+        num_layers: number of layers for plans and taps.
+        layer_masks: masks of its layers, by layer type.
+        rotary: rotary embeddings that depend on the text length, if any.
+        spared: number of padding rows from which it removes them; ``None``: never.
+        skips_masked: whether attention takes no time for masked slots.
     """
 
     model: Any
@@ -99,16 +99,16 @@ class Forward(Protocol):
     def skips_masked(self) -> bool: ...
 
     def check(self, plan: LayerPlan) -> None:
-        """Refuse a part of the layers that it cannot run: ``ValueError``, or a ``CapabilityError``."""
+        """Raise ``ValueError`` or ``CapabilityError`` for layers that it cannot run."""
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
-        """Logits [n, V] per feed and taps [b, width, D] of calls that are alike but for their rows."""
+        """Logits [n, V] per feed, and taps [b, width, D], for calls that differ in their rows only."""
 
 
 def inputs_of(
     rows: Sequence[RowPlan], low: int, feeds: Sequence[Feed], width: int, last: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and positions [b, width] of the rows from ``low`` on; padding repeats token 0 at a position up to
+    """Token ids and positions [b, width] of the rows from ``low`` on; padding has token 0 at a position up to
     ``last``."""
     ids = [[0] * width for _ in rows]
     positions = [[min(row.first_position, last)] * width for row in rows]

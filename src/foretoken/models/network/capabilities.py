@@ -1,4 +1,4 @@
-"""What a Transformers model can do for speculation, found before any weight is used."""
+"""Capabilities of a Transformers model for speculation, detected before any weight is used."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from foretoken.models.network.traits import source_of
 
 
 def detect(model: Any) -> Capabilities:
-    """Capabilities of ``model``; ``missing`` names the layer type for each absent one."""
+    """Capabilities of ``model``; ``missing`` gives the reason, with the layer type, for each absent one."""
     config = model.config.get_text_config()
     recurrent = _recurrent_layer(model, config)
     if recurrent == "conv":
-        # Transformers' cache records past convolution inputs, so that the end of a chain can be dropped again.
+        # Transformers' cache records past convolution inputs, so that the end of a chain can be dropped.
         reason = f"{config.model_type} has conv layers, which mix neighbouring slots, so that no path can branch off"
         return _chains_only(reason)
     if recurrent:
-        # Whether its end can be dropped again a trial says (foretoken.models.stateful).
+        # Whether its end can be dropped is decided by a trial (foretoken.models.stateful).
         reason = f"{config.model_type} has {recurrent} layers, whose state cannot be branched"
         return Capabilities(
             False, False, False, True, False, dict.fromkeys(("tree_mask", "keep_path", "rollback"), reason)
@@ -46,14 +46,14 @@ def _uses_alibi(config: Any) -> bool:
 
 
 def _slot_reader(model: Any, config: Any) -> str:
-    """The class name of the first layer whose forward depends on cache slots, or an empty string."""
+    """Class name of the first layer whose forward depends on cache slots, or an empty string."""
     if config.model_type == "llama4_text" and not (
         config.attn_temperature_tuning and config.floor_scale <= config.max_position_embeddings
     ):
-        return ""  # only from a certain position on its attention's temperature changes with the slot
+        return ""  # its attention temperature depends on the slot only beyond a certain position
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         source = source_of(kind.forward)
-        # What a layer calls that takes positions from the cache slot instead of the position ids.
+        # Calls in layers that derive positions from the cache slot instead of the position ids.
         if any(word in source for word in ("get_seq_length(self.layer_idx", "get_query_offset(", "update_indexer(")):
             return kind.__name__
     return ""

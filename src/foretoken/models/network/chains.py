@@ -1,8 +1,7 @@
-"""Texts with chains of tokens below some of their places, read as drafts are: what drafters are trained on.
+"""Training texts with chains of tokens after some of their positions, read like drafts.
 
-The network, masks and positions are those of a :class:`~foretoken.models.runner.TreeRunner` that has the chains as
-nodes below those places.  A float32 model runs under the caller's autocast, another one as it is; hidden states are in
-the model's dtype.
+Network, masks and positions are those of a :class:`~foretoken.models.runner.TreeRunner` with the chains as tree nodes.
+A float32 model runs under the caller's autocast, other models without; hidden states have the model's dtype.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
 def joint_states(
     model: HuggingFaceModel, tokens: Tensor, columns: Tensor, chains: Tensor, grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states behind the final norm of texts [b, n, D] and, in the same pass, of chains [b, g, k, D] below them.
+    """Hidden states after the final norm of texts [b, n, D] and, in the same pass, of chains [b, g, k, D] in them.
 
     Args:
-        model: a network, whose weights get the gradients.
+        model: a network, whose weights receive the gradients.
         tokens: texts [b, n].
-        columns: places [b, g]: a chain sees the text up to its column, and itself.
+        columns: positions [b, g]; a chain sees the text up to its column, and itself.
         chains: token ids [b, g, k].
     """
     (b, n), k = tokens.shape, chains.shape[2]
@@ -54,8 +53,8 @@ def joint_states(
 
 
 def branch_states(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
-    """Hidden states [b, g, k, D] behind the final norm of k extra tokens, embedded as ``rows`` [k, D], in a chain below
-    g places of every text; gradients flow to ``rows`` alone.  The rest is as for :func:`chain_states`."""
+    """Hidden states [b, g, k, D] after the final norm of k extra tokens, embedded as ``rows`` [k, D], in a chain after
+    g positions of every text.  Only ``rows`` receives gradients.  The rest is as in :func:`chain_states`."""
     ids = (model.vocab_size + torch.arange(len(rows), device=tokens.device)).expand(len(tokens), columns.shape[1], -1)
     return chain_states(
         model, tokens, columns, ids, lambda inputs: embedding_rows(model.model, inputs, rows, model.vocab_size)
@@ -69,16 +68,16 @@ def chain_states(
     ids: Tensor,
     within: Callable[[Tensor], AbstractContextManager[Tensor]],
 ) -> Tensor:
-    """Hidden states [b, g, k, D] behind the final norm of chains of k tokens below g places of every text.
+    """Hidden states [b, g, k, D] after the final norm of chains of k tokens after g positions of every text.
 
-    The text is read once without gradient, then all chains together over its keys and values.
+    The text is read once without gradients, then all chains together on its keys and values.
 
     Args:
-        model: the target, whose weights must be frozen already (``requires_grad_(False)``).
+        model: the target, with frozen weights (``requires_grad_(False)``).
         tokens: texts [b, n].
-        columns: places [b, g]: chain j sees the text up to and including this column.
-        ids: [b, g, k] the tokens of the chains.
-        within: what holds while the chains are run, given their ids [b, g k]; yields what the network is fed.
+        columns: positions [b, g]; chain j sees the text up to and including this column.
+        ids: [b, g, k] tokens of the chains.
+        within: context for running the chains with ids [b, g k]; yields the input of the network.
     """
     (b, n), (groups, k) = tokens.shape, ids.shape[1:]
     plans = [_with_chains(_text(n), row, k) for row in columns.tolist()]
@@ -92,13 +91,13 @@ def chain_states(
 
 
 class Windows:
-    """Chains of drafted nodes below places of texts, in a window of layers that begins above the first one.
+    """Chains of drafted nodes after positions of texts, in a window of layers above the first one.
 
     Args:
-        model: the target, whose weights must be frozen already (``requires_grad_(False)``).
+        model: the target, with frozen weights (``requires_grad_(False)``).
         tokens: texts [b, n].
-        columns: places [b, R]: chain j sees the text before this column, and begins with the token in it.
-        cache: keys and values of the text in the layers of the window.
+        columns: positions [b, R]; chain j sees the text before this column, and starts with the token in it.
+        cache: keys and values of the text in the window's layers.
     """
 
     def __init__(self, model: HuggingFaceModel, tokens: Tensor, columns: Tensor, plan: LayerPlan, cache: Any) -> None:
@@ -106,15 +105,15 @@ class Windows:
         self.steps = 0
 
     def step(self, states: Tensor, taps: Sequence[str]) -> dict[str, Tensor]:
-        """Hidden states [b, R, D] by tap of one more node of every chain, from its state at ``plan.start``.
+        """Hidden states [b, R, D] by tap for one more node of every chain, from its state at ``plan.start``.
 
         Args:
-            states: [b, R, D]; gradients flow to them, and on to those of the steps before.
+            states: [b, R, D]; gradients flow to them and to those of earlier steps.
             taps: ``"layer:i"`` inside the window.
         """
         n, count = self.tokens.shape[1], self.columns.shape[1]
         plans = [_grown_chains(n, row, self.steps + 1) for row in self.columns.tolist()]
-        ids = self.tokens.new_zeros(self.columns.shape)  # what is embedded is not read
+        ids = self.tokens.new_zeros(self.columns.shape)  # the embeddings are not read
         network, wide = self.model.forwards, states.to(self.model.dtype)
         with running(self.model.model, self.plan, wide), recording(self.model.model, taps) as recorded:
             _run_nodes(network, ids, plans, self.cache)
@@ -126,8 +125,8 @@ class Windows:
 def windows(
     model: HuggingFaceModel, tokens: Tensor, states: Tensor, columns: Tensor, plan: LayerPlan
 ) -> Iterator[Windows]:
-    """Let the window read texts [b, n], from their states [b, n, D] at ``plan.start`` and without gradient, and draft
-    below ``columns`` [b, R] inside the block."""
+    """Read texts [b, n] in the window without gradients, from their states [b, n, D] at ``plan.start``, then draft
+    after ``columns`` [b, R] inside the block."""
     cache = growing_cache()
     with _in_its_dtype(model), switched_attention(model.forwards):
         with torch.no_grad(), running(model.model, plan, states.to(model.dtype)):
@@ -145,7 +144,7 @@ def _text(length: int) -> RowPlan:
 
 
 def _with_chains(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
-    """The text, and below the places ``columns`` chains of ``k`` new nodes, one chain after the other."""
+    """The text, then chains of ``k`` new nodes after the positions ``columns``, chain by chain."""
     parents, depths = list(text.parents), list(text.depths)
     for column in columns:
         parents += [column, *range(len(parents), len(parents) + k - 1)]
@@ -154,7 +153,7 @@ def _with_chains(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
 
 
 def _grown_chains(length: int, columns: Sequence[int], steps: int) -> RowPlan:
-    """A text, and below the places before ``columns`` chains of ``steps`` nodes, one step after the other."""
+    """A text, then chains of ``steps`` nodes after the positions before ``columns``, step by step."""
     count = len(columns)
     parents, depths = list(range(-1, length - 1)), list(range(length))
     for step in range(steps):
@@ -165,7 +164,7 @@ def _grown_chains(length: int, columns: Sequence[int], steps: int) -> RowPlan:
 
 
 def _run_nodes(network: Network, ids: Tensor, plans: Sequence[RowPlan], cache: Any) -> None:
-    """One public forward of nodes [b, n] over a growing cache; what it makes of them is recorded by the caller."""
+    """One public forward of nodes [b, n] over a growing cache; the caller records its states."""
     width, used = ids.shape[1], len(plans[0].parents)
     masks: Any = additive_masks(plans, network.layer_masks, width, used, network.dtype, network.device)
     network.model(

@@ -1,8 +1,8 @@
-"""Learned tokens behind the vocabulary: ids V, V + 1, ... that only a model's token embedding knows.
+"""Learned tokens after the vocabulary: ids V, V + 1, ... that exist only in a model's token embedding.
 
-A drafter feeds them as probes (:class:`foretoken.core.TokenTree`): they stand at places of which the text says nothing
-yet, and what the target predicts there is a guess.  They are never text, and the vocabulary projection does not know
-them.  While one is embedded the network sees token 0 in its place, and its row is put in behind the embedding.
+A drafter feeds them as probes (:class:`foretoken.core.TokenTree`): they are at positions that the text has not reached,
+and the target's predictions there are drafts.  They are never output, and the vocabulary projection does not have them.
+The network embeds token 0 instead, and their rows are inserted after the embedding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foretoken.models.network.alone import only_here
 
 
 def check_rows(network: Any, rows: Tensor) -> None:
-    """Refuse rows that the network's token embedding cannot be extended by."""
+    """Raise an error if the rows cannot extend the network's token embedding."""
     find = getattr(network, "get_input_embeddings", None)
     embedding = find() if find is not None else None
     if not isinstance(embedding, nn.Embedding):
@@ -31,19 +31,19 @@ def check_rows(network: Any, rows: Tensor) -> None:
 
 
 def known_ids(ids: Tensor, first: int) -> Tensor:
-    """``ids`` with token 0 in place of the extra ones, which begin at ``first``."""
+    """``ids`` with token 0 for extra ids, which begin at ``first``."""
     return ids.masked_fill(ids >= first, 0)
 
 
 def put_in(embedded: Tensor, ids: Tensor, rows: Tensor, first: int) -> Tensor:
-    """``embedded`` [b, n, D] with the rows [k, D] of extra ids in their places; ids [b, n]."""
+    """``embedded`` [b, n, D] with the rows [k, D] of extra ids inserted; ids [b, n]."""
     extra = F.embedding((ids - first).clamp_min(0), rows.to(embedded.dtype))
     return torch.where((ids >= first)[..., None], extra, embedded)
 
 
 @contextmanager
 def embedding_rows(network: Any, ids: Tensor, rows: Tensor, first: int) -> Iterator[Tensor]:
-    """Inside the block the network embeds extra ids by ``rows`` [k, D]; yields the ids [b, n] that it may be given."""
+    """Inside the block, the network embeds extra ids as ``rows`` [k, D]; yields the ids [b, n] to feed it."""
 
     def after(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return put_in(output, ids, rows, first)

@@ -1,8 +1,8 @@
-"""Running a part of the network: layer windows and skipped sublayers on a Transformers model's own modules.
+"""Running a part of a network: layer windows and skipped sublayers in a Transformers model's own modules.
 
-Nothing is copied or rewritten: for the time of one forward, the ``forward`` of single modules is replaced on the
-instance (a layer outside the window hands its input on, a skipped attention or MLP adds zero to the residual stream)
-and then put back, whatever happens.
+Nothing is copied or rewritten: during one forward, the ``forward`` of single modules is replaced on the instance (a
+layer outside the window returns its input, a skipped attention or MLP adds zero to the residual stream) and always
+restored.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from foretoken.models.network.taps import decoder_layers
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn")
 MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe")
-"""What Transformers' decoder layers call their two sublayers."""
+"""Names of the two sublayers in Transformers' decoder layers."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Which part of the network a forward runs; the final norm and the head always follow.
+    """The part of the network that a forward runs; the final norm and the head always follow.
 
     Attributes:
-        start: first layer that runs; above 0 its input are hidden states that are handed in.
-        stop: the layer before which it ends (``None``: behind the last one).
-        weights: a second set of weights that was registered with the model; empty for its own.
+        start: first layer to run; above 0, its input is supplied as hidden states.
+        stop: end of the layer range (``None``: after the last layer).
+        weights: name of a second set of weights; empty for the model's own.
     """
 
     start: int = 0
@@ -63,7 +63,7 @@ class LayerPlan:
             raise ValueError("the skip set leaves no sublayer: keep at least one attention or MLP")
 
     def count(self, num_layers: int) -> float:
-        """How many layers run; a sublayer counts half."""
+        """Number of layers that run; a sublayer counts half."""
         window = range(self.start, self.end(num_layers))
         skipped = sum((layer in self.skip_attention) + (layer in self.skip_mlp) for layer in window)
         return len(window) - skipped / 2
@@ -83,7 +83,7 @@ def sublayer(layer: nn.Module, names: tuple[str, ...], kind: str) -> nn.Module:
 
 
 def check_sublayers(model: nn.Module, plan: LayerPlan) -> None:
-    """Find every module that the plan skips."""
+    """Raise ``CapabilityError`` if a module to skip is missing."""
     layers = decoder_layers(model)
     for index in plan.skip_attention:
         sublayer(layers[index], ATTENTION_NAMES, "attention")
@@ -93,7 +93,7 @@ def check_sublayers(model: nn.Module, plan: LayerPlan) -> None:
 
 @contextmanager
 def running(model: nn.Module, plan: LayerPlan, hidden: Tensor | None = None) -> Iterator[None]:
-    """Forwards inside the block run only what ``plan`` says.
+    """Forwards inside the block run only the layers in ``plan``.
 
     ``hidden`` [b, n, D] replaces the input of layer ``plan.start``.
     """
@@ -121,7 +121,7 @@ def running(model: nn.Module, plan: LayerPlan, hidden: Tensor | None = None) -> 
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Set ``module.forward`` on the instance, for this thread alone; the result puts back what was there."""
+    """Set ``module.forward`` on the instance, for this thread only; return a function that restores it."""
     previous = module.__dict__.get("forward")
     before = module.forward
 
@@ -140,7 +140,7 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _check_output(layer: nn.Module, args: Any, output: Any) -> None:
-    """A layer that is passed over hands a tensor on: where layers return more than that, it would be misread."""
+    """Skipped layers return a tensor, which would be misread if layers return more than that."""
     if not isinstance(output, Tensor):
         raise CapabilityError(
             f"{type(layer).__name__} layers return more than hidden states, so that none can be left out"
@@ -157,7 +157,7 @@ def _with_input(forward: Callable[..., Any], hidden: Tensor) -> Callable[..., An
 
 
 def _nothing_like(mlp: nn.Module) -> Callable[..., Any]:
-    """A forward that adds nothing, in the form in which this MLP answers: alone, or with its router's scores."""
+    """A forward that adds nothing, in this MLP's output format: a tensor, or a tuple with router scores."""
     forward = mlp.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -173,4 +173,5 @@ def _nothing_like(mlp: nn.Module) -> Callable[..., Any]:
 
 
 _COUNTS: WeakKeyDictionary[type[nn.Module], int] = WeakKeyDictionary()
-"""How many tensors MLPs of a class return, 0 for one that is not in a tuple: seen once, by a call of one token."""
+"""Number of tensors in the output tuple of an MLP class, 0 for a plain tensor; determined by one call with one
+token."""

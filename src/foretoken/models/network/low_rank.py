@@ -1,7 +1,7 @@
-"""A low-rank update of a network's linear layers, W + B A with B [out, r] and A [r, in], and its merge into them.
+"""Low-rank updates of a network's linear layers, W + B A with B [out, r] and A [r, in], and their merge.
 
-Hu et al. 2021 (arXiv 2106.09685).  In training every ``weight`` reads as the updated one, so that nothing else in the
-network has to know; what is served has ordinary layers.
+Hu et al. 2021 (arXiv 2106.09685).  During training, every ``weight`` reads as the updated one, so the rest of the
+network is unaffected; a served model has ordinary layers.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from foretoken.models.network.taps import decoder_layers
 
 
 class LowRank(nn.Module):
-    """Reads a weight [out, in] as the sum of itself and B A.
+    """Parametrisation of a weight [out, in] as the sum of itself and B A.
 
-    B begins as zero, so that the network starts as it was; ``generator`` draws A.
+    B is initially zero, so that the network is unchanged; ``generator`` draws A.
     """
 
     def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
         super().__init__()
         rows, columns = weight.shape
-        # With rows of A that are orthogonal on average, a step of B moves W as far as the same step of W would.
+        # With orthogonal rows of A (on average), a step of B moves W as far as the same step of W would.
         first = torch.randn(rank, columns, generator=generator) / rank**0.5
         self.a = nn.Parameter(first.to(weight.device, weight.dtype))
         self.b = nn.Parameter(torch.zeros(rows, rank, device=weight.device, dtype=weight.dtype))
@@ -34,20 +34,20 @@ class LowRank(nn.Module):
 
 
 def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of the decoder by their names in the network."""
+    """The decoder's linear layers by name."""
     inside = {id(module) for module in decoder_layers(network).modules()}
     modules = network.named_modules()
     return {name: each for name, each in modules if isinstance(each, nn.Linear) and id(each) in inside}
 
 
 def factor_shapes(network: nn.Module, rank: int) -> list[tuple[int, int]]:
-    """Shapes of A and B of every linear layer of the decoder."""
+    """Shapes of A and B for every linear layer of the decoder."""
     weights = [layer.weight for layer in linear_layers(network).values()]
     return [shape for weight in weights for shape in ((rank, weight.shape[1]), (weight.shape[0], rank))]
 
 
 def add_low_rank(network: nn.Module, rank: int, seed: int = 0) -> None:
-    """Freeze a network and give each linear layer of its decoder an update that can be trained."""
+    """Freeze a network and add a trainable update to each linear layer of its decoder."""
     if rank < 1:
         raise ValueError(f"a low-rank update needs rank >= 1, not {rank}")
     layers = linear_layers(network)
@@ -61,7 +61,7 @@ def add_low_rank(network: nn.Module, rank: int, seed: int = 0) -> None:
 
 
 def low_rank_factors(network: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """(A, B) by the name of the layer; empty when nothing was added."""
+    """(A, B) by layer name; empty if there are no updates."""
     factors = {}
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and parametrize.is_parametrized(module, "weight"):
@@ -72,10 +72,10 @@ def low_rank_factors(network: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def merge_low_rank(network: nn.Module, dtype: torch.dtype) -> None:
-    """Put the updates, rounded to ``dtype`` as they are stored, into the weights; nothing else is left of them."""
+    """Merge the updates, rounded to ``dtype`` as stored, into the weights and remove them."""
     for name, (a, b) in low_rank_factors(network).items():
         before: Any = network.get_submodule(name)
-        # A new layer: torch's removal changes the class, which a copy of the network shares with the original.
+        # A new layer: torch's removal changes the class, which copies of the network share.
         layer = nn.Linear(before.in_features, before.out_features, before.bias is not None, device="meta")
         weight = before.parametrizations["weight"].original
         layer.weight = nn.Parameter(merged(weight, a.to(dtype), b.to(dtype)))

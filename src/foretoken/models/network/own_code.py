@@ -1,8 +1,8 @@
-"""What a module computes with besides its weights: the code of its forward, its numbers, and buffers that no checkpoint
-has (rotary frequencies).
+"""Inputs of a module's computation besides its weights: the code of its forward, its numbers, and buffers that are in
+no checkpoint (rotary frequencies).
 
-Any of them can be changed on a network that is in use: a ``forward`` is replaced on a module or on its class, as
-packages of faster kernels and ablations do, or ``scaling``, an epsilon or ``inv_freq`` are written.
+All of them can change while a network is in use: packages of faster kernels and ablations replace a ``forward`` on a
+module or its class; others write ``scaling``, an epsilon or ``inv_freq``.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import nn
 from foretoken.models.network.rotary import follows_length
 
 FAMILIAR = ("torch", "transformers")
-"""Packages whose decorators may lie around the forward of a class."""
+"""Packages whose decorators may wrap the forward of a class."""
 
 
 def numbers_by_module(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, list[str]]]:
-    """The modules that keep plain numbers (``scaling``, ``variance_epsilon``, ``top_k``), and the names of those.
+    """Modules with plain numbers (``scaling``, ``variance_epsilon``, ``top_k``), and the names of these.
 
-    Numbers that a class writes in its own methods are left out: a counter says nothing about what is computed.
+    Numbers written by methods of their class are left out: a counter does not affect the result.
     """
     plain = ((m, [name for name, value in vars(m).items() if type(value) in (int, float)]) for m in modules)
     return _without_written(plain)
 
 
 def constants_by_module(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, list[str]]]:
-    """The modules with buffers that are not saved with a model, and the names of those that nothing in their class
-    seems to write: many forwards keep tables and masks in such buffers."""
+    """Modules with non-persistent buffers, and the names of those that no method of their class seems to write: many
+    forwards keep tables and masks in such buffers."""
     return _without_written((m, list(m._non_persistent_buffers_set)) for m in modules)
 
 
 def _without_written(listed: Iterable[tuple[nn.Module, list[str]]]) -> list[tuple[nn.Module, list[str]]]:
     unwritten = []
     for module, names in listed:
-        if names and not follows_length(module):  # else its forward writes what it turns by
-            kind: Any = type(module)  # (mypy takes a class of modules for no hashable thing)
+        if names and not follows_length(module):  # otherwise its forward writes the frequencies
+            kind: Any = type(module)  # (mypy does not consider a module class hashable)
             written = _written_names(kind, kind.forward, frozenset(names))
             unwritten.append((module, [name for name in names if name not in written]))
     return unwritten
@@ -48,7 +48,7 @@ def _without_written(listed: Iterable[tuple[nn.Module, list[str]]]) -> list[tupl
 
 @lru_cache(maxsize=256)
 def _written_names(kind: type, forward: Any, names: frozenset[str]) -> set[str]:
-    """Which of the names methods of a class may write, but for those that make it.  Kept: it takes milliseconds."""
+    """The names that methods of a class, except its constructor, may write.  Cached, as it takes milliseconds."""
     classes = [base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch.nn.")]
     members = (member for base in classes for name, member in vars(base).items() if name != "__init__")
     codes = (code for member in members for function in _layers(member) for code in _nested(function.__code__))
@@ -76,7 +76,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _layers(member: Any) -> Iterator[FunctionType]:
-    """A method with its decorators, outermost first; nothing for what is no function."""
+    """A method and its decorators, outermost first; empty if it is not a function."""
     member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
     while isinstance(member, FunctionType):
         yield member
@@ -87,10 +87,10 @@ def _layers(member: Any) -> Iterator[FunctionType]:
 
 
 def mark_of(kind: type[nn.Module]) -> str | None:
-    """What tells the forward of a class from others that it may be given, also in another process.
+    """Text that identifies the forward of a class across processes.
 
-    ``None`` where nothing does: a function from elsewhere (another package's kernel) or no function at all took its
-    place.  Decorators of PyTorch and Transformers, and a forward that is inherited, are no such thing.
+    ``None`` if a function from elsewhere (another package's kernel) or something else replaced it.  Decorators of
+    PyTorch and Transformers, and an inherited forward, are fine.
     """
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     functions = list(_layers(vars(owner)["forward"]))
@@ -100,9 +100,9 @@ def mark_of(kind: type[nn.Module]) -> str | None:
     package = owner.__module__.partition(".")[0]
     if inner.__module__ != owner.__module__ or inner.__globals__.get("__name__") != owner.__module__:
         return None
-    if set(inner.__code__.co_freevars) - {"__class__"}:  # what it closes over is not in its code
+    if set(inner.__code__.co_freevars) - {"__class__"}:  # its code does not contain what it closes over
         return None
-    # functools.wraps copies the name of the module: where a decorator comes from, its globals tell.
+    # functools.wraps copies the module name; a decorator's globals show its origin.
     homes = (str(function.__globals__.get("__name__", "")) for function in around)
     if any(home.partition(".")[0] not in (package, *FAMILIAR) for home in homes):
         return None
@@ -118,15 +118,15 @@ def _text(function: FunctionType) -> str:
 
 
 def _constant(value: Any) -> str:
-    """A constant in words that are the same in every process."""
+    """A constant as text that is equal in every process."""
     if isinstance(value, CodeType):
         return value.co_name
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 def forwards_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """What calls of modules run: their classes, forwards of their own (``None`` where there are none), and the forwards
-    of those classes."""
+    """Everything that calls of modules run: their classes, their instances' forwards (or ``None``), and the classes'
+    forwards."""
     modules = list(modules)
     kinds = [type(module) for module in modules]
     replaced = [vars(module).get("forward") for module in modules]

@@ -1,4 +1,4 @@
-"""Where a model's weights are and in which mode it runs, for models that callers hand in as they have them."""
+"""Device and mode of models supplied by callers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 def decoding(model: Any) -> None:
-    """Switch dropout off where somebody has called ``train()`` since the model was wrapped."""
+    """Switch dropout off if someone called ``train()`` after the model was wrapped."""
     if model.training:
         model.eval()
 
 
 def device_of(model: Any) -> torch.device:
-    """Where a model's inputs go: where its weights are, or where accelerate takes those that it keeps elsewhere."""
+    """Device of a model's inputs: that of its weights, or accelerate's execution device for offloaded ones."""
     device: torch.device = model.device
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules()) if device.type == "meta" else ()
     places = (getattr(hook, "execution_device", None) for hook in hooks)
@@ -22,17 +22,16 @@ def device_of(model: Any) -> torch.device:
 
 
 def is_offloaded(model: Any) -> bool:
-    """Whether some weights are not in memory: accelerate reads them when their layer runs, and drops them again."""
+    """Whether some weights are not in memory: accelerate loads them when their layer runs, and drops them again."""
     return any(weight.device.type == "meta" for weight in model.parameters())
 
 
 def is_split(model: Any) -> bool:
-    """Whether its layers run on several devices, or accelerate takes weights and inputs where they run
-    (``device_map``)."""
+    """Whether its layers run on several devices, or accelerate moves weights and inputs (``device_map``)."""
     devices = {weight.device for weight in model.parameters()}
     return len(devices) > 1 or any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def has_no_weights(model: Any) -> bool:
-    """Whether a model was made without weights, and nothing will read them when it runs."""
+    """Whether a model was created without weights, and nothing will load them when it runs."""
     return is_offloaded(model) and not any(hasattr(module, "_hf_hook") for module in model.modules())

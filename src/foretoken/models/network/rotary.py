@@ -1,11 +1,11 @@
-"""Rotary embeddings whose frequencies change with the length of the text: longrope and dynamic NTK.
+"""Rotary embeddings whose frequencies depend on the text length: longrope and dynamic NTK.
 
-Transformers picks the frequencies of a whole forward by its longest position.  Within one `generate` of one text that
-comes to this rule: a token is turned by the frequencies for ``max(its position + 1, length of the prompt)`` tokens.
-Here every token gets the frequencies of that length, so that company, chunks, trees and drafts change nothing.
+Transformers chooses the frequencies of a whole forward by its longest position.  Within one `generate` call for one
+text this means that a token uses the frequencies for ``max(its position + 1, prompt length)`` tokens.  Here every token
+uses the frequencies of that length, so that batches, chunks, trees and drafts change nothing.
 
-Models of the Phi-3 kind go further.  When a text becomes longer than the original length, `generate` drops the cache
-and reads everything again, so that all keys have the long factors.  A sequence of such a model is read again, too.
+Phi-3's kind of models go further: when a text exceeds the original length, `generate` drops the cache and reads
+everything again, so that all keys have the long factors.  A sequence of such a model is read again, too.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from foretoken.models.network.traits import source_of
 
 
 def rule_of(kind: str, parameters: Mapping[str, Any]) -> str:
-    """How the frequencies of a rotary embedding follow the length of the text.
+    """Dependence of a rotary embedding's frequencies on the text length.
 
     Returns:
-        ``"static"`` (they do not), ``"two"`` (one set up to the original length, another beyond it) or ``"each"``
-        (every length beyond the original one has its own).
+        ``"static"`` (none), ``"two"`` (one set up to the original length, another beyond it) or ``"each"``
+        (a separate set for every length beyond the original one).
     """
     if "dynamic" in kind:
         return "each"
-    scaled = kind != "default" and "long_mscale" in parameters  # Phi-3.5-MoE scales by length whatever the type
+    scaled = kind != "default" and "long_mscale" in parameters  # Phi-3.5-MoE scales by length with any type
     return "two" if kind == "longrope" or scaled else "static"
 
 
@@ -43,7 +43,7 @@ class _Changing:
     """One rotary module of a model.
 
     Attributes:
-        fresh: a copy of it that has not seen a text yet; forwards are run on copies of this one.
+        fresh: a copy of it that has not processed any text; forwards run on copies of it.
         rule: ``"two"`` or ``"each"``, see :func:`rule_of`.
         border: the original length, in tokens.
     """
@@ -58,10 +58,10 @@ class ChangingRotary:
     """The length-dependent rotary embeddings of a model.
 
     Args:
-        rereads: whether `generate` reads the whole text again when it becomes longer than the border.
+        rereads: whether `generate` reads the whole text again when it exceeds the border.
 
     Attributes:
-        border: most tokens of a text that has the short frequencies throughout.
+        border: longest text that uses the short frequencies throughout.
     """
 
     def __init__(self, modules: Sequence[_Changing], rereads: bool) -> None:
@@ -74,28 +74,29 @@ class ChangingRotary:
 
     @classmethod
     def of(cls, model: nn.Module) -> ChangingRotary | None:
-        """Those of a Transformers model; ``None`` where no frequencies change."""
+        """The embeddings of a Transformers model; ``None`` if its frequencies are constant."""
         modules = [changing for module in model.modules() if (changing := _changing(module)) is not None]
         return cls(modules, bool(_rereading(model))) if modules else None
 
     # -- texts -------------------------------------------------------------------------------------------------------
 
     def regime(self, length: int) -> int:
-        """For which length a text of ``length`` tokens is read; 0 for any up to the border.
+        """Length for which a text of ``length`` tokens is read; 0 for any up to the border.
 
-        Texts of one regime can take over keys from each other.
+        Only sequences of one regime can share keys.
         """
         if length <= self.border:
             return 0
         return length if self._exact else self.border + 1
 
     def room(self, sequence: SequenceState) -> int | None:
-        """Tokens that can follow the committed ones before the text must be read again; ``None``: any number."""
+        """Number of tokens that fit after the committed ones before the text must be read again; ``None``: any
+        number."""
         have = len(sequence.tokens)
         return self.border - have if self.rereads and not sequence.regime and have < self.border else None
 
     def expect(self, model: LanguageModel, sequence: SequenceState, length: int) -> None:
-        """Bring a sequence into the regime of a text of ``length`` tokens, by reading it again where it has any."""
+        """Move a sequence to the regime of ``length`` tokens, by reading its tokens again if there are any."""
         regime = self.regime(length)
         if regime == sequence.regime:
             return
@@ -105,7 +106,7 @@ class ChangingRotary:
             self._reread(model, sequence, regime)
 
     def grow(self, model: LanguageModel, texts: Sequence[tuple[SequenceState, Sequence[int]]]) -> None:
-        """Sequences get tokens that are certain.  What was expected of a longer text stands."""
+        """Account for committed tokens that are about to be added, unless a longer text was already expected."""
         for sequence, tokens in texts:
             length = len(sequence.tokens) + len(tokens)
             if length > self.border and not sequence.regime:
@@ -118,7 +119,7 @@ class ChangingRotary:
             model.rewind(sequence, 0)
             sequence.regime = regime
             model.prefill(sequence, tokens)
-        except BaseException:  # the next try reads all of it again
+        except BaseException:  # the next attempt reads all of it again
             sequence.clear_scratch()
             sequence.tokens[:], sequence.regime = tokens, before
             raise
@@ -127,14 +128,14 @@ class ChangingRotary:
 
     @staticmethod
     def lengths(positions: Tensor, regimes: Sequence[int]) -> Tensor:
-        """[b, width] for how many tokens each node is turned, of positions [b, width] and the regimes of the rows."""
+        """[b, width] text length of each node's frequencies, from positions [b, width] and the regimes of the rows."""
         return torch.maximum(positions + 1, torch.tensor(regimes, device=positions.device)[:, None])
 
     @contextmanager
     def switched(self, positions: Tensor, lengths: Tensor | None) -> Iterator[None]:
-        """Forwards inside the block turn every node by the frequencies for its own length.
+        """Forwards inside the block use, for every node, the frequencies of its own length.
 
-        ``positions`` and ``lengths`` are [b, width]; without lengths they are the positions and one.
+        ``positions`` and ``lengths`` are [b, width]; the default lengths are the positions plus one.
         """
         text_lengths = positions + 1 if lengths is None else lengths
         restores = []
@@ -147,13 +148,13 @@ class ChangingRotary:
                 restore()
 
     def turns(self, index: int, lengths: Tensor, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        """What the module's forward gives, node by node for its own length.
+        """Output of the module's forward, with each node's own length.
 
         Args:
             lengths: [b, width].
-            x: whose dtype and device the result has.
+            x: tensor with the dtype and device of the result.
             position_ids: [..., b, width].
-            layer_type: for a module that has one set of frequencies by layer type.
+            layer_type: for a module with frequencies per layer type.
 
         Returns:
             the module's own output: tensors [..., b, width, r].
@@ -164,7 +165,7 @@ class ChangingRotary:
         turned: Any = None
         for key in keys.unique().tolist():
             chosen = keys == key
-            # The forward looks at the longest position: an additional column has it.
+            # The forward uses the longest position, which an extra column supplies.
             longest = lengths[chosen].max() - 1
             inside = position_ids.masked_fill(~chosen, 0)
             column = torch.full_like(inside[..., :1], int(longest))
@@ -175,7 +176,7 @@ class ChangingRotary:
         return turned
 
     def _twin(self, index: int, key: int) -> nn.Module:
-        """A copy of a module that has run with this length alone: dynamic ones remember the longest that they saw."""
+        """A copy of a module used for this length only: dynamic ones remember the longest that they saw."""
         twin = self._twins.get((index, key))
         if twin is None:
             if len(self._twins) >= 1024:  # a dynamic embedding has frequencies for every length
@@ -185,16 +186,16 @@ class ChangingRotary:
 
 
 class LeanTurns:
-    """Cosine and signed sine [n, 1, r] as the lean layers read them, from the model's own rotary module.
+    """Cosine and signed sine [n, 1, r] for the lean layers, from the model's own rotary module.
 
-    ``kinds`` are layer types that have frequencies of their own; ``("",)`` where all layers share them.
+    ``kinds`` are layer types with separate frequencies; ``("",)`` if all layers share them.
     """
 
     def __init__(self, rotary: ChangingRotary, kinds: Sequence[str], dtype: torch.dtype) -> None:
         self.rotary, self.kinds, self.dtype = rotary, kinds, dtype
 
     def __call__(self, positions: Tensor, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """By layer type, of n nodes' positions [n] and lengths [n]."""
+        """Cosines and sines by layer type, for n nodes with positions [n] and lengths [n]."""
         like = torch.empty(0, dtype=self.dtype, device=positions.device)
         turns: dict[str, tuple[Tensor, Tensor]] = {}
         for kind in self.kinds:
@@ -205,11 +206,11 @@ class LeanTurns:
 
 
 def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = None) -> tuple[int, str]:
-    """Most tokens of a text, and why it is not more (empty where nothing special limits it).
+    """Maximum tokens of a text, and the reason for a special limit (empty if there is none).
 
     Args:
-        context: what its configuration says.
-        rotary: its length-dependent embeddings, for a forward that follows them (none: texts end at the border).
+        context: maximum in its configuration.
+        rotary: its length-dependent embeddings, if the forward supports them (otherwise texts end at the border).
     """
     changing = ChangingRotary.of(model) if rotary is None else rotary
     if changing is None:
@@ -231,12 +232,12 @@ def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = N
 
 
 def follows_length(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding whose forward writes its frequencies anew for texts of other lengths."""
+    """Whether a module is a rotary embedding whose forward rewrites its frequencies for other text lengths."""
     return "rope_type" in vars(module) and bool(_rules(module)[0])
 
 
 def _rules(module: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """By layer type (an empty one where all share them), the rules of frequencies that change, and all parameters."""
+    """Rules of changing frequencies by layer type (``""`` if all layers share them), and all parameters."""
     kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
     if kinds is None or config is None:
         return {}, {}
@@ -265,7 +266,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 
 def _fresh(module: nn.Module) -> nn.Module:
-    """A copy with the frequencies of short texts, whatever the module has run on."""
+    """A copy with the frequencies of short texts, whatever texts the module has processed."""
     fresh: Any = _copy(module)
     for name, buffer in list(fresh.named_buffers(recurse=False)):
         original = dict(fresh.named_buffers(recurse=False)).get(name.replace("inv_freq", "original_inv_freq"))
@@ -277,7 +278,7 @@ def _fresh(module: nn.Module) -> nn.Module:
 
 
 def _merged(before: Any, new: Any, chosen: Tensor) -> Any:
-    """Outputs without their last column, where ``chosen`` [b, width, 1] those of ``new``."""
+    """Outputs without their last column, taken from ``new`` where ``chosen`` [b, width, 1]."""
     if isinstance(new, tuple):
         olds = before or (None,) * len(new)
         return tuple(_merged(old, value, chosen) for old, value in zip(olds, new, strict=True))
@@ -286,14 +287,14 @@ def _merged(before: Any, new: Any, chosen: Tensor) -> Any:
 
 
 def _rereading(model: nn.Module) -> list[Any]:
-    """Modules whose preparation of `generate` drops the cache at an original length."""
+    """Modules whose input preparation in `generate` drops the cache at an original length."""
     original = "original_max_position_embeddings"
     able = (module for module in model.modules() if hasattr(getattr(module, "config", None), original))
     return [m for m in able if original in source_of(getattr(type(m), "prepare_inputs_for_generation", None))]
 
 
 def _factor(changing: _Changing) -> float:
-    """By how much a dynamic embedding stretches the original length."""
+    """Factor by which a dynamic embedding extends the original length."""
     parameters: Any = changing.module.config.rope_parameters  # type: ignore[union-attr]
     by_type = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
     factors = [float(each["factor"]) for each in by_type if "dynamic" in str(each.get("rope_type"))]

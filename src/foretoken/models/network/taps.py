@@ -1,4 +1,4 @@
-"""Hidden states by name: hooks in a context manager that always removes them."""
+"""Hidden states by name, recorded with hooks in a context manager that always removes them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.network.alone import only_here
 
 DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
-"""What configurations of encoder-decoder models call the number of their decoder's layers."""
+"""Configuration names for the number of decoder layers in encoder-decoder models."""
 
 
 def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """The module of a Transformers causal LM that runs its decoder layers and the final norm, and those layers."""
     config: Any = model.config
     num_layers = config.get_text_config().num_hidden_layers
-    if getattr(config, "is_encoder_decoder", False):  # whose layers come in two lists
+    if getattr(config, "is_encoder_decoder", False):  # its layers are in two lists
         num_layers = next((n for n in (getattr(config, name, None) for name in DECODER_LAYERS) if n), num_layers)
         model = model.get_decoder()  # type: ignore[operator]
     for module in model.modules():
@@ -38,7 +38,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def check_taps(taps: Sequence[str], num_layers: int) -> None:
-    """Refuse names that are no taps, before anything runs."""
+    """Raise ``ValueError`` for unknown tap names, before anything runs."""
     for name in taps:
         kind, _, number = name.partition(":")
         if name != "last" and not (kind == "layer" and number.isdecimal() and int(number) <= num_layers):

@@ -1,4 +1,5 @@
-"""What the forward of a Transformers model depends on: its masks, its ends of text, where it looks its attention up."""
+"""Properties of a Transformers model's forward: masks, end-of-sequence ids, cache argument, attention
+configurations."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.cache.masks import LayerMask
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
-"""What forwards of Transformers call their cache, in their arguments and in their outputs: ``cache`` since 5.24."""
+"""Names of the cache in arguments and outputs of Transformers' forwards; ``cache`` since 5.24."""
 
 
 def cache_name(module: Any) -> str | None:
-    """How the forward of a model or a decoder layer calls its cache; ``None`` when it takes none.
+    """Name of the cache argument of a model's or decoder layer's forward; ``None`` if there is none.
 
-    A forward that hands ``**kwargs`` on (a subclass, a wrapper like PEFT's) calls it as what it hands them to.
+    A forward that passes ``**kwargs`` on (a subclass, a wrapper like PEFT's) uses the name of the inner forward.
     """
     for inner in module.modules():
         parameters = parameters_of(inner)
@@ -28,13 +29,13 @@ def cache_name(module: Any) -> str | None:
 
 
 def parameters_of(module: Any) -> Mapping[str, inspect.Parameter]:
-    """What the forward of a module takes."""
+    """Parameters of a module's forward."""
     return inspect.signature(inspect.unwrap(type(module).forward)).parameters
 
 
 @lru_cache(maxsize=1024)
 def source_of(function: Any) -> str:
-    """The text of a function; empty where there is none.  Kept: finding it takes Python's tokenizer milliseconds."""
+    """Source text of a function; empty if there is none.  Cached, as it takes Python's tokenizer milliseconds."""
     try:
         return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
@@ -42,13 +43,13 @@ def source_of(function: Any) -> str:
 
 
 def context_length_of(config: Any) -> int:
-    """Most tokens of a text; where the configuration names none (or -1, as XLNet's does), more than anybody has."""
+    """Maximum tokens of a text; 2^20 if the configuration does not set it (or to -1, like XLNet)."""
     length = int(getattr(config, "max_position_embeddings", 0) or 0)
     return length if length > 0 else 2**20
 
 
 def cache_argument(module: Any) -> str:
-    """:func:`cache_name` of a module that must take a cache.  Raises ``CapabilityError`` where it takes none."""
+    """:func:`cache_name` of a module that must take a cache.  Raises ``CapabilityError`` if it does not."""
     name = cache_name(module)
     if name is None:
         raise CapabilityError(f"the forward of {type(module).__name__} takes no cache")
@@ -56,7 +57,7 @@ def cache_argument(module: Any) -> str:
 
 
 def eos_ids(model: Any) -> frozenset[int]:
-    """All end-of-sequence ids that the generation config, else the config, names."""
+    """All end-of-sequence ids in the generation config, or else in the config."""
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
         value = getattr(config, "eos_token_id", None)
         if value is not None:
@@ -65,11 +66,11 @@ def eos_ids(model: Any) -> frozenset[int]:
 
 
 def layer_masks(model: Any) -> dict[str, LayerMask]:
-    """Which masks the model's forward wants: by layer type where it takes a dictionary, else one under ``""``."""
+    """The masks of the model's forward by layer type if it takes a dictionary, else one under ``""``."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if not _makes_masks_by(model, "causal_mask_mapping"):
-        # Without layer types a model either slides everywhere (mistral, phi3) or nowhere.
+        # Without layer types, either all layers of a model slide (mistral, phi3) or none.
         if window and _makes_masks_by(model, "create_sliding_window_causal_mask"):
             return {"": LayerMask("sliding", window)}
         return {"": LayerMask()}
@@ -86,13 +87,13 @@ def layer_masks(model: Any) -> dict[str, LayerMask]:
 
 
 def _makes_masks_by(model: Any, word: str) -> bool:
-    """Whether a forward of the model's stack of wrappers down to the decoder, which could build masks, has a word."""
+    """Whether ``word`` is in the source of a forward between the model and its decoder, where masks could be built."""
     makers = (m for name, m in model.named_modules() if name.count(".") <= 2 and hasattr(m, "config"))
     return any(word in source_of(type(module).forward) for module in makers)
 
 
 def attention_configs(model: Any) -> list[Any]:
-    """The distinct config objects that attention modules read their implementation from."""
+    """The distinct config objects from which attention modules read their implementation."""
     configs: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)

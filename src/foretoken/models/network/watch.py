@@ -1,8 +1,7 @@
-"""Whether a network is still what it was: its weights, its layers and the hooks on them.
+"""Detection of changes to a network: its weights, its layers and their hooks.
 
-What is kept beside a network (fused copies of its weights, keys and values of texts) is worth nothing once it has
-changed: a training step, ``load_state_dict``, an adapter that is switched or merged, ``model.to``, a hook, a forward
-that is replaced, a scale that is written.
+Any change invalidates what is stored beside a network (fused copies of its weights, keys and values): a training step,
+``load_state_dict``, switching or merging an adapter, ``model.to``, a hook, a replaced forward, a changed scale.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from torch import Tensor, nn
 from foretoken.models.network.own_code import constants_by_module, forwards_of, numbers_by_module
 
 SAMPLES = 64
-"""Numbers per weight that are compared: writes through ``weight.data``, which PyTorch does not count, show in them."""
+"""Numbers compared per weight, to detect writes through ``weight.data``, which PyTorch does not count."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody looks at, or changes, what a module reads or gives."""
+    """Whether hooks read or change a module's input or output."""
     return any(True for _ in _hooks(getattr(module, name) for name in HOOKS))
 
 
 def _hooks(tables: Iterable[Mapping[int, Any]]) -> Iterator[Any]:
-    """All but those that stay on a model once it was asked for its hidden states: they hand out copies, when asked."""
+    """All hooks except those that Transformers leaves on a model after hidden states were requested: they only copy."""
     harmless = "transformers.utils.output_capturing"
     return (hook for table in tables for hook in table.values() if getattr(hook, "__module__", "") != harmless)
 
@@ -38,19 +37,19 @@ def has_hooks(network: nn.Module) -> bool:
 
 
 class Watch:
-    """What a network was when it was looked at.
+    """The state of a network, for detecting later changes.
 
-    Changes are found by the identity of modules, weights, buffers and hooks, by PyTorch's count of writes to a weight
-    or buffer, by where it lies, and by a sample of its numbers, whose memory is held; by the classes of modules, the
-    forwards of those classes and the modules' own, by plain numbers (``scaling``, ``variance_epsilon``), and by the
-    adapters that PEFT's layers have switched on, with their factors.  What the network's own forward does to itself is
-    no change: numbers and unsaved buffers that a class writes in its own methods, or that rotary embeddings turn by
-    which change with the length of the text, are not looked at, accelerate replaces weights that it keeps elsewhere by
-    others without numbers, and PEFT sets updates of single parameters on and off, which counts as a write.
+    It compares the identity of modules, weights, buffers and hooks; PyTorch's count of writes to weights and buffers,
+    their addresses, and a sample of their numbers (whose memory is kept alive); the classes of modules, with the
+    forwards of classes and instances; plain numbers (``scaling``, ``variance_epsilon``); and the active adapters of
+    PEFT's layers, with their factors.  Changes that the network's own forward makes do not count.  So it ignores
+    numbers and unsaved buffers written by methods of their class, and the frequencies of length-dependent rotary
+    embeddings.  It also allows that accelerate replaces offloaded weights by others without numbers, and that PEFT sets
+    updates of single parameters on and off, which counts as a write.
 
-    Nothing tells of other attributes (tensors and flags that are no buffers, the configuration), of functions that a
-    forward calls (``modeling_llama.apply_rotary_pos_emb``) and methods other than ``forward``, of numbers beside the
-    sample that are written through ``.data``, or of a buffer that is added.
+    It does not detect changes of other attributes (tensors and flags that are not buffers, the configuration), of
+    functions called by a forward (``modeling_llama.apply_rotary_pos_emb``) or methods other than ``forward``, of
+    numbers outside the sample written through ``.data``, or an added buffer.
     """
 
     @torch.inference_mode()
@@ -78,7 +77,7 @@ class Watch:
 
     @torch.inference_mode()
     def has_changed(self) -> bool:
-        """Whether the network is another one now; takes some ten microseconds per layer."""
+        """Whether the network has changed; takes about ten microseconds per layer."""
         if self._members() != self._before or self._computing() != self._code or self._counts() != self._versions:
             return True
         return any(not torch.equal(torch.cat(views), before) for views, before in self._samples)
@@ -91,7 +90,8 @@ class Watch:
         return members
 
     def _computing(self) -> list[Any]:
-        """What the modules compute with besides tensors; the objects themselves, so that no other takes their place."""
+        """Non-tensor inputs of the modules' computation, as the objects themselves, so that their ids are not
+        reused."""
         numbers = (owner.get(name) for owner, names in self._numbers for name in names)
         return [*forwards_of(self._modules), *numbers, *map(_switched_on, self._adapted)]
 
@@ -102,19 +102,20 @@ class Watch:
 
 
 def _identity(member: Any) -> int:
-    """Which module or weight it is; all weights without numbers are one."""
+    """Identity of a module or weight; all weights without numbers count as one."""
     return 0 if isinstance(member, Tensor) and member.is_meta else id(member)
 
 
 def _updates_in_forward(module: Any) -> bool:
-    """Whether it is PEFT's wrapper of a single parameter, which it replaces by the sum of itself and its update."""
+    """Whether a module is PEFT's wrapper of a single parameter, which it replaces by the sum of itself and its
+    update."""
     return hasattr(module, "get_param") and hasattr(module, "parameter_name")
 
 
 def _switched_on(module: Any) -> tuple[str, bool, dict[str, float]]:
-    """Which adapters a layer of PEFT adds and whether at all, and their factors: copied, as PEFT writes into them.
+    """Active adapters of a PEFT layer, whether they are disabled, and their factors (copied, as PEFT writes into them).
 
-    It keeps them under these names in all its layers; switching writes no weight and calls no other forward.
+    All of PEFT's layers use these names; switching adapters writes no weight and calls no other forward.
     """
     factors = getattr(module, "scaling", None)
     disabled = bool(getattr(module, "_disable_adapters", False))
@@ -122,15 +123,15 @@ def _switched_on(module: Any) -> tuple[str, bool, dict[str, float]]:
 
 
 def num_writes(tensor: Tensor) -> int:
-    """How often it was written to; 0 for tensors of inference mode, which do not count."""
+    """Number of writes to a tensor; 0 for inference tensors, which do not count them."""
     try:
         return tensor._version
-    except RuntimeError:  # also where is_inference() is false: a parameter that was given such data later
+    except RuntimeError:  # even if is_inference() is false: a parameter that got such data later
         return 0
 
 
 def _saved(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Modules with buffers that are saved with a model, and the names of those."""
+    """Modules with persistent buffers, and the names of these."""
     for module in modules:
         names = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
         if names:
@@ -138,10 +139,10 @@ def _saved(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, list[str]]
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    """A view [n] of the bits of some numbers of a tensor, spread over all of it; none where it cannot be viewed so."""
+    """A view [n] of the bits of some numbers spread over a tensor; empty if there is no such view."""
     try:
         step = max(1, tensor.numel() // SAMPLES)
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         return tensor.view(-1).view(integers)[step - 1 :: step]
-    except (RuntimeError, KeyError):  # not dense, complex, or a parameter with data of inference mode
+    except (RuntimeError, KeyError):  # not dense, complex, or a parameter with inference data
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)

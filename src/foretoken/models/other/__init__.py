@@ -1,1 +1,1 @@
-"""Language models that no forward of ours runs: llama.cpp, tensor parallelism over processes, exact tables."""
+"""Language models without our forwards: llama.cpp, tensor parallelism over processes, exact tables."""

@@ -1,7 +1,7 @@
-"""Which of llama.cpp's sequence ids run through which nodes of a scratch tree: pure bookkeeping, no library.
+"""Assignment of llama.cpp's sequence ids to the nodes of a scratch tree: pure bookkeeping without the library.
 
-In llama.cpp's cache a cell belongs to a set of sequence ids, and a token sees the cells of its own id before it.  A
-tree is therefore written as its leaf paths: every leaf has an id, and a node belongs to the ids of all leaves below it.
+In llama.cpp's cache, a cell belongs to a set of sequence ids, and a token sees the earlier cells of its own id.  A tree
+is therefore stored as its leaf paths: every leaf has an id, and a node belongs to the ids of all leaves below it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 Copy = tuple[int, int, int, int]
-"""(source id, other id, from position, to position): cells of the source in this range join the other id too."""
+"""(source id, target id, from position, to position): the source's cells in this range also join the target id."""
 Removal = tuple[int, int]
-"""(id, position): the cells from this position on leave the id."""
+"""(id, position): the id loses its cells from this position on."""
 
 
 @dataclass
 class Branches:
-    """The ids of one text.
+    """The ids of one sequence.
 
     Attributes:
-        main: an id that runs through all committed tokens.
-        spare: other ids of this text -> how many committed tokens, from the first on, they run through.
-        through: per scratch node one of the ids that run through it.
-        ends: scratch node -> id that ends with it.
-        used: ids that run through scratch nodes.
+        main: an id that covers all committed tokens.
+        spare: further ids -> number of leading committed tokens that they cover.
+        through: for each scratch node, one of its ids.
+        ends: scratch node -> id that ends at it.
+        used: ids of scratch nodes.
     """
 
     main: int
@@ -34,7 +34,7 @@ class Branches:
     used: set[int] = field(default_factory=set)
 
     def needed(self, parents: Sequence[int]) -> int:
-        """How many ids that no text has :meth:`grow` will take for these nodes."""
+        """Number of free ids that :meth:`grow` will take for these nodes."""
         old, inner = len(self.through), set(parents[len(self.through) :])
         open_ends = {*self.ends} if self.main in self.used else {*self.ends, -1}
         count = 0
@@ -51,15 +51,15 @@ class Branches:
     def grow(
         self, parents: Sequence[int], depths: Sequence[int], committed: int, take: Callable[[], int]
     ) -> tuple[list[list[int]], list[Copy]]:
-        """Give ids to the nodes that were added to a scratch tree.
+        """Assign ids to nodes added to a scratch tree.
 
         Args:
-            parents: of all scratch nodes, old ones first; -1 hangs from the last committed token.
-            depths: of all scratch nodes.
-            take: hands out an id that no text has.
+            parents: parents of all scratch nodes, old ones first; -1 is the last committed token.
+            depths: depths of all scratch nodes.
+            take: returns a free id.
 
         Returns:
-            The ids of every new node, and the copies to make before the nodes are scored.
+            the ids of every new node, and the copies to make before scoring.
         """
         old = len(self.through)
         inner = set(parents[old:])
@@ -81,7 +81,7 @@ class Branches:
         return ids, copies
 
     def _behind(self, anchor: int, below: int, committed: int, take: Callable[[], int], copies: list[Copy]) -> int:
-        """An id that runs through the committed tokens and the ``below`` nodes down to ``anchor``, and ends there."""
+        """An id that covers the committed tokens and the ``below`` nodes down to ``anchor``, and ends there."""
         if anchor in self.ends:
             return self.ends.pop(anchor)
         if anchor < 0 and self.main not in self.used:
@@ -94,7 +94,7 @@ class Branches:
         return chosen
 
     def commit(self, path: Sequence[int], committed: int) -> list[Removal]:
-        """Keep one path of the scratch tree; returns the cells that leave their ids."""
+        """Keep one path of the scratch tree; return the cells to remove from their ids."""
         branch = self.through[path[-1]] if path else self.main
         removals = [(other, committed) for other in self.used if other != branch]
         if branch in self.used and (not path or self.ends.get(path[-1]) != branch):
@@ -107,12 +107,12 @@ class Branches:
         return removals
 
     def rewind(self, length: int) -> list[Removal]:
-        """Keep ``length`` committed tokens; there must be no scratch nodes."""
+        """Keep ``length`` committed tokens; the scratch must be empty."""
         longer = [other for other, covered in self.spare.items() if covered > length]
         self.spare.update(dict.fromkeys(longer, length))
         return [(other, length) for other in (self.main, *longer)]
 
     @property
     def ids(self) -> list[int]:
-        """All ids that the text owns."""
+        """All ids of the sequence."""
         return [*({self.main} | self.used | self.spare.keys())]

@@ -1,4 +1,4 @@
-"""A llama.cpp context with one cache for all sequences: tokens in, logits out, sequence ids moved about."""
+"""A llama.cpp context with one cache for all sequences: decoding, and moving of sequence ids."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch import Tensor
 from foretoken.models.other.llama_cpp import GgufError, Weights
 
 PIECE = 512
-"""Most tokens of one decode."""
+"""Maximum tokens per decode."""
 SCORED = 256
-"""Most tokens of one decode that need logits; llama.cpp keeps room for this many rows of them."""
+"""Maximum tokens per decode that need logits; llama.cpp reserves this many rows."""
 CACHE_TYPES = {"f16": 1, "f32": 0, "q8_0": 8}
 """``ggml_type`` by name."""
 MOST_IDS = 256
-"""``LLAMA_MAX_SEQ``: sequence ids that the library can tell apart."""
+"""``LLAMA_MAX_SEQ``: maximum number of sequence ids in the library."""
 
 
 class LlamaContext:
     """``llama_context``.
 
     Args:
-        cells: tokens that the cache holds, of all texts together.
-        num_ids: sequence ids, at most :data:`MOST_IDS`.
-        cache_type: how keys and values are kept, a key of :data:`CACHE_TYPES`.
+        cells: capacity of the cache in tokens, over all sequences.
+        num_ids: number of sequence ids, at most :data:`MOST_IDS`.
+        cache_type: type of keys and values, a key of :data:`CACHE_TYPES`.
 
     Raises:
-        GgufError: llama.cpp cannot make it (too little memory, most often).
+        GgufError: llama.cpp cannot create it (mostly for lack of memory).
     """
 
     def __init__(self, weights: Weights, cells: int, num_ids: int, threads: int, cache_type: str = "f16") -> None:
@@ -44,10 +44,10 @@ class LlamaContext:
         options.n_outputs_max = SCORED
         options.type_k = options.type_v = CACHE_TYPES[cache_type]
         if cache_type == "f32":
-            options.flash_attn_type = c.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it would round them to float16 all the same
+            options.flash_attn_type = c.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it would round them to float16
         options.n_threads = options.n_threads_batch = threads
-        options.kv_unified = True  # one cache: a shared prefix is kept and read once
-        options.swa_full = True  # layers with a window keep what a rollback needs
+        options.kv_unified = True  # one cache: a shared prefix is stored and read once
+        options.swa_full = True  # sliding-window layers keep what a rollback needs
         options.no_perf = True
         weights.library.errors.clear()
         handle = c.llama_init_from_model(weights.handle, options)
@@ -66,12 +66,12 @@ class LlamaContext:
     def decode(
         self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], scored: Sequence[bool]
     ) -> Tensor:
-        """Run tokens, in as few calls as their number allows.
+        """Run tokens in as few calls as possible.
 
         Args:
             tokens: n token ids, parents before children.
-            ids: the sequence ids that each belongs to; it sees the cells of the first.
-            scored: whose logits are made.
+            ids: sequence ids of each token; it sees the cells of the first.
+            scored: whether each token needs logits.
 
         Returns:
             [w, V] float32 logits of the w scored tokens.
@@ -95,26 +95,26 @@ class LlamaContext:
             return torch.empty(0, self.vocab_size)
         rows = self._c.llama_get_logits(self._handle)
         logits = np.ctypeslib.as_array(rows, shape=(count, self.vocab_size))
-        return torch.from_numpy(logits.copy())  # the next call writes over them
+        return torch.from_numpy(logits.copy())  # the next call overwrites them
 
     def join(self, source: int, target: int, start: int, end: int) -> None:
-        """The cells of ``source`` at positions from ``start`` to before ``end`` join ``target`` too."""
+        """Add cells of ``source`` at positions ``start`` to ``end`` (exclusive) to ``target``."""
         self._c.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def leave(self, sequence: int, start: int) -> None:
-        """The cells from position ``start`` on leave an id; a cell that no id has is free."""
+        """Remove an id from its cells from position ``start`` on; cells without ids are free."""
         if not self._c.llama_memory_seq_rm(self._memory, sequence, start, -1):
             raise RuntimeError(f"llama.cpp cannot take back the end of a sequence in {self.weights.path}")
 
     def saved(self, sequence: int) -> Any:
-        """The state of one id as bytes, which :meth:`restore` takes in another context of these weights."""
+        """State of one id as bytes, for :meth:`restore` in another context with these weights."""
         size = self._c.llama_state_seq_get_size(self._handle, sequence)
         state = (ctypes.c_uint8 * size)()
         self._c.llama_state_seq_get_data(self._handle, state, size, sequence)
         return state
 
     def restore(self, state: Any, sequence: int) -> None:
-        """Give an id the state of another context's.  Raises ``RuntimeError`` where llama.cpp does not take it."""
+        """Set the state of an id to one saved in another context.  Raises ``RuntimeError`` if llama.cpp rejects it."""
         if not self._c.llama_state_seq_set_data(self._handle, state, len(state), sequence):
             raise RuntimeError(
                 f"llama.cpp could not move a sequence to a larger cache: {self.weights.library.reason()}"
@@ -122,7 +122,7 @@ class LlamaContext:
 
 
 class _Batch:
-    """The arrays of a ``llama_batch``, made once."""
+    """Reusable arrays of a ``llama_batch``."""
 
     def __init__(self, c: Any, size: int, num_ids: int) -> None:
         self._tokens = np.zeros(size, np.int32)

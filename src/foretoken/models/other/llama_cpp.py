@@ -1,6 +1,6 @@
-"""llama.cpp's C interface through llama-cpp-python's low-level module: opening a GGUF file, and why one is refused.
+"""llama.cpp's C interface through llama-cpp-python's low-level module: opening GGUF files, with reasons for failures.
 
-llama.cpp reports to a log; what it says there of errors becomes the one line of an exception, the rest is dropped.
+llama.cpp reports errors to a log; they become the line of an exception, and the rest is dropped.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class MissingLlamaCppError(GgufError):
 
 
 class LlamaLibrary:
-    """The loaded library and the errors that it logged.
+    """The loaded library and its logged errors.
 
     Attributes:
-        c: the module ``llama_cpp.llama_cpp``.
-        errors: the last lines of the level ``error``.
+        c: module ``llama_cpp.llama_cpp``.
+        errors: the last log lines of level ``error``.
     """
 
     def __init__(self, module: Any) -> None:
         self.c = module
         self.errors: deque[str] = deque(maxlen=8)
-        self._callback = module.llama_log_callback(self._log)  # the library keeps no reference of its own
+        self._callback = module.llama_log_callback(self._log)  # the library keeps no reference
         module.llama_log_set(self._callback, ctypes.c_void_p(0))
         module.llama_backend_init()
         if b"AMX_INT8 = 1" in module.llama_print_system_info():
@@ -48,7 +48,7 @@ class LlamaLibrary:
             self.errors.append(text.decode(errors="replace").strip())
 
     def reason(self) -> str:
-        """The last error that says something, without the names of C functions."""
+        """The last informative error, without names of C functions."""
         messages = [
             line.rpartition("error loading model: ")[2] for line in self.errors if "failed to load model" not in line
         ]
@@ -72,15 +72,15 @@ def library() -> LlamaLibrary:
 
 
 class Weights:
-    """An opened GGUF file (of several parts: the first); with ``vocab_only`` without its weights.
+    """An opened GGUF file (the first, if split); without its weights if ``vocab_only``.
 
     Attributes:
         handle: ``llama_model *``.
         vocab: ``llama_vocab *``.
 
     Raises:
-        GgufError: no such file, no GGUF, one that is cut off or damaged, an architecture that llama.cpp does not know,
-            or llama-cpp-python is missing.
+        GgufError: the file is missing, not GGUF, truncated or damaged, its architecture is unknown to llama.cpp, or
+            llama-cpp-python is missing.
     """
 
     def __init__(self, path: str | Path, *, vocab_only: bool = False) -> None:
@@ -100,7 +100,7 @@ class Weights:
         self.vocab = c.llama_model_get_vocab(self.handle)
 
     def metadata(self, key: str) -> str | None:
-        """A value of the file's header as text; ``None`` where there is none."""
+        """A header value as text; ``None`` if it is missing."""
         c, size = self.library.c, 1 << 12
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -115,7 +115,7 @@ class Weights:
 
 
 def _refusal(path: Path, llama: LlamaLibrary) -> str:
-    """Why llama.cpp did not open a file, in one line."""
+    """Reason why llama.cpp did not open a file, in one line."""
     messages = " ".join(llama.errors)
     if any(
         words in messages for words in ("not within the file bounds", "failed to read", "exceeds remaining file size")

@@ -1,7 +1,7 @@
 """A GGUF file as a :class:`LanguageModel`: trees over llama.cpp's C interface.
 
-One context holds all sequences in one cache.  A scratch tree is written as its leaf paths (see
-:mod:`foretoken.models.other.branches`); positions are given by depth; a commit moves sequence ids and no numbers.
+One context holds all sequences in one cache.  A scratch tree is stored as its leaf paths (see
+:mod:`foretoken.models.other.branches`), with positions by depth; a commit moves sequence ids, but no numbers.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from foretoken.models.other.llama_context import CACHE_TYPES, MOST_IDS, PIECE, L
 from foretoken.models.other.llama_cpp import GgufError, Weights
 
 USUAL_CONTEXT = 4096
-"""Tokens of a text where none are asked for, unless the model was made for fewer: a cache takes memory at once."""
+"""Default and maximum default context length, as the cache takes its memory immediately."""
 HASHED_PLACES = 32
-"""Places of a file that go into its identity."""
+"""Number of file positions in the identity hash."""
 NO_LAYERS = "llama.cpp runs a file's layers as a whole and hands out logits only"
 
 
 class LlamaCppModel(LanguageModel):
     """Runs a GGUF file.
 
-    Logits are those of llama.cpp in its default settings, so that speculation keeps the distribution that this file has
-    in llama.cpp.  The cache begins with room for one text and grows when more texts are open than it holds.
+    Logits are those of llama.cpp with default settings, so speculation keeps the distribution that this file has in
+    llama.cpp.  The cache starts with room for one sequence and grows as more are opened.
 
     Args:
-        path: the file (of several parts: the first).
-        context_length: most tokens of a text; by default what the model was made for, at most 4096.
+        path: the file (the first, if split).
+        context_length: maximum tokens per sequence; the model's own by default, at most 4096.
         threads: CPU threads; PyTorch's number by default.
-        cache_type: how keys and values are kept, ``"f16"`` (llama.cpp's own default), ``"q8_0"``, or ``"f32"``, which
-            also turns flash attention off, since that rounds to float16: slower, and logits within 1e-5 of exact.
+        cache_type: type of keys and values, ``"f16"`` (llama.cpp's default), ``"q8_0"``, or ``"f32"``.  The last also
+            disables flash attention, which rounds to float16: slower, but with logits within 1e-5 of exact.
 
     Attributes:
-        dtype: how the file stores its weights, in llama.cpp's words.
-        rounds_like: the dtype whose rounding comes nearest to that of llama.cpp's kernels here (``docs/gguf.md``):
-            what parity takes for a tie.
+        dtype: llama.cpp's name of the file's weight format.
+        rounds_like: dtype with rounding closest to llama.cpp's kernels here (``docs/gguf.md``), used by parity for
+            ties.
 
     Raises:
-        GgufError: the file cannot be opened, is no causal language model, or llama-cpp-python is missing.
-        ValueError: a context or a number of threads below 1, or an unknown type of cache.
+        GgufError: the file cannot be opened or is not a causal language model, or llama-cpp-python is missing.
+        ValueError: the context length or number of threads is below 1, or the cache type is unknown.
     """
 
     forward_name = "llama.cpp"
@@ -91,8 +91,8 @@ class LlamaCppModel(LanguageModel):
         self._sequences: list[SequenceState] = []
         self._branches: dict[int, Branches] = {}
         self._opened = 0
-        # Room for one text and its scratch tree.  Few ids to begin with: llama.cpp compares all pairs of them in every
-        # call, and a recurrent layer keeps a state per id, whether it is used or not.
+        # Room for one sequence and its scratch tree.  Few ids at first: llama.cpp compares all pairs of them in every
+        # call, and a recurrent layer keeps a state per id, used or not.
         self._start(self.context_length + 256, 32 if self.capabilities.tree_mask else 4)
 
     @property
@@ -101,7 +101,7 @@ class LlamaCppModel(LanguageModel):
 
     @property
     def identity(self) -> str:
-        """Tells one file from another: a hash over its size and some of its bytes."""
+        """Hash over the file's size and some of its bytes."""
         size = self.path.stat().st_size
         digest = hashlib.blake2b(str(size).encode(), digest_size=8)
         with self.path.open("rb") as file:
@@ -128,7 +128,7 @@ class LlamaCppModel(LanguageModel):
             self._free.append(branch)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep one scratch path: ids that run through other nodes leave them."""
+        """Keep one scratch path; ids of other nodes lose their cells."""
         if not self.capabilities.rollback and len(path) < len(sequence.scratch_tokens):
             raise CapabilityError(self.capabilities.missing["rollback"])
         self._remove(self._branches[sequence.row].commit(path, len(sequence.tokens)))
@@ -159,9 +159,9 @@ class LlamaCppModel(LanguageModel):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append nodes and score them, the trees of all feeds in one decode.
+        """Append and score nodes, with the trees of all feeds in one decode.
 
-        When anything fails, the scratch trees of the fed sequences are empty.
+        After a failure, the scratch trees of the fed sequences are empty.
         """
         if taps:
             raise CapabilityError(f"this target has no hidden states: {NO_LAYERS}")
@@ -187,7 +187,7 @@ class LlamaCppModel(LanguageModel):
             raise CapabilityError(f"only one token at a time can be scored: {self.capabilities.missing['rollback']}")
 
     def _drop_scratch(self, sequence: SequenceState) -> None:
-        if self.capabilities.rollback:  # else the engine finds the nodes and drops the request
+        if self.capabilities.rollback:  # otherwise the engine detects the nodes and drops the request
             branches, length = self._branches[sequence.row], len(sequence.tokens)
             self._remove([(branch, length) for branch in branches.ids])
             branches.commit((), length)
@@ -213,7 +213,7 @@ class LlamaCppModel(LanguageModel):
         return [Rows(rows) for rows in logits.split(counts)]
 
     def _append(self, feed: Feed) -> list[list[int]]:
-        """Add a feed's nodes to the scratch; returns the ids of each."""
+        """Append a feed's nodes to the scratch; return the ids of each."""
         sequence = feed.sequence
         sequence.append(feed.tokens, feed.parents_behind(len(sequence.scratch_tokens)))
         grown = self._branches[sequence.row].grow(
@@ -230,7 +230,7 @@ class LlamaCppModel(LanguageModel):
         self._free = list(range(num_ids))[::-1]
 
     def _reserve(self, feeds: Sequence[Feed]) -> None:
-        """See to it that the nodes of all feeds find cells and ids."""
+        """Ensure that there are enough cells and ids for the nodes of all feeds."""
         used = sum(len(sequence.tokens) + len(sequence.scratch_tokens) for sequence in self._sequences)
         cells = used + sum(len(feed.tokens) for feed in feeds)
         ids = 0
@@ -242,8 +242,7 @@ class LlamaCppModel(LanguageModel):
             self._make_room(cells, ids, {feed.sequence.row for feed in feeds})
 
     def _make_room(self, cells: int, ids: int, busy: set[int] | frozenset[int] = frozenset()) -> None:
-        """Take spare ids back from sequences that are not ``busy``, then move to a larger context where that is not
-        enough."""
+        """Reclaim spare ids from sequences that are not ``busy``, and move to a larger context if necessary."""
         for row, branches in self._branches.items():
             while len(self._free) < ids and branches.spare and row not in busy:
                 spare, _ = branches.spare.popitem()
@@ -251,7 +250,7 @@ class LlamaCppModel(LanguageModel):
                 self._free.append(spare)
         if cells <= self._context.cells and ids <= len(self._free):
             return
-        # In a larger context every sequence begins with one id.
+        # In a larger context, every sequence starts with one id.
         needed = (
             len(self._sequences)
             + ids
@@ -265,7 +264,7 @@ class LlamaCppModel(LanguageModel):
         self._move(max(self._context.cells, 2 * cells if cells > self._context.cells else 0), needed)
 
     def _move(self, cells: int, num_ids: int) -> None:
-        """Go on in a larger context: committed tokens are copied, scratch nodes are run again."""
+        """Switch to a larger context: committed tokens are copied, scratch nodes run again."""
         before, owned = self._context, self._branches
         scratch = [(seq, list(seq.scratch_tokens), list(seq.scratch_parents)) for seq in self._sequences]
         for sequence in self._sequences:
@@ -282,7 +281,7 @@ class LlamaCppModel(LanguageModel):
 
 
 def _capabilities_of(weights: Weights) -> Capabilities:
-    """What a file's architecture can do."""
+    """Capabilities of a file's architecture."""
     c, handle, name = weights.library.c, weights.handle, weights.architecture
     causal = weights.metadata(f"{name}.attention.causal")
     if c.llama_model_has_encoder(handle) or c.llama_model_is_diffusion(handle) or causal == "false":
@@ -296,8 +295,8 @@ def _capabilities_of(weights: Weights) -> Capabilities:
 
 
 def _rounding(weights: str, cache_type: str) -> torch.dtype:
-    """Activations are rounded to what the weights are stored in (to 8 bits for quantised ones), and flash attention
-    sums in float16."""
+    """Activations are rounded to the weights' format (8 bits for quantised ones), and flash attention sums in
+    float16."""
     if weights == "all F32":
         return torch.float32 if cache_type == "f32" else torch.float16
     return torch.float16 if weights == "F16" else torch.bfloat16

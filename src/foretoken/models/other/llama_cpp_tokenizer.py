@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, with the part of a Transformers tokenizer's interface that this library uses."""
+"""The tokenizer inside a GGUF file, with the part of Transformers' tokenizer interface that this library uses."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from foretoken.models.other.llama_cpp import GgufError, Weights
 
 UNUSED = 2
-"""``LLAMA_TOKEN_ATTR_UNUSED``: rows that only fill the vocabulary up."""
+"""``LLAMA_TOKEN_ATTR_UNUSED``: padding rows of the vocabulary."""
 
 
 class LlamaCppTokenizer:
-    """Text to ids and back, by llama.cpp, with the vocabulary of a GGUF file, or of one that is open.
+    """llama.cpp's tokenizer with the vocabulary of a GGUF file, given as a path or opened.
 
     Attributes:
-        chat_template: the file's Jinja template; ``None`` where it has none.
-        eos_token_id, bos_token_id, eos_token, bos_token: ids and names; ``None`` where the file names none.
+        chat_template: the file's Jinja template; ``None`` if it has none.
+        eos_token_id, bos_token_id, eos_token, bos_token: ids and names; ``None`` if the file has none.
 
     Raises:
-        GgufError: the file cannot be opened, or holds no vocabulary.
+        GgufError: the file cannot be opened, or has no vocabulary.
     """
 
     def __init__(self, source: str | Path | Weights) -> None:
@@ -46,13 +46,13 @@ class LlamaCppTokenizer:
         return token if token >= 0 else None
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Any:
-        """``{"input_ids": ...}`` of a text or of several."""
+        """``{"input_ids": ...}`` of one text or several."""
         if isinstance(text, str):
             return {"input_ids": self.encode(text, add_special_tokens)}
         return {"input_ids": [self.encode(item, add_special_tokens) for item in text]}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; names of special tokens in it become those tokens, as in Transformers."""
+        """Ids of a text; names of special tokens in it become these tokens, as in Transformers."""
         data = text.encode()
         room = len(data) + 8
         while True:
@@ -63,13 +63,13 @@ class LlamaCppTokenizer:
             room = -count
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids; bytes that are no whole character become U+FFFD."""
+        """Text of ids; incomplete characters become U+FFFD."""
         tokens = [ids] if isinstance(ids, int) else ids
         data = b"".join(self._piece(int(token), skip_special_tokens) for token in tokens)
         return (data.removeprefix(b" ") if self._adds_space else data).decode("utf-8", errors="replace")
 
     def spelling(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; a special token spells its own name."""
+        """Bytes that a token adds to a text; a special token's own name."""
         return self._piece(token, False)
 
     def _piece(self, token: int, skip_special: bool) -> bytes:
@@ -85,7 +85,7 @@ class LlamaCppTokenizer:
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether encoding puts a space before a text, which decoding takes away again."""
+        """Whether encoding adds a space before a text, which decoding removes."""
         if self._c.llama_vocab_type(self._vocab) != 1:  # LLAMA_VOCAB_TYPE_SPM
             return False
         return self._weights.metadata("tokenizer.ggml.add_space_prefix") != "false"
@@ -96,11 +96,11 @@ class LlamaCppTokenizer:
         return [token for token in range(self.size) if self._c.llama_vocab_is_control(self._vocab, token)]
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """The name that the file has for an id, or the names of several."""
+        """Name of an id in the file, or names of several."""
         return self._name(ids) if isinstance(ids, int) else [self._name(token) for token in ids]
 
     def get_vocab(self) -> dict[str, int]:
-        """Id of every token, by the name that the file has for it; filling is left out."""
+        """Id of every token by its name in the file, without padding rows."""
         names = (
             (self._c.llama_vocab_get_text(self._vocab, token).decode(errors="replace"), token)
             for token in range(self.size)
@@ -117,7 +117,7 @@ class LlamaCppTokenizer:
         return_dict: bool = False,
         **values: Any,
     ) -> Any:
-        """A conversation as the file's template writes it: text, ids, or ``{"input_ids": ids}``."""
+        """A conversation rendered by the file's template: text, ids, or ``{"input_ids": ids}``."""
         if not self.chat_template:
             raise ValueError(f"{self._weights.path} has no chat template: give a prompt instead of messages")
         from jinja2.exceptions import TemplateError
@@ -134,7 +134,7 @@ class LlamaCppTokenizer:
         text: str = rendered[0][0]
         if not tokenize:
             return text
-        ids = self.encode(text, add_special_tokens=False)  # templates write the first token themselves
+        ids = self.encode(text, add_special_tokens=False)  # templates write the BOS token themselves
         return {"input_ids": ids} if return_dict else ids
 
     def _name(self, token: int | None) -> str:
@@ -142,5 +142,5 @@ class LlamaCppTokenizer:
 
 
 def has_vocabulary(weights: Weights) -> bool:
-    """Whether a file brings its tokens along (``LLAMA_VOCAB_TYPE_NONE``: it does not)."""
+    """Whether a file contains a vocabulary (not ``LLAMA_VOCAB_TYPE_NONE``)."""
     return bool(weights.library.c.llama_vocab_type(weights.vocab) != 0)

@@ -1,13 +1,13 @@
-"""Tensor parallelism: one model over several processes of one machine, each with a part of every weight.
+"""Tensor parallelism: one model over several processes on one machine, each with a part of every weight.
 
-Transformers cuts the weights (its own plan for the model's family) and joins the parts inside the forward.  What is
-left is that all processes run the same forwards over the same caches.  Process 0, the leader, has the engine; every
-call that changes a cache or runs the network is told to the others before the leader makes it itself, as one line of
-JSON: token ids, parents, which path is kept.  Masks and positions follow from these; each process makes its own, and
-all stay in lock step.
+Transformers splits the weights (by its own plan for the model's family) and joins the parts inside the forward.  So all
+processes must only run the same forwards on the same caches.  Process 0, the leader, has the engine.  Before it makes a
+call that changes a cache or runs the network, it sends the call to the other processes, the followers, as one line of
+JSON: token ids, parents, committed path.  Every process derives masks and positions from these, and all stay in
+lockstep.
 
-The lines go through the followers' standard input.  When the leader dies, however it dies, the pipe closes and they
-end; when one of them dies, or fails where the leader did not, the model is of no use any more and says so.
+The lines go to the followers' standard input.  When the leader dies, for whatever reason, the pipe closes and they
+exit.  When a follower dies, or fails where the leader did not, the model becomes unusable and reports that.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from foretoken.models.runner import PREFILL_CHUNK
 
 
 class PartLost(RuntimeError):
-    """A process that holds a part of the model is gone: nothing can be computed any more."""
+    """A process with a part of the model is gone, and the model unusable."""
 
 
 class Follower(Protocol):
-    """A process that holds a part of the model and runs :func:`follow`."""
+    """A process with a part of the model that runs :func:`follow`."""
 
     def ended(self) -> str | None:
-        """How it has ended, in words; ``None`` as long as it lives."""
+        """Description of how it exited; ``None`` while it runs."""
 
     def send(self, line: str) -> None:
-        """Let it make a call.
+        """Send it a call.
 
         Raises:
-            OSError, ValueError: it does not listen any more.
+            OSError, ValueError: it no longer reads.
         """
 
     def end(self) -> None:
-        """End it, and wait until it has."""
+        """Terminate it and wait for its exit."""
 
 
 @dataclass(frozen=True)
 class _PartSnapshot(Snapshot):
-    """The leader's part of a text that was kept.
+    """The leader's part of a snapshot.
 
     Attributes:
-        key: under which the others keep theirs.
+        key: key of the followers' parts.
     """
 
     key: int = 0
 
 
 class ParallelModel(LanguageModel):
-    """The leader's side.  Offers trees, rollback and kept texts; no hidden states and no parts of the network.
+    """The leader's model.  It supports trees, rollback and snapshots, but no hidden states or partial forwards.
 
-    ``inner`` is the leader's part, and ``on_end`` is called once the others have ended.
+    ``inner`` is the leader's part; ``on_end`` is called after the followers have exited.
     """
 
     prefill_chunk = PREFILL_CHUNK
@@ -78,7 +78,7 @@ class ParallelModel(LanguageModel):
         self.context_why = inner.context_why
         self.eos_token_ids, self.device, self.dtype = inner.eos_token_ids, inner.device, inner.dtype
         reason = f"the model is split over {len(followers) + 1} processes"
-        # Drafters that use these want the weights of the target in one piece.
+        # Drafters that use these need the target's unsplit weights.
         self.capabilities = replace(
             inner.capabilities,
             taps=False,
@@ -112,11 +112,11 @@ class ParallelModel(LanguageModel):
         return PartLost(self._lost)
 
     def _tell(self, name: str, **fields: Any) -> None:
-        """Let all others make a call."""
+        """Send a call to all followers."""
         if self.trouble is not None:
             raise PartLost(self._lost)
         forgotten = self._forgotten[:]
-        del self._forgotten[: len(forgotten)]  # in place: kept texts that are dropped put their keys here
+        del self._forgotten[: len(forgotten)]  # in place: finalizers of dropped snapshots append their keys here
         line = json.dumps({"call": name, "forget": forgotten, **fields}) + "\n"
         for follower in self.followers:
             try:
@@ -125,7 +125,7 @@ class ParallelModel(LanguageModel):
                 raise self._lose(follower.ended() or "a process of the split model does not listen") from None
 
     def _together(self, work: Callable[[], Any]) -> Any:
-        """A call that the others make as well: if it fails here, they wait for something that does not come."""
+        """Run a call that the followers also make.  If it fails here, they wait forever, so the model is lost."""
         try:
             return work()
         except BaseException as error:
@@ -136,7 +136,7 @@ class ParallelModel(LanguageModel):
             raise
 
     def _first_end(self) -> str | None:
-        """How one of the others has ended; a broken connection is often seen before the process is gone."""
+        """Description of a follower's exit; a broken connection is often detected before the process is gone."""
         end = time.monotonic() + 1.0
         while True:
             fault = next(filter(None, (follower.ended() for follower in self.followers)), None)
@@ -152,7 +152,7 @@ class ParallelModel(LanguageModel):
 
     @property
     def run_s(self) -> float:  # type: ignore[override]
-        """Seconds spent in the leader's part, waiting for the others included."""
+        """Seconds spent in the leader's part, including waits for the followers."""
         return self.inner.run_s
 
     @property
@@ -161,7 +161,7 @@ class ParallelModel(LanguageModel):
 
     @property
     def kv_bytes(self) -> int:
-        """Memory of the leader's keys and values; the others have as much each."""
+        """Bytes of the leader's keys and values; every follower has as much."""
         return self.inner.kv_bytes
 
     @property
@@ -170,7 +170,7 @@ class ParallelModel(LanguageModel):
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """What they take per token in each process, as one token shows."""
+        """Bytes per token in each process, measured with one token."""
         sequence = self.open()
         try:
             self.prefill(sequence, [0])
@@ -197,12 +197,12 @@ class ParallelModel(LanguageModel):
 
     def release(self, sequence: SequenceState) -> None:
         number = self._numbers.pop(id(sequence))
-        if self.trouble is None:  # what is left of a lost model is given back as well
+        if self.trouble is None:  # parts of a lost model are released as well
             self._tell("release", text=number)
         self.inner.release(sequence)
 
     def _everywhere(self, name: str, sequence: SequenceState, argument: Any) -> None:
-        """Call a method of every part that takes a sequence and one thing more."""
+        """Call a method with a sequence and one more argument on every part."""
         self._tell(name, text=self._number(sequence), given=argument)
         self._together(lambda: getattr(self.inner, name)(sequence, argument))
 
@@ -219,7 +219,7 @@ class ParallelModel(LanguageModel):
         return self.inner.room(sequence)
 
     def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
-        """A copy of the leader's part of a text; each of the others keeps its own until this one is dropped."""
+        """The leader's part of a snapshot; every follower keeps its own until this one is dropped."""
         self._next += 1
         self._tell("snapshot", text=self._number(sequence), length=length, key=self._next)
         part: Snapshot | None = self._together(lambda: self.inner.snapshot(sequence, length))
@@ -238,7 +238,7 @@ class ParallelModel(LanguageModel):
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append nodes in every process and score them together."""
+        """Append and score nodes in all processes."""
         self._check(feeds, taps)
         feed_fields = []
         for feed in feeds:
@@ -248,7 +248,7 @@ class ParallelModel(LanguageModel):
         return self._together(lambda: self.inner.forward(feeds))
 
     def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
-        """What would fail in the middle is refused before anybody begins."""
+        """Reject calls that would fail halfway before any process starts them."""
         if taps:
             raise ValueError(f"{self.capabilities.missing['taps']}, which hands out no hidden states")
         check_distinct(feeds)
@@ -263,10 +263,10 @@ class ParallelModel(LanguageModel):
 
 
 def _end(followers: Sequence[Follower], on_end: Callable[[], None]) -> None:
-    """End the other processes and leave the group."""
+    """Terminate the followers and leave the process group."""
     for follower in followers:
         follower.end()
-    with suppress(Exception):  # at the end of the interpreter there may be none any more
+    with suppress(Exception):  # the interpreter may already be shutting down
         if distributed.is_initialized():
             distributed.destroy_process_group()
         on_end()
@@ -274,10 +274,10 @@ def _end(followers: Sequence[Follower], on_end: Callable[[], None]) -> None:
 
 @torch.inference_mode()
 def follow(inner: HuggingFaceModel, lines: Iterable[str]) -> None:
-    """Make the leader's calls, which are ``lines``, on another part of the model, until there are no more.
+    """Make the leader's calls, read from ``lines``, on another part of the model, until there are no more.
 
     Raises:
-        Exception: a call fails; the caller must end, since the leader waits for it.
+        Exception: a call failed; the caller must exit, since the leader waits for it.
     """
     texts: dict[int, SequenceState] = {}
     snapshots: dict[int, Snapshot | None] = {}

@@ -1,4 +1,4 @@
-"""An exact toy model: given conditional tables, for tests, documentation and users' own tests."""
+"""An exact toy model from conditional tables, for tests, documentation and users' own tests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Table = Callable[[tuple[int, ...]], Sequence[float] | Tensor]
 
 
 class TableModel(LanguageModel):
-    """A language model whose next-token distribution is a given function of the whole prefix.
+    """A language model whose next-token distribution is a function of the whole prefix.
 
     Args:
         table: ``prefix -> V`` probabilities (they need not be normalised).
         vocab_size: V.
-        context_length: most tokens.
-        eos_token_ids: end-of-text ids.
-        dtype: of the logits; float64 makes enumeration exact.
+        context_length: maximum number of tokens.
+        eos_token_ids: end-of-sequence ids.
+        dtype: dtype of the logits; float64 makes enumeration exact.
 
     Example:
         >>> model = TableModel(lambda prefix: [0.2, 0.3, 0.5], vocab_size=3)
@@ -51,8 +51,8 @@ class TableModel(LanguageModel):
     def random(
         cls, vocab_size: int, seed: int = 0, order: int = 2, sharpness: float = 1.0, **more: object
     ) -> TableModel:
-        """A random Markov model: the distribution depends on the last ``order`` tokens; larger ``sharpness`` is more
-        certain."""
+        """A random Markov model: the distribution depends on the last ``order`` tokens, and is more peaked with larger
+        ``sharpness``."""
 
         @cache
         def q_rows(key: int) -> Tensor:
@@ -77,7 +77,7 @@ class TableModel(LanguageModel):
         return SequenceState(row=self._opened)
 
     def release(self, sequence: SequenceState) -> None:
-        """Nothing is held."""
+        """Nothing to free."""
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         sequence.tokens.extend(sequence.scratch_tokens[node] for node in path)
@@ -88,7 +88,7 @@ class TableModel(LanguageModel):
         sequence.clear_scratch()
 
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Look every node's prefix up in the table; logits are log-probabilities."""
+        """Compute logits as log-probabilities of the table for every node's prefix."""
         start_s = perf_counter()
         self.forward_calls += 1
         results = []

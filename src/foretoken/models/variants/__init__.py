@@ -1,1 +1,1 @@
-"""Models made from another model's network: inflated, with few of its slots, with its weights in few bits."""
+"""Models derived from another model's network: inflated, with few of its slots, or with quantised weights."""

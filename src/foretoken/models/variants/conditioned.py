@@ -1,4 +1,4 @@
-"""A causal language model that reads a state beside every token: it is added to the token's embedding."""
+"""A causal language model that adds a state to every token's embedding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from foretoken.models.network.call import NetworkCall, Outputs
 
 
 class ConditionedNetwork(Network):
-    """A network's forward, over the same weights, in which the states of a call are added to its embedded tokens."""
+    """A network's forward with the same weights, which adds the states of a call to the embedded tokens."""
 
     def __init__(self, network: Network) -> None:
         vars(self).update(vars(network))
@@ -33,7 +33,7 @@ class ConditionedNetwork(Network):
         return self.fast.run_all([replace(call, states=self._inputs(call)) for call in calls])
 
     def _inputs(self, call: NetworkCall) -> Tensor:
-        """What the first layer reads [b, width, D]."""
+        """Input [b, width, D] of the first layer."""
         fast: Any = self.fast
         embedded: Tensor = fast.embedded(call.ids.flatten()).view(*call.ids.shape, -1)
         return embedded if call.states is None else embedded + call.states.to(embedded) * fast.input_scale
@@ -44,7 +44,7 @@ class ConditionedNetwork(Network):
 
 
 class ConditionedModel(HuggingFaceModel):
-    """A model with sequences of its own, whose feeds may carry ``states`` [n, D] as wide as the token embedding."""
+    """A model with separate sequences, whose feeds may carry ``states`` [n, D] of the token embedding's width."""
 
     def __init__(self, model: LanguageModel) -> None:
         if not isinstance(model, HuggingFaceModel):
@@ -66,7 +66,7 @@ class ConditionedModel(HuggingFaceModel):
 
 @contextmanager
 def _adding(model: Any, states: Tensor | None) -> Iterator[None]:
-    """Inside the block the token embedding's output has the states [b, n, D] added."""
+    """Add the states [b, n, D] to the token embedding's output inside the block."""
 
     def after(_: Any, __: Any, output: Tensor) -> Tensor:
         return output if states is None else output + states.to(output)

@@ -1,10 +1,10 @@
-"""In how many bits a draft model's layers are multiplied fastest on this machine.
+"""The fastest quantisation of a draft model's layers on this machine.
 
-A draft's distribution may be anything, so that errors of a few bits cost nothing but drafts that are rejected: 4 bits
-agree with the full weights on .90 to .95 of tokens, 8 bits on .98 (``docs/methods/quantized.md``).
+A draft's distribution is free, so errors of few bits only cost rejected drafts: 4 bits agree with the full weights on
+.90 to .95 of tokens, 8 bits on .98 (``docs/methods/quantized.md``).
 
-A draft model is larger than a cache, its layers are not: ten copies of one may lie in the cache, where 4 bits gain
-nothing over 8.  So as many copies are timed as the cache cannot hold.
+A draft model exceeds the cache, but its single layers do not: ten copies of one may fit into it, where 4 bits gain
+nothing over 8.  So the timing uses more copies than the cache can hold.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from foretoken.models.machine import cache_bytes
 from foretoken.models.variants.second_weights import linears
 
 FASTER = 1.25
-"""How much faster a layer must be: a rejected draft costs more than the noise of a measurement gains."""
+"""Minimum speedup of a layer: a rejected draft costs more than measurement noise gains."""
 MOST_COPIES = 40
-"""Copies of a layer that are timed, at most."""
+"""Maximum copies of a timed layer."""
 
 
 def fastest_kind(network: Any) -> str | None:
-    """``"int4"`` where a draft step with such weights is faster than with those that the network has, or ``"int8"``
-    where those are faster still, by a short measurement of its largest layer with one row; ``None`` where neither is,
-    or the weights cannot be quantised."""
+    """``"int4"`` or ``"int8"``, whichever makes a draft step faster, by a short measurement of the network's largest
+    layer with one row; ``None`` if neither beats the present weights, or they cannot be quantised."""
     if network.device.type != "cpu" or is_ready_made(network) or not available():
         return None
     head = network.get_output_embeddings()
@@ -64,13 +63,13 @@ def _fastest(dtype: torch.dtype, out: int, width: int) -> str | None:
 
 
 def num_copies(nbytes: int) -> int:
-    """How many copies of a weight a cache does not hold."""
+    """Number of copies of a weight that exceeds the cache."""
     return min(MOST_COPIES, max(COPIES, cache_bytes() // nbytes))
 
 
 @torch.inference_mode()
 def _full_s(dtype: torch.dtype, out: int, width: int) -> float:
-    """Seconds of one row through a full weight, in the layout that is fastest for it."""
+    """Seconds of one row through a full weight in its fastest layout."""
     draws = torch.Generator().manual_seed(0)
     weight = (torch.randn(measured_rows(out, width), width, generator=draws) / width**0.5).to(dtype)
     copies = [Projection(weight.clone(), None) for _ in range(num_copies(weight.nbytes))]

@@ -1,7 +1,7 @@
-"""A model's own network whose linear layers have a low-rank update that some rows of a forward go through.
+"""A model's own network with low-rank updates of its linear layers for some rows of a forward.
 
-The update is that of Hu et al. 2021 (arXiv 2106.09685), y = W x + scale B A x with A [r, in] and B [out, r]; the gate
-by rows is that of UNO (arXiv 2609.04010).  A row without the update has the bits that it has without this module.
+The update is that of Hu et al. 2021 (arXiv 2106.09685), y = W x + scale B A x with A [r, in] and B [out, r]; gating by
+row is that of UNO (arXiv 2609.04010).  A row without the update has the same bits as without this module.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Shape = Sequence[int]
 
 
 def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
-    """[out, in] of the linear layers that all decoder layers have, by their names in the layer; experts and routers
-    are not among them."""
+    """[out, in] of the linear layers common to all decoder layers, by name in the layer, without experts and
+    routers."""
     layers = decoder_layers(network)
     layer_shapes = [{name: _shape(m) for name, m in layer.named_modules() if _is_linear(name, m)} for layer in layers]
     shapes = {
@@ -48,7 +48,7 @@ def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
 
 
 def _is_linear(name: str, module: Any) -> bool:
-    """Plain, laid out for the machine, or quantised by us; experts, and what chooses them, reorder rows."""
+    """Whether a module is a plain, packed or quantised linear layer; experts and routers reorder rows."""
     is_one = isinstance(module, nn.Linear | PackedLinear | QuantisedLinear)
     return is_one and "expert" not in name and name.rpartition(".")[2] not in ("gate", "router")
 
@@ -58,14 +58,14 @@ def _shape(module: Any) -> list[int]:
 
 
 class LowRankUpdates(nn.Module):
-    """Updates of the same linear layers of every decoder layer; B starts as zero.
+    """Updates of the same linear layers in every decoder layer; B is initially zero.
 
-    Their tensors are called as they are in PEFT's checkpoints, ``layers.0.self_attn.q_proj.lora_A``.
+    Tensor names are those of PEFT's checkpoints, ``layers.0.self_attn.q_proj.lora_A``.
 
     Args:
         shapes: [out, in] by name in the layer.
         rank: r.
-        scale: what B A is multiplied with.
+        scale: factor of B A.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], num_layers: int, rank: int, scale: float) -> None:
@@ -83,14 +83,14 @@ class LowRankUpdates(nn.Module):
                 holder.lora_B = nn.Parameter(torch.zeros(out, rank))
 
     def factors(self, layer: int, name: str) -> tuple[Tensor, Tensor] | None:
-        """A [r, in] and B [out, r] of a linear layer; ``None`` where it has no update."""
+        """A [r, in] and B [out, r] of a linear layer; ``None`` if it has no update."""
         if name not in self.shapes:
             return None
         holder: Any = self.layers[layer].get_submodule(name)
         return holder.lora_A, holder.lora_B
 
     def check(self, network: nn.Module) -> None:
-        """Refuse a network that they are not of."""
+        """Raise ``ValueError`` if the updates do not fit a network."""
         layers = decoder_layers(network)
         if len(layers) != len(self.layers):
             raise ValueError(f"the updates are of {len(self.layers)} layers, and the target has {len(layers)}")
@@ -104,8 +104,8 @@ class LowRankUpdates(nn.Module):
 
 @contextmanager
 def updated(network: nn.Module, updates: LowRankUpdates, width: int = 0) -> Iterator[None]:
-    """Forwards inside the block go through the updates, but for the first token of every text of ``width`` tokens; for
-    all tokens where that is 0."""
+    """Apply the updates in forwards inside the block, except to the first of every ``width`` tokens (0: to all
+    tokens)."""
     handles: list[Any] = []
     try:
         for i, layer in enumerate(decoder_layers(network)):
@@ -134,16 +134,16 @@ def _after(a: Any, b: Any, scale: float, width: int) -> Callable[..., Tensor]:
 
 
 class _Gate(local):
-    """Which rows [m] of the forward that this thread runs go through the updates."""
+    """The rows [m] of this thread's forward that get the updates."""
 
     rows: Tensor | slice = slice(0, 0)
 
 
 class _GatedProduct:
-    """A product of a lean forward with the update of some rows.
+    """A product of a lean forward, with the update of some rows.
 
     Args:
-        first: [R, in] the factors A of the linear layers in it, one below the other.
+        first: [R, in] factors A of its linear layers, concatenated.
         second: [out, R] their factors B at their outputs, scaled.
     """
 
@@ -172,17 +172,17 @@ class _GatedProduct:
 
 
 class _GatedWeights:
-    """Runs a network so that every row of a text but its first one goes through the updates.
+    """Runs a network with the updates for every row of a text but the first.
 
-    A network on a lean or native forward gets a lean one over the same weights, whose products add the updates; on the
-    public forward they are added for the time of a call.  Either is made anew when the network or the updates change.
+    A network on a lean or native forward gets a lean one with the same weights, whose products add the updates; on the
+    public forward they are added during a call.  Both are rebuilt when the network or the updates change.
     """
 
     def __init__(self, updates: LowRankUpdates) -> None:
         self.updates = updates
         self._gate = _Gate()
         self._lean: LeanForward | None = None
-        self.fast = None  # some rows alone run it
+        self.fast = None  # only some rows run it
         self._made_of: tuple[Any, ...] = ()
 
     @property
@@ -206,7 +206,7 @@ class _GatedWeights:
         return self._lean
 
     def _gated(self, network: Network, fast: LeanForward) -> LeanForward | None:
-        """The lean forward; ``None`` where some of the updates are of layers that no product of it is of."""
+        """The lean forward; ``None`` if some updates belong to layers outside its products."""
         layers, updated = decoder_layers(network.model), set[str]()
 
         def change(layer: int, product: Product, names: tuple[str, ...]) -> Product:
@@ -238,7 +238,7 @@ class _GatedWeights:
 
 
 def _behind_the_first(call: NetworkCall) -> Tensor | slice:
-    """The flat rows of a call that are not in the first column."""
+    """Flat indices of a call's rows outside the first column."""
     b, width = call.ids.shape
     if b == 1:
         return slice(1, None)
@@ -247,15 +247,15 @@ def _behind_the_first(call: NetworkCall) -> Tensor | slice:
 
 
 class GatedModel(OwnSequencesModel):
-    """A target's network with updates of the rows that guess, over the target's own sequences.
+    """A target's network with updates for the drafting rows, over the target's own sequences.
 
-    The first row of every feed is the target's own: its logits are those of a forward without any update.
+    The first row of every feed has the logits of a forward without updates.
     """
 
     role = "a draft with updates"
 
     def __init__(self, target: LanguageModel, updates: LowRankUpdates) -> None:
-        name = f"updates {id(updates)}"  # which are held as long as they can be asked for by it
+        name = f"updates {id(updates)}"  # the id is unique while the weights hold the updates
         super().__init__(target, name)
         updates.check(self.target.model)
         self.weights = self.target.forwards.add_weights(name, lambda _: _GatedWeights(updates))

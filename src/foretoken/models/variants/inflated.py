@@ -1,4 +1,4 @@
-"""An inflated target that looks to drafters like the small model that it was made from."""
+"""An inflated target that appears to drafters as the small model inside it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from foretoken.models.variants.inflation import InflatedShape, layer_ends
 
 
 class InflatedNetwork(Network):
-    """Runs the big network; layers, taps and hidden states are counted and shaped as the small one's.
+    """Runs the big network; layers, taps and hidden states are counted and shaped like the small one's.
 
     A layer is a block of the big network that ends with the small model's layer, so that a share of the layers costs
-    that share of the target.  Trained drafters keep the small model's embedding, vocabulary projection and width.
+    that share of the target.  Trained drafters use the small model's embedding, vocabulary projection and width.
     """
 
     def __init__(self, model: Any, *args: Any, small: Any, shape: InflatedShape, **more: Any) -> None:
@@ -35,7 +35,7 @@ class InflatedNetwork(Network):
         return None if rows is None else self.shape.widened(rows)
 
     def native(self, plan: LayerPlan) -> None:
-        """Nothing: whoever runs the big network itself gets hidden states of its own width."""
+        """Always ``None``: the big network itself would return hidden states of its own width."""
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         places = {name: self._place(name) for name in calls[0].taps}
@@ -68,7 +68,7 @@ class InflatedNetwork(Network):
 
 
 class InflatedModel(HuggingFaceModel):
-    """The runner over what :func:`foretoken.models.variants.inflation.inflate` made."""
+    """The runner of an inflated model (:func:`foretoken.models.variants.inflation.inflate`)."""
 
     def __init__(self, model: Any, small: Any, shape: InflatedShape, **options: Any) -> None:
         super().__init__(model, network=partial(InflatedNetwork, small=small, shape=shape), **options)
@@ -76,7 +76,7 @@ class InflatedModel(HuggingFaceModel):
 
     @property
     def note(self) -> str:
-        """What every table says about this target."""
+        """Note about this target for every table."""
         return (
             f"inflated to {self.num_parameters / 1e9:.2f}b parameters ({self.shape.layers} layers of width "
             f"{self.shape.width}): the small model's outputs at the big one's cost"
@@ -84,7 +84,7 @@ class InflatedModel(HuggingFaceModel):
 
 
 def _parameters(config: Any) -> int:
-    """Parameters without norms and biases, from the configuration (packed layers hold none)."""
+    """Number of parameters without norms and biases, from the configuration (packed layers hold none)."""
     width, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
     layer = 2 * width * config.head_dim * heads + 3 * width * config.intermediate_size
     vocabulary = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)

@@ -1,12 +1,12 @@
-"""Function-preserving inflation: a trained small model with the cost of a big one.
+"""Function-preserving inflation: a trained small model at the cost of a big one.
 
-The residual stream of width d becomes one of D = m d numbers: r copies of the small state, then zeros, m = r 4^j.  A
-root mean square over D is then that of the small state times 2^-j, which a norm takes back without rounding in any
-dtype: its weights are halved j times and its epsilon quartered j times.  Norm weights are zero behind the first copy,
-so that whatever reads the stream sees the small model's numbers and zeros.
+The residual stream of width d becomes D = m d numbers: r copies of the small state, then zeros, m = r 4^j.  A root mean
+square over D is then that of the small state times 2^-j.  Norms undo this without rounding in any dtype: their weights
+are halved j times and their epsilon quartered j times.  Norm weights are zero after the first copy, so every reader of
+the stream sees the small model's numbers and zeros.
 
-Added heads and MLP units do real work on random weights, and leave through zero columns of the output projections;
-added layers leave through output projections of zeros.  No product can be left out: the dense cost is the big model's.
+Added heads and MLP units do real work with random weights, and end in zero columns of the output projections; added
+layers end in output projections of zeros.  No product can be skipped: the dense cost is the big model's.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from foretoken.models.machine import free_bytes
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = ("300m", "1b", "3b", "7b")
-"""Sizes that are written about; any other number of parameters works too."""
+"""Documented sizes; any other number of parameters works too."""
 MLP_RATIO = 4.0
-"""MLP units per width, before they are fitted to the wanted number of parameters."""
+"""Initial ratio of MLP units to width, before fitting the number of parameters."""
 UNIT = 64
-"""MLP units are a multiple of this (of 4 in toys)."""
+"""Divisor of the number of MLP units (4 in toys)."""
 POOL = 1 << 20
-"""Random numbers that are drawn; longer weights repeat them (drawing 7e9 would take minutes)."""
+"""Number of random numbers drawn; longer weights repeat them (drawing 7e9 would take minutes)."""
 
 
 @dataclass(frozen=True)
 class InflatedShape:
-    """What a small model grows to.
+    """Shape of an inflated model.
 
     Attributes:
-        small: its width d.
-        copies: r, how often the stream holds the small state.
-        halvings: j, how often norm weights are halved.
+        small: width d of the small model.
+        copies: r, number of copies of the small state in the stream.
+        halvings: j, number of halvings of norm weights.
         units: MLP units per layer.
     """
 
@@ -54,22 +54,22 @@ class InflatedShape:
 
     @property
     def factor(self) -> int:
-        """m: heads and width grow this many times."""
+        """m, the growth factor of heads and width."""
         return self.copies << (2 * self.halvings)
 
     @property
     def width(self) -> int:
-        """D."""
+        """D, the width of the big model."""
         return self.small * self.factor
 
     def widened(self, states: Tensor) -> Tensor:
-        """The big model's stream [..., D] for the small one's [..., d]."""
+        """The big model's stream [..., D] from the small one's [..., d]."""
         repeated = states.repeat(*(1 for _ in states.shape[:-1]), self.copies)
         return nn.functional.pad(repeated, (0, self.width - repeated.shape[-1]))
 
 
 def parse_size(size: str | int) -> int:
-    """Parameters of ``"300m"``, ``"1b"``, ``"1.5b"`` or a plain number.  Raises ``ValueError`` for no such number."""
+    """Number of parameters in ``"300m"``, ``"1b"``, ``"1.5b"`` or a plain number.  Raises ``ValueError`` for others."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mb]?)", str(size).strip().lower())
     if match is None or float(match[1]) <= 0:
         raise ValueError(f"inflate={size!r} is no number of parameters: use {', '.join(SIZES)} or one like 500m")
@@ -77,7 +77,8 @@ def parse_size(size: str | int) -> int:
 
 
 def shape_for(config: Any, size: str | int) -> InflatedShape:
-    """The shape with about ``size`` parameters: heads as they are (only more), width and depth in usual proportion."""
+    """The shape with about ``size`` parameters: more heads of the same size, and usual proportions of width and
+    depth."""
     if config.model_type not in FAMILIES:
         raise ValueError(f"cannot inflate a {config.model_type} model: choose one of {', '.join(FAMILIES)}")
     num_parameters, least = parse_size(size), config.num_hidden_layers
@@ -91,7 +92,7 @@ def shape_for(config: Any, size: str | int) -> InflatedShape:
 
 
 def _candidate(config: Any, num_parameters: int, m: int, least: int) -> InflatedShape | None:
-    """The shape of ``m`` times the width; ``None`` when that is too wide for the number of parameters."""
+    """The shape with ``m`` times the width; ``None`` if that is too wide for the number of parameters."""
     width = m * config.hidden_size
     vocabulary = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
     attention = width * head_dim(config) * 2 * m * (config.num_attention_heads + config.num_key_value_heads)
@@ -112,9 +113,9 @@ def head_dim(config: Any) -> int:
 
 
 def layer_ends(small: int, big: int) -> list[int]:
-    """Where the small model's layers end in the big one: its first i layers are the big one's first ``ends[i]``.
+    """Ends of the small model's layers in the big one: its first i layers are the big one's first ``ends[i]``.
 
-    Layer i of the small model is the last of its block; the added ones come before it.
+    Layer i of the small model is the last of its block, after the added ones.
     """
     return [i * big // small for i in range(small + 1)]
 
@@ -145,11 +146,12 @@ def inflate(
     Args:
         model: a Llama-like ``PreTrainedModel``; it is not changed.
         size: ``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, another number of parameters, or a shape.
-        seed: of the weights that have no effect.
-        on_layer: told after every layer how many of all are done.
+        seed: seed of the weights that have no effect.
+        on_layer: called after every layer with the number of finished layers and the total.
 
     Raises:
-        ValueError: another architecture, quantised weights, a size below the model's own, or more than fits into
+        ValueError: the architecture is not supported, the weights are quantised, or the size is below the model's own
+            or exceeds
         memory.
     """
     if getattr(model.config, "quantization_config", None) is not None:
@@ -177,7 +179,7 @@ def inflate(
 
 
 def _sources(layers: Any, count: int) -> Iterator[Any]:
-    """Per big layer the small one that it carries, ``None`` for an added one."""
+    """For each big layer, the small one that it contains; ``None`` for added layers."""
     ends = layer_ends(len(layers), count)
     for i, layer in enumerate(layers):
         yield from [None] * (ends[i + 1] - ends[i] - 1)
@@ -203,18 +205,18 @@ def _set(module: nn.Module, **tensors: Tensor | None) -> None:
 
 
 class _Filler:
-    """Makes the big model's weights, one module at a time."""
+    """Fills the big model's weights, one module at a time."""
 
     def __init__(self, shape: InflatedShape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         generator = torch.Generator().manual_seed(seed)
-        # Small enough that sums over any width stay near 1; none is zero.
+        # Small enough that sums over any width stay near 1; never zero.
         drawn = torch.rand(POOL, generator=generator) + 0.5
         signs = torch.randint(0, 2, (POOL,), generator=generator) * 2 - 1
         self.pool = (drawn * signs / math.sqrt(shape.width)).to(dtype).to(device)
 
     def random(self, *size: int) -> Tensor:
-        """Numbers of the pool, from its start over and over."""
+        """Numbers of the pool, repeated from its start."""
         count = math.prod(size)
         numbers = torch.empty(count, dtype=self.dtype, device=self.device)
         whole = count // POOL
@@ -223,7 +225,7 @@ class _Filler:
         return numbers.view(size)
 
     def layer(self, layer: Any, source: Any | None) -> None:
-        """One decoder layer; without a ``source`` it adds nothing to the stream."""
+        """Fill one decoder layer; without a ``source`` it adds nothing to the stream."""
         attention, mlp = layer.self_attn, layer.mlp
         for owner, names in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
             for name in names:
@@ -232,21 +234,21 @@ class _Filler:
         self.writer(mlp.down_proj, _part(source, mlp, layer, "down_proj"))
         for name in ("input_layernorm", "post_attention_layernorm"):
             self.norm(getattr(layer, name), None if source is None else getattr(source, name))
-        for name in ("q_norm", "k_norm"):  # per head: neither width nor epsilon change
+        for name in ("q_norm", "k_norm"):  # per head: width and epsilon do not change
             if hasattr(attention, name):
                 self.head_norm(getattr(attention, name), None if source is None else getattr(source.self_attn, name))
 
     def reader(self, linear: Any, source: Any | None) -> None:
-        """Reads the stream: what stands behind the first copy is multiplied by zeros."""
+        """Fill a layer that reads the stream: everything after the first copy is multiplied by zeros."""
         self._linear(linear, source, self.random, 1)
 
     def writer(self, linear: Any, source: Any | None) -> None:
-        """Writes to every copy in the stream, from the small model's heads and units alone."""
+        """Fill a layer that writes to every copy in the stream, from the small model's heads and units only."""
         self._linear(linear, source, partial(torch.zeros, dtype=self.dtype, device=self.device), self.shape.copies)
 
     @staticmethod
     def _linear(linear: Any, source: Any | None, fill: Callable[..., Tensor], copies: int) -> None:
-        """So many copies of the small layer's weights one below the other, and what fills the rest."""
+        """Fill a layer with copies of the small layer's weights one below the other, and the rest with ``fill``."""
         weight = fill(linear.out_features, linear.in_features)
         bias = None if linear.bias is None else fill(linear.out_features)
         if source is not None:
@@ -258,7 +260,7 @@ class _Filler:
         _set(linear, weight=weight, bias=bias)
 
     def norm(self, norm: Any, source: Any | None) -> None:
-        """Takes the root mean square over D back, and lets the first copy through."""
+        """Fill a norm, which undoes the root mean square over D and keeps the first copy."""
         weight = torch.ones(self.shape.width, dtype=self.dtype, device=self.device)
         if source is not None:
             weight.zero_()
@@ -266,7 +268,7 @@ class _Filler:
         _set(norm, weight=weight)
 
     def head_norm(self, norm: Any, source: Any | None) -> None:
-        """A norm over one head, as it is."""
+        """Copy a norm over one head."""
         size = norm.weight.shape[0]
         _set(norm, weight=torch.ones(size, dtype=self.dtype, device=self.device))
         if source is not None:

@@ -1,4 +1,4 @@
-"""A target's network run by other weights, over the target's own sequences: to draft with."""
+"""Drafting with a target's network and other weights, over the target's own sequences."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from foretoken.models.network.layers import LayerPlan
 
 
 class OwnSequencesModel(LanguageModel):
-    """Reads the target's keys and values and writes its own behind them, as provisional scratch nodes that the target's
-    next forward states anew.  So there is no second cache and nothing to prefill.
+    """Reads the target's keys and values and appends provisional scratch nodes, which the target's next forward scores
+    again.  So there is no second cache and no prefill.
 
     Args:
-        weights: the name of the second weights that run; empty for the target's own.
+        weights: name of the second weights to run; empty for the target's own.
 
     Attributes:
-        role: the draft, for messages.
+        role: name of the draft in messages.
 
     Raises:
-        CapabilityError: the target is no network of layers.
+        CapabilityError: the target is not a network of layers.
     """
 
     reads = False
@@ -49,7 +49,7 @@ class OwnSequencesModel(LanguageModel):
         return self.open() if source is None else source
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Nothing is read: the target has the text."""
+        """Does nothing: the target has the text."""
         return {}
 
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
@@ -59,7 +59,7 @@ class OwnSequencesModel(LanguageModel):
         return self.target.chains(feeds, counts, pick, self.plan)
 
     def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
-        """Drop what was drafted; the target has committed all but the last token."""
+        """Drop the drafts; the target has committed all but the last token."""
         sequence.clear_scratch()
         return tokens[len(sequence.tokens) :]
 
@@ -69,5 +69,5 @@ class OwnSequencesModel(LanguageModel):
         sequence.clear_scratch()
 
     def release(self, sequence: SequenceState) -> None:
-        """The sequence belongs to the engine."""
+        """Only drop the scratch: the sequence belongs to the engine."""
         sequence.clear_scratch()

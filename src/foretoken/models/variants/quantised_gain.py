@@ -1,8 +1,8 @@
-"""Whether drafting with quantised weights is expected to pay for a model on this machine, by a short measurement.
+"""Expected gain of drafting with quantised weights for a model on this machine, by a short measurement.
 
-A round of k drafts writes (1 - a^(k+1)) / (1 - a) tokens for k steps with quantised weights and one call of k + 1 rows.
-One row of the whole model is timed, and the products of its largest layers, quantised with one row and full with
-several: other layers are taken to cost the same for each weight, and what is beside the products what it does now.
+A round of k drafts yields (1 - a^(k+1)) / (1 - a) tokens for k steps with quantised weights and one call of k + 1 rows.
+The measurement times one row of the whole model, and the products of its largest layers: quantised with one row, and
+full with several.  Other layers are assumed to cost the same per weight, and all other work to cost what it costs now.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from foretoken.models.machine import any_text, free_bytes, timed
 from foretoken.models.variants.second_weights import Scheme, check_quantisable, linears
 
 SMALLEST = 50_000_000
-"""Weights below which a step is mostly overhead: not even measured."""
+"""Number of weights below which a step is mostly overhead, and nothing is measured."""
 ACCEPTANCE = 0.95
-"""How often a draft token is accepted, given that those before it were: .97 to .99 for int8 on prose and code."""
+"""Probability that a draft token is accepted after accepted ones: .97 to .99 for int8 on prose and code."""
 LENGTHS = (1, 3, 5, 8)
-"""Draft lengths that are weighed."""
+"""Considered draft lengths."""
 SAMPLE = 48_000_000
-"""Weights of the layers that are timed, one after the other: one small layer alone would be read from a cache."""
+"""Number of weights in the timed layers, run one after the other: one small layer alone would stay in a cache."""
 TEXT = 64
-"""Tokens before the row of the whole model."""
+"""Tokens before the timed row of the whole model."""
 REPEATS = 5
 
 
 def expected_gain(model: Any, scheme: Scheme) -> float:
-    """Speed over plain decoding that quantised drafts promise; 0 where they cannot be made or are too small to pay.
+    """Expected speedup of quantised drafts over plain decoding; 0 if they are impossible or too small to pay.
 
     Args:
-        scheme: how its weights would be quantised.
+        scheme: quantisation of the draft.
     """
     if not isinstance(model, HuggingFaceModel) or not model.capabilities.layer_windows:
         return 0.0
     layers = list(linears(model.model))
     count = sum(linear.out_features * linear.in_features for linear in layers)
-    draft_bytes = count * (1.0 if scheme.bits == "8" else 0.625)  # bytes; 4 bits have a scale and a zero for 32 weights
-    # A target whose weights take hardly more (a GGUF file in 4 bits) is not drafted for by the same bytes read again.
-    # The largest layer alone does not show that: half of them may be stored in more bits than the others.
+    draft_bytes = count * (1.0 if scheme.bits == "8" else 0.625)  # bytes; 4-bit weights have a scale and a zero per 32
+    # If a target's weights are hardly larger (a 4-bit GGUF file), a draft that reads as many bytes cannot pay.  The
+    # largest layer alone does not show that: half of the layers may be stored in more bits than the others.
     if draft_bytes > 0.75 * sum(_stored_bytes(linear, model.dtype) for linear in layers):
         return 0.0
     free = free_bytes()
-    if count < SMALLEST or (free is not None and count > free / 2):  # memory that is taken unasked
+    if count < SMALLEST or (free is not None and count > free / 2):  # memory taken without a request
         return 0.0
     try:
         check_quantisable(model.forwards, scheme)
@@ -59,7 +59,7 @@ def expected_gain(model: Any, scheme: Scheme) -> float:
 
 
 def _largest(layers: Sequence[Any]) -> list[Any]:
-    """Layers of the largest shape, as many as :data:`SAMPLE` allows and one at least."""
+    """Layers of the largest shape, as many as :data:`SAMPLE` allows and at least one."""
     shapes = [(linear.out_features, linear.in_features) for linear in layers]
     widest = max(shapes, key=lambda shape: shape[0] * shape[1])
     alike = [linear for linear, shape in zip(layers, shapes, strict=True) if shape == widest]
@@ -67,7 +67,7 @@ def _largest(layers: Sequence[Any]) -> list[Any]:
 
 
 def _stored_bytes(linear: Any, dtype: torch.dtype) -> int:
-    """What a layer's weights take as they are multiplied."""
+    """Bytes of a layer's weights as multiplied."""
     product = getattr(linear, "product", None)
     if isinstance(product, QuantisedProduct):
         return product.nbytes
@@ -76,12 +76,12 @@ def _stored_bytes(linear: Any, dtype: torch.dtype) -> int:
 
 @torch.inference_mode()
 def _gain(model: HuggingFaceModel, sample: Sequence[Any], count: int, scheme: Scheme) -> float:
-    """The best of some lengths; what is not in the sample costs what it does for each weight."""
+    """The best gain over all lengths; layers outside the sample cost the same per weight."""
     shape = (sample[0].out_features, sample[0].in_features)
     product = scheme.product(shape)
     if product is None:
         return 0.0
-    weight = torch.ones(shape)  # any numbers cost the same
+    weight = torch.ones(shape)  # any values cost the same
     quantised = [make_product(product, weight, None, scheme.group) for _ in sample]
     inputs = [torch.ones(n, shape[1], dtype=model.dtype) for n in (1, *(k + 1 for k in LENGTHS))]
     draft_s, plain_s, *verify_s = _seconds([_run(quantised, inputs[0]), *(_run(sample, x) for x in inputs)])
@@ -96,7 +96,7 @@ def _gain(model: HuggingFaceModel, sample: Sequence[Any], count: int, scheme: Sc
 
 
 def _run(products: Sequence[Callable[[torch.Tensor], Any]], x: torch.Tensor) -> Callable[[], None]:
-    """All of them, one after the other."""
+    """A call of all products, one after the other."""
 
     def run() -> None:
         for product in products:
@@ -117,5 +117,5 @@ def _step_s(model: HuggingFaceModel) -> float:
 
 
 def _seconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """Seconds of each call; they take turns."""
+    """Seconds of each call, interleaved."""
     return list(timed({place: [call] for place, call in enumerate(calls)}, REPEATS).values())

@@ -1,7 +1,6 @@
-"""A model's own network with quantised weights, beside the full ones: to draft with.
+"""A model's own network with quantised weights beside the full ones, for drafting.
 
-Norms, embeddings, rotary tables, masks and the cache are the model's own; only what its linear layers multiply with is
-another.
+Norms, embeddings, rotary tables, masks and the cache are the model's own; only the weights of linear layers differ.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from foretoken.models.variants.own_sequences import OwnSequencesModel
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a second set of weights is quantised.
+    """Quantisation of a second set of weights.
 
     Attributes:
-        bits: ``"4"``, ``"8"``, or ``"auto"``: the faster of both for each layer, by measurement.
-        group: weights of a row that share an int4 scale.
-        activations: bits of the inputs: ``"8"``, ``"15"`` or more, or ``"auto"``: 8 where that is faster.
-        head: whether the vocabulary projection is quantised, too; not where another takes its place.
+        bits: ``"4"``, ``"8"``, or ``"auto"``: the faster one for each layer, by measurement.
+        group: weights of a row per int4 scale.
+        activations: bits of the inputs: ``"8"``, ``"15"`` or more, or ``"auto"``: 8 if that is faster.
+        head: whether the vocabulary projection is quantised, too; false if another replaces it.
 
     Raises:
-        ValueError: a value outside its choices.
+        ValueError: an option has an invalid value.
     """
 
     bits: str = "auto"
@@ -65,11 +64,11 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """Tells sets of one model apart."""
+        """Key that distinguishes the sets of one model."""
         return f"{self.bits}-{self.group}-{self.activations}{'' if self.head else '-layers'}"
 
     def product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
-        """The product for a weight [out, in]; ``None`` leaves the layer as it is."""
+        """The product for a weight [out, in]; ``None`` leaves the layer unquantised."""
         return fastest_draft_product(shape[0], shape[1], self.group, self.bits, self.activations)
 
     def head_product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
@@ -80,15 +79,15 @@ class Scheme:
 class QuantisedWeights:
     """Every linear layer of a model's decoder layers and its vocabulary projection, quantised.
 
-    A model on the lean forward gets a second lean forward, whose projections are quantised; of one on the public
-    forward the linear layers are replaced for the time of a call.
+    A model on the lean forward gets a second lean forward with quantised projections; on the public forward, linear
+    layers are replaced during a call.
 
     Args:
-        owner: the network, on a CPU; it is not changed.
+        owner: the network, on a CPU; it is not modified.
 
     Raises:
-        CapabilityError: no layer can be quantised; the message says why.
-        ValueError: too little memory.
+        CapabilityError: no layer can be quantised; the message states the reason.
+        ValueError: not enough memory.
     """
 
     def __init__(self, owner: Network, scheme: Scheme) -> None:
@@ -113,11 +112,11 @@ class QuantisedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the set takes."""
+        """Size in bytes."""
         return sum(product.nbytes for product in self.all_products)
 
     def run(self, network: Network, call: NetworkCall) -> Outputs:
-        """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
+        """Logits [n, V] per feed, and taps; keys and values go to the call's cache."""
         if self.fast is not None:
             return self.fast.run(call)
         with alone(network.model), ExitStack() as swapped:
@@ -128,10 +127,10 @@ class QuantisedWeights:
 
 @dataclass(frozen=True)
 class _QuantisedPacking(Packing):
-    """Projections are quantised; what cannot be has the layout of the model's own, whose cache both read.
+    """Quantised projections; those that cannot be quantised use the model's own layout, since both read its cache.
 
     Attributes:
-        products: all that were made so far.
+        products: all products created so far.
     """
 
     scheme: Scheme = Scheme()
@@ -139,7 +138,7 @@ class _QuantisedPacking(Packing):
     products: list[QuantisedProduct] = field(default_factory=list)
 
     def projection(self, *linears: Any) -> Product:
-        """One product that gives the outputs of all of them side by side; the model's own where none fits."""
+        """One product with the concatenated outputs of all layers; the model's own if none fits."""
         shape = (sum(linear.out_features for linear in linears), linears[0].in_features)
         choose = self.scheme.head_product if linears[0] is self.head else self.scheme.product
         product = choose(shape)
@@ -156,7 +155,7 @@ class _QuantisedPacking(Packing):
 
 
 def _forward(product: QuantisedProduct) -> Callable[[Tensor], Tensor]:
-    """What ``nn.Linear.forward`` is for the time of a call: [..., in] -> [..., out]."""
+    """Replacement of ``nn.Linear.forward`` during a call: [..., in] -> [..., out]."""
 
     def run(x: Tensor) -> Tensor:
         return product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
@@ -165,7 +164,7 @@ def _forward(product: QuantisedProduct) -> Callable[[Tensor], Tensor]:
 
 
 def linears(model: Any) -> Iterator[Any]:
-    """The linear layers of a Transformers model that a draft reads: those of its decoder layers, and its head."""
+    """The linear layers that a draft reads: those of a model's decoder layers, and its head."""
     head = model.get_output_embeddings()
     for module in [m for layer in decoder_layers(model) for m in layer.modules()] + [head]:
         if is_plain(module) or isinstance(module, PackedLinear) or is_stored(module):
@@ -173,7 +172,7 @@ def linears(model: Any) -> Iterator[Any]:
 
 
 def check_quantisable(owner: Network, scheme: Scheme) -> None:
-    """Refuse a model that has nothing to quantise, before any weight is made."""
+    """Raise an error for a model that cannot be quantised, before computing any weight."""
     if owner.device.type != "cpu":
         raise CapabilityError(
             f"quantised weights are multiplied on the cpu only, and the target's are on {owner.device}: "
@@ -204,14 +203,14 @@ def check_quantisable(owner: Network, scheme: Scheme) -> None:
 
 
 def _size_of(head: Any) -> int:
-    """Numbers in the vocabulary projection, which may be missing, or none of PyTorch's."""
+    """Number of weights in the vocabulary projection, which may be missing, or not one of PyTorch's layers."""
     if isinstance(head, nn.Linear | PackedLinear | QuantisedLinear):
         return head.out_features * head.in_features
     return 0 if head is None else int(head.weight.numel())
 
 
 def bytes_of(shape: tuple[int, int], scheme: Scheme) -> int:
-    """What a quantised weight takes, at most."""
+    """Maximum bytes of a quantised weight."""
     count = shape[0] * shape[1]
     if scheme.bits == "4":
         return count // 2 + 4 * count // scheme.group if fits_int4(shape, scheme.group) else 0
@@ -219,7 +218,7 @@ def bytes_of(shape: tuple[int, int], scheme: Scheme) -> int:
 
 
 def check_room(needed: int) -> None:
-    """Refuse a second set of weights that takes more memory than is free."""
+    """Raise ``ValueError`` if a second set of weights exceeds the free memory."""
     free = free_bytes()
     if free is not None and needed > free:
         raise ValueError(
@@ -232,11 +231,11 @@ class OwnWeightsModel(OwnSequencesModel):
     """A target's network with quantised weights, over the target's own sequences.
 
     Args:
-        scheme: how its weights are quantised; ``None`` drafts with the full ones.
+        scheme: quantisation of its weights; ``None`` drafts with the full ones.
 
     Raises:
-        CapabilityError: the target is no network of layers, or cannot be quantised.
-        ValueError: too little memory.
+        CapabilityError: the target is not a network of layers, or cannot be quantised.
+        ValueError: not enough memory.
     """
 
     role = "a quantised draft"

@@ -1,4 +1,4 @@
-"""A target that looks at a small part of its own cache: the same weights, a few hundred chosen slots per layer.
+"""A target that reads a small part of its own cache: the same weights, a few hundred selected slots per layer.
 
 TriForce's retrieval cache, Sun et al. 2024 (https://arxiv.org/abs/2404.11912); sinks and recent tokens as in
 StreamingLLM, Xiao et al. 2023 (https://arxiv.org/abs/2309.17453).
@@ -21,20 +21,20 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 SINKS = 16
-"""First tokens that ``recent`` keeps: attention rests on them whatever they say."""
+"""Number of first tokens that ``recent`` keeps: attention always needs them (sinks)."""
 SMALLEST, LARGEST = 256, 4096
-"""Bounds of the default budget, a quarter of the context."""
+"""Limits of the default budget, a quarter of the context."""
 
 
 @dataclass
 class SparseState(SequenceState):
-    """A text of which only a part is in the cache.
+    """A sequence with only a part of its tokens in the cache.
 
     Attributes:
-        source: the target's sequence of the same text.
-        chosen: whether there is a subset yet.
-        chosen_from: how many leading tokens it was chosen from; the later ones are all there.
-        num_kept: slots of the subset.
+        source: the target's sequence with the same tokens.
+        chosen: whether a subset was already selected.
+        chosen_from: number of leading tokens that it was selected from; all later ones are in the cache.
+        num_kept: number of slots in the subset.
     """
 
     source: SequenceState = field(kw_only=True)
@@ -44,7 +44,7 @@ class SparseState(SequenceState):
 
     @property
     def committed_slots(self) -> int:
-        """Slots of the subset and of what was read behind it."""
+        """Slots of the subset and of the tokens read after it."""
         return self.num_kept + len(self.tokens) - self.chosen_from
 
     @property
@@ -53,27 +53,26 @@ class SparseState(SequenceState):
 
 
 class SparseModel(TreeRunner):
-    """Draws from the target's weights over a subset of the target's keys and values.
+    """Drafts with the target's weights over a subset of the target's keys and values.
 
-    The subset is copied once and then stands for ``rebuild`` tokens, which this model reads itself and keeps behind
-    it.  Positions are those of the text, so that keys need no correction.  A text of at most ``budget`` tokens is
-    there as a whole: then this model is the target.  Layers with a window or chunks have the end of the text, slot for
-    slot, whatever is chosen for the others: they look at nothing before their window.
+    The subset is copied and used for ``rebuild`` tokens, which this model reads itself and appends.  Positions are
+    those of the text, so keys need no correction.  A text of up to ``budget`` tokens is copied as a whole, and this
+    model is then the target.  Layers with a window or chunks always get the end of the text: they see nothing before
+    their window.
 
     Args:
-        target: the model whose weights and cache are read; nothing of it is copied or changed.
-        budget: slots per layer and key head; 0: a quarter of the context, but 256 to 4096.
-        chunk: consecutive tokens that are chosen together.
-        select: ``"retrieval"`` (the chunks that the root's query fits best, per layer and key head) or
-            ``"recent"`` (the first 16 tokens and the last ones).
-        rebuild: tokens after which the subset is chosen anew.
-        local: share of the budget that ``retrieval`` gives to the latest chunks, whatever the query; 0 is the paper's
-            rule.
-        offload: keep the target's own keys and values in host memory; the subset is on its device.
+        target: the model whose weights and cache are read; they are not modified.
+        budget: slots per layer and key head; 0: a quarter of the context, limited to 256 to 4096.
+        chunk: number of consecutive tokens that are selected together.
+        select: ``"retrieval"`` (the chunks that best match the root's query, per layer and key head) or ``"recent"``
+            (the first 16 tokens and the last ones).
+        rebuild: number of tokens after which a new subset is selected.
+        local: share of the budget that ``retrieval`` reserves for the latest chunks; 0 is the paper's rule.
+        offload: keep the target's own keys and values in host memory, and the subset on its device.
 
     Raises:
-        ValueError: an option outside its range, or nothing to be offloaded from.
-        CapabilityError: the target has no cache of this sort.
+        ValueError: an option is out of range, or there is no device to offload from.
+        CapabilityError: the target has no such cache.
     """
 
     reads = False
@@ -113,7 +112,7 @@ class SparseModel(TreeRunner):
             raise ValueError(f"sparse_kv needs rebuild >= 1, not {self.rebuild}")
         if not 0.0 <= self.local < 1.0:
             raise ValueError(f"sparse_kv needs 0 <= local < 1, not {self.local}")
-        # The first chunk, a chosen one and the text's unfinished last one; or the sinks and the last token.
+        # The first chunk, a selected one and the text's last partial one; or the sinks and the last token.
         least = 3 * self.chunk if self.select == "retrieval" else SINKS + 1
         if self.budget < least:
             reason = (
@@ -122,7 +121,7 @@ class SparseModel(TreeRunner):
             raise ValueError(f"sparse_kv needs budget >= {least} ({reason}), not {self.budget}")
 
     def _check_keys(self) -> None:
-        """Look at one token: what the cache keeps must be what queries are compared with."""
+        """Test with one token that queries can be compared with the cached keys."""
         with opened(self.target, []) as (source,):
             queries = self.queries(source, 0)
             stored = list(source.cache.keys)
@@ -139,20 +138,20 @@ class SparseModel(TreeRunner):
         raise CapabilityError("a sparse cache is a part of the target's: it cannot work inside another drafter")
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
-        """A new sequence for the text that the target keeps in ``source``; its subset is chosen when it is needed."""
+        """Open a sequence for the tokens in the target's ``source``; its subset is selected on demand."""
         if source is None:
             return self.open()
         return self.pool.open(SparseState(row=0, source=source))
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Nothing is read: the subset is chosen from what the target has, once the next token is known."""
+        """Reads nothing: the subset is selected from the target's cache once the next token is known."""
         state = _sparse_state(sequence)
         if taps or state.source.tokens != list(tokens):
             raise ValueError("a sparse cache takes its text from the target: prefill that first, with the same tokens")
         return {}
 
     def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
-        """As ever, but from a new subset when there is none or it is ``rebuild`` tokens behind."""
+        """As in the base class, but from a new subset if there is none or it is ``rebuild`` tokens old."""
         state = _sparse_state(sequence)
         self.target.expect(state.source, len(tokens))
         other_regime = state.regime != state.source.regime
@@ -161,7 +160,8 @@ class SparseModel(TreeRunner):
         return super().catch_up(sequence, tokens)
 
     def expect(self, sequence: SequenceState, length: int) -> None:
-        """Nothing to do: the text is as the target has read it, and is chosen anew when that reads it again."""
+        """Does nothing: the tokens are those of the target, and a new subset follows when the target reads them
+        again."""
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
         if length < _sparse_state(sequence).chosen_from:
@@ -177,13 +177,13 @@ class SparseModel(TreeRunner):
         slots, base = self._slots(sequence), len(sequence.tokens)
         return RowPlan(slots, sequence.scratch_parents, sequence.scratch_depths, new, base=base)
 
-    snapshot = LanguageModel.snapshot  # none: a subset is no text
+    snapshot = LanguageModel.snapshot  # none: a subset is not a text
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def choose(self, sequence: SequenceState, root: int) -> None:
-        """Take the subset of the target's committed text that suits the token ``root`` behind it; drop the scratch."""
+        """Select the subset of the target's committed tokens for the next token ``root``; drop the scratch."""
         state = _sparse_state(sequence)
         source, num_slots = state.source, 0
         count = len(source.tokens)
@@ -209,7 +209,7 @@ class SparseModel(TreeRunner):
         state.chosen, state.chosen_from, state.num_kept = True, count, num_slots
 
     def queries(self, source: SequenceState, root: int) -> dict[int, Tensor]:
-        """Per layer the query [Hq, D] of a token behind the target's text: one forward of the target."""
+        """Query [Hq, D] per layer of a token after the target's tokens, from one forward of the target."""
         if source.scratch_tokens:
             raise CapabilityError("the target's scratch must be empty while a sparse subset is chosen")
         public = copy.copy(self.target)  # shares the cache; only the public forward calls the attention function
@@ -221,13 +221,13 @@ class SparseModel(TreeRunner):
 
 
 def retrieved_slots(keys: Tensor, query: Tensor, budget: int, chunk: int, local: float = 0.0) -> Tensor:
-    """[H, m] slots (m <= budget, ascending) of the chunks whose mean key fits the query best.
+    """[H, m] slots (m <= budget, ascending) of the chunks whose mean keys best match the query.
 
     Args:
         keys: [H, n, D] of one layer.
         query: [Hq, D]; the query heads that share a key head are averaged.
-        chunk: slots per chunk.  The first chunk and what follows the last whole one are always chosen.
-        local: share of the budget for the latest chunks, which are chosen whatever the query.
+        chunk: slots per chunk.  The first chunk and the last partial one are always selected.
+        local: share of the budget for the latest chunks, selected regardless of the query.
     """
     heads, count, _ = keys.shape
     whole = count // chunk * chunk
@@ -247,7 +247,7 @@ def retrieved_slots(keys: Tensor, query: Tensor, budget: int, chunk: int, local:
 
 
 def num_retrieved(count: int, budget: int, chunk: int) -> int:
-    """How many slots of ``count`` are chosen: whole chunks, and what follows the last one."""
+    """Number of selected slots out of ``count``: whole chunks, and the last partial one."""
     rest = count % chunk
     return (budget - rest) // chunk * chunk + rest
 
@@ -269,7 +269,7 @@ def _sparse_state(sequence: SequenceState) -> SparseState:
 
 
 def windowed_layers(target: HuggingFaceModel) -> frozenset[int]:
-    """Layers whose window or chunk ends before the context does: of a long text they see the end only."""
+    """Layers with a window or chunk shorter than the context: they see only the end of a long text."""
     masks = target.forwards.layer_masks
     kinds = list(getattr(target.config, "layer_types", None) or ())
     by_layer = [masks[kinds[layer] if "" not in masks else ""] for layer in range(target.num_layers)]

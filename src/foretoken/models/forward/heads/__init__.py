@@ -1,1 +1,1 @@
-"""Small networks that read hidden states of a target, and the vocabulary that they guess from."""
+"""Small networks over hidden states of a target, and their draft vocabulary."""

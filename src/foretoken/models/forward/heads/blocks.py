@@ -1,4 +1,4 @@
-"""Heads of residual blocks (Medusa's, Hydra's) in one call of our library, projection and best tokens included."""
+"""Heads of residual blocks (Medusa's, Hydra's) in one call into our library, projection and best tokens included."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from foretoken.models.native.library import NotCoveredError
 
 @dataclass(frozen=True)
 class Guessed:
-    """What heads say of some rows; the rows of a head lie one behind the other.
+    """Output of the heads for some rows; the rows of a head are contiguous.
 
     Attributes:
-        logits: [heads * n, V_d] as the library gives them.
-        tokens: per row the target's ids that are likeliest, best first; empty where the family bends its logits.
-        behind: what the family does to its logits.
+        logits: [heads * n, V_d] as returned by the library.
+        tokens: the target's likeliest ids per row, best first; empty if the family transforms its logits nonlinearly.
+        behind: the family's transformation of the logits.
     """
 
     logits: Tensor
@@ -38,16 +38,16 @@ class Guessed:
 
 
 class NativeBlocks:
-    """Heads as the library runs them; they follow the network's weights.
+    """Heads run by the library, following the network's weights.
 
     Args:
-        pieces: tells what they are made of.
+        pieces: returns their components.
         projections: one vocabulary projection for all heads, or one each: a :class:`DraftHead`, or the network's own
             linear layer.
-        head: what the projections are of.
+        head: the draft head of the projections.
 
     Raises:
-        NotCoveredError: something that the library does not have.
+        NotCoveredError: the library does not support the network.
     """
 
     name = "native"
@@ -63,7 +63,7 @@ class NativeBlocks:
         self.describe()
 
     def describe(self) -> None:
-        """Take the weights as they are now."""
+        """Describe the current weights to the library."""
         pieces = self.pieces()
         self._watch, self._description = watched(self.net), Description()
         first = packed(*pieces.first)
@@ -83,11 +83,11 @@ class NativeBlocks:
         )
 
     def has_changed(self) -> bool:
-        """Whether the network is another one than was described."""
+        """Whether the network changed since it was described."""
         return self._watch.has_changed()
 
     def __call__(self, inputs: Tensor, top: int) -> Guessed:
-        """What they say of inputs [n, in], with so many of the best tokens; ``top`` 0: none."""
+        """Output for inputs [n, in], with the ``top`` best tokens; 0: none."""
         x = inputs.to(torch.bfloat16).contiguous()
         rows = self.heads * len(x)
         states, logits = x.new_empty(rows, self.width), x.new_empty(rows, self.num_tokens)

@@ -1,8 +1,8 @@
-"""The vocabulary projection as drafters use it: over all of the target's tokens, or only over its frequent ones.
+"""Vocabulary projection of drafters: over all of the target's tokens, or only over its frequent ones.
 
-Most of what a small head costs is the projection to a large vocabulary, and nearly all text is made of few tokens:
-FR-Spec, Zhao et al. 2025 (arXiv 2502.14856), as EAGLE-3's draft vocabulary.  Verification stays exact: what a drafter
-cannot guess, the target says itself.
+Most of a small head's cost is the projection to a large vocabulary, and nearly all text uses few tokens: FR-Spec, Zhao
+et al. 2025 (arXiv 2502.14856), like EAGLE-3's draft vocabulary.  Verification stays exact: tokens outside the draft
+vocabulary come from the target.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from foretoken.models.linear.quantised_weights import GROUP
 
 
 class DraftHead:
-    """Logits of draft states, float32, in packed bfloat16 where that is the fastest way.
+    """Float32 logits of draft states, computed in packed bfloat16 if that is fastest.
 
     Args:
-        ids: int64 [V_d], the target's ids that can be guessed; ``None``: all.
-        weight: [V_d, D] of a projection of the drafter's own; the target's rows by default.
-        quantised: whether it multiplies by rows in 8 bits; ``None``: where the target does.
+        ids: int64 [V_d], the target's ids in the draft vocabulary; ``None``: all.
+        weight: [V_d, D] of the drafter's own projection; the target's rows by default.
+        quantised: whether to use 8-bit rows; ``None``: as the target does.
 
     Attributes:
-        weight_bytes: of the rows that it reads, about, as it keeps them.
-        replaced_bytes: of the target's own projection.
-        product: what multiplies its rows; ``None`` where that is the target's own.
+        weight_bytes: approximate bytes of the rows that it reads, as stored.
+        replaced_bytes: bytes of the target's own projection.
+        product: the product that multiplies its rows; ``None`` for the target's own.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class DraftHead:
         self._project: Callable[[Tensor], Tensor] | None = None
         self.behind: Callable[[Tensor], Tensor] = parts.behind if weight is None else (lambda x: x)
         self.scale: float | None = parts.scale if weight is None else 1.0
-        """What logits are multiplied with behind the product; ``None`` where that is not all that is done to them."""
+        """Factor applied to the logits after the product; ``None`` if there are other operations."""
         if quantised is None:
             quantised = weight is None and self.ids is not None and isinstance(parts.head, QuantisedLinear)
         if quantised and parts.device.type == "cpu":
             self.product = self._in_8_bits(*self._rows())
 
     def _projection(self) -> Callable[[Tensor], Tensor]:
-        """What makes logits of states, made when it is asked for: a head that our library runs has no use for it."""
+        """The function from states to logits, built on demand: a head that our library runs does not need it."""
         if self._weight is None and self.ids is None and self.product is None:
             return self._parts.draft_logits
         if self.product is None:
@@ -68,14 +68,14 @@ class DraftHead:
         return lambda states: behind(multiplied(states).float())
 
     def _rows(self) -> tuple[Tensor, Tensor | None]:
-        """The weights [V_d, D] and biases [V_d] of the tokens that can be guessed."""
+        """Weights [V_d, D] and biases [V_d] of the draft vocabulary."""
         if self._weight is not None:
             return self._weight, None
         head, rows = self._parts.head, slice(None) if self.ids is None else self.ids
         return head.weight.detach()[rows], None if head.bias is None else head.bias.detach()[rows]
 
     def native(self) -> NativeProduct:
-        """The projection as our library multiplies by it, in 8 bits where the target has it in more."""
+        """The projection as a product of our library, in 8 bits if the target has more."""
         if self._native is None:
             head = self._parts.head
             product = self.product
@@ -97,21 +97,21 @@ class DraftHead:
     def __call__(self, states: Tensor) -> Tensor:
         """[n, V_d] of states [n, D]."""
         if self._project is None:
-            with torch.inference_mode(False):  # what outlives this call must serve training, too
+            with torch.inference_mode(False):  # the result outlives this call and must serve training, too
                 self._project = self._projection()
         return self._project(states)
 
     @property
     def size(self) -> int:
-        """V_d: how many tokens can be guessed."""
+        """V_d, the size of the draft vocabulary."""
         return self.vocab_size if self.ids is None else len(self.ids)
 
     def mapped(self, tokens: Tensor) -> Tensor:
-        """Target ids of places in the logits, any shape."""
+        """Target ids of draft vocabulary indices, any shape."""
         return tokens if self.ids is None else self.ids[tokens]
 
     def widened(self, logits: Tensor) -> Tensor:
-        """Logits [n, V] over the target's ids: what cannot be guessed is impossible."""
+        """Logits [n, V] over the target's ids, -inf outside the draft vocabulary."""
         if self.ids is None:
             return logits
         wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
@@ -119,5 +119,5 @@ class DraftHead:
         return wide
 
     def narrowed(self, rows: Tensor) -> Tensor:
-        """Of rows [n, V] over the target's ids what is about tokens that can be guessed, [n, V_d]."""
+        """The columns of rows [n, V] in the draft vocabulary, [n, V_d]."""
         return rows if self.ids is None else rows[:, self.ids]

@@ -1,7 +1,7 @@
-"""A small network that reads a token and a hidden state at every place, as a :class:`LanguageModel`.
+"""A small network that reads a token and a hidden state at every position, as a :class:`LanguageModel`.
 
-EAGLE's head, MTP modules and their kin are language models of one layer over pairs of a token's embedding and a
-feature.  Run this way they have the library's cache, masks, ragged batches and trees without a line of their own.
+EAGLE's head, MTP modules and similar networks are one-layer language models over pairs of a token embedding and a
+feature.  As language models, they share the library's cache, masks, ragged batches and trees.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 
 class HeadForward:
-    """A network over pairs of a token's embedding and a hidden state: its output and the logits behind it.
+    """A network over pairs of a token embedding and a hidden state, with its logits.
 
     Args:
-        net: one of :mod:`foretoken.methods.drafters.nets` over embeddings and features, with ``head_state``; it is run
-            in float32, its layer in bfloat16 where that is faster, and moves to the target's device.
+        net: one of :mod:`foretoken.methods.drafters.nets` over embeddings and features, with ``head_state``.  It runs
+            in float32, its layer in bfloat16 if that is faster, and moves to the target's device.
         parts: the target's embedding and vocabulary projection.
-        target: the model that is drafted for (its context length and end-of-text ids).
+        target: the target model (for its context length and end-of-sequence ids).
         project: logits [m, V_d] of states [m, D]; over the target's vocabulary by default.
 
     Attributes:
-        depth: how many layers keep keys and values.
+        depth: number of layers with keys and values.
     """
 
     context_why = ""
@@ -70,7 +70,7 @@ class HeadForward:
         raise CapabilityError("this model cannot run a part of its layers: it is one layer over the target's states")
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
-        """:meth:`run`, call by call."""
+        """:meth:`run` for each call."""
         return [self.run(call) for call in calls]
 
     def run(self, call: NetworkCall) -> Outputs:
@@ -93,16 +93,16 @@ class HeadForward:
         return self.parts.embedding(ids).float()
 
     def _keep(self, call: NetworkCall) -> Any:
-        """Where the network's own forward keeps keys and values."""
+        """Storage of keys and values for the network's own forward."""
         return partial(call.cache.update, layer_idx=0)
 
     def _run_module(self, call: NetworkCall) -> Outputs:
-        """The same through the network's own forward, for one whose layer is the target's."""
+        """The same through the network's own forward, for networks that share the target's layer."""
         output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], self._keep(call))
         return self._outputs(call, output, self.model.head_state(output[:, call.first :]))
 
     def _outputs(self, call: NetworkCall, output: Tensor, scored: Tensor) -> Outputs:
-        """Of a call's output [b, width, D] and what is projected of it [b, k, D]."""
+        """Outputs of a call from its output [b, width, D] and the states to project [b, k, D]."""
         if scored.shape[1]:
             logits = self.project(scored.flatten(0, 1)).view(*scored.shape[:2], -1)
         else:
@@ -111,12 +111,12 @@ class HeadForward:
 
 
 class FeatureModel(TreeRunner):
-    """Feeds carry ``states``; the tap ``"state"`` is the network's output, the feature of the following place.
+    """Feeds carry ``states``; the tap ``"state"`` is the network's output, the feature of the next position.
 
     Attributes:
-        top: how many of the best tokens of a row are told instead of its logits, by a network that runs in our library
-            (:class:`~foretoken.models.forward.heads.native.HeadRows`); 0: logits are always handed out.
-        native: the network as the library runs it, if it does; ``native_off`` says why not.
+        top: number of best tokens per row that a network in our library
+            (:class:`~foretoken.models.forward.heads.native.HeadRows`) returns instead of logits; 0: always logits.
+        native: the network in our library, if supported; otherwise ``native_off`` holds the reason.
     """
 
     forwards: HeadForward
@@ -135,7 +135,7 @@ class FeatureModel(TreeRunner):
             self.native_off = str(error)
 
     def _native(self) -> Any:
-        """The network as the library runs it.  Raises ``NotCoveredError`` where it does not."""
+        """The network in our library.  Raises ``NotCoveredError`` if unsupported."""
         return NativeHead(self.model, self.parts, self.project)
 
     @property
@@ -144,16 +144,16 @@ class FeatureModel(TreeRunner):
 
     @property
     def _reach(self) -> Window:
-        """A network that was trained with a window of its own keeps that."""
+        """A network that was trained with its own window keeps it."""
         trained = any(mask.kind != "full" for mask in self.forwards.layer_masks.values())
         return WHOLE_TEXT if trained else self.window
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
-        """Append places and score them; every feed brings its ``states`` [n, D]."""
+        """Append and score nodes; every feed needs its ``states`` [n, D]."""
         if any(feed.states is None or len(feed.states) != len(feed.tokens) for feed in feeds):
             raise ValueError("every token of a feed needs a hidden state")
-        self._check(feeds, ())  # its only tap is its own
+        self._check(feeds, ())  # its only tap is the network's own
         states = [feed.states for feed in feeds if feed.states is not None]
         return self._whole(feeds, taps, inputs=states)
 
@@ -170,9 +170,9 @@ class FeatureModel(TreeRunner):
         return super()._score(feeds, places, taps, plan, inputs)
 
     def _runs_native(self, feeds: Sequence[Feed]) -> bool:
-        """Whether our library runs these places, with the weights as they are where a text is read further.
+        """Whether our library runs these nodes; follows the weights when a text is read on.
 
-        It runs them however many there are: drafts must not depend on the pieces in which a text was read.
+        The number of nodes does not matter: drafts must not depend on how a text was split into chunks.
         """
         if any(feed.parents is None for feed in feeds):
             if not self._is_renewed:
@@ -181,7 +181,7 @@ class FeatureModel(TreeRunner):
         return self.native is not None and (self.native.guesses or all(feed.wanted == 0 for feed in feeds))
 
     def _renew_native(self) -> None:
-        """Follow the network's weights."""
+        """Update the library's copy of the weights."""
         try:
             if self.native is not None:
                 self.native.renew()
@@ -190,15 +190,15 @@ class FeatureModel(TreeRunner):
 
     @torch.inference_mode()
     def fused(self, states: Tensor) -> Tensor:
-        """A state [n, D] of hidden states at several depths side by side [n, k D], by the network's ``fc``."""
+        """One state [n, D] from concatenated hidden states of several depths [n, k D], by the network's ``fc``."""
         self._renew_native()
-        self._is_renewed = True  # what is fused is read next
+        self._is_renewed = True  # fused states are read next
         if self.native is None or self.native.fuse is None:
             return self.model.fc(states.float())
         return self.native.fuse(states.to(torch.bfloat16))
 
     def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
-        """The same by one call of our library."""
+        """The same in one call into our library."""
         for feed, place in zip(feeds, places, strict=True):
             self.pool.make_room(feed.sequence, place.committed + len(place.parents))
         start_s = now(self.device)

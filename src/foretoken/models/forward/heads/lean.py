@@ -1,10 +1,10 @@
-"""The decoder layer of a trained head in few tensor calls: the layers of the lean forward around a head's own module.
+"""The decoder layer of a trained head in few tensor calls, using the lean forward's layers.
 
-A head's network is called as ever, with flat rows [n, D] instead of [b, n, D] and a :class:`HeadRun` in place of its
-cache, which its decoder layer then hands its work to.  Training goes through the module itself.
+A head's network is called as usual, with flat rows [n, D] instead of [b, n, D] and a :class:`HeadRun` instead of a
+cache, to which its decoder layer delegates.  Training uses the module itself.
 
-Weights are float32, because a head may be learning.  Where a copy in bfloat16 is multiplied faster, the layer is run in
-that: a draft need not be exact.
+Weights are float32, because a head may be learning.  The layer runs in a bfloat16 copy if that is faster: a draft need
+not be exact.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from foretoken.models.network.call import NetworkCall
 from foretoken.models.network.watch import num_writes
 
 LAYER = Family(attention="", mlp="", activation=None)
-"""A decoder layer that is its own attention and its own MLP (:mod:`foretoken.methods.drafters.nets.decoder`)."""
+"""A decoder layer that is its own attention and MLP module (:mod:`foretoken.methods.drafters.nets.decoder`)."""
 ATTENTION = Family(attention="", mlp=None, norm_attention=None, norm_mlp=None)
-"""An attention alone, whose norm and residual are its caller's."""
+"""Attention only; norm and residual belong to the caller."""
 
 
 class LeanHead:
-    """The one attention or decoder layer of a head (a module with a ``LayerConfig``), fused; it follows the weights."""
+    """The only attention or decoder layer of a head (a module with a ``LayerConfig``), fused; it follows the
+    weights."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -46,24 +47,24 @@ class LeanHead:
         self._state: tuple[int, ...] = ()
 
     def _gains(self) -> bool:
-        """Whether bfloat16 is the faster way on this machine, as its products were timed."""
+        """Whether bfloat16 is faster on this machine, by the measured product times."""
         weight = self.weights[0]
         narrows = weight.dtype == torch.float32 and weight.device.type == "cpu" and has_bfloat16()
         if not narrows or not native.fits(torch.bfloat16, self.size.dim):
             return False
         shapes = [tuple(w.shape) for w in self.weights if w.ndim == 2]
-        casts_s = 4e-5  # states are cast to it and back, and small layers stay in the cache anyway
+        casts_s = 4e-5  # casts of the states both ways; small layers stay in the cache anyway
         return step_s(torch.bfloat16, shapes) + casts_s < step_s(torch.float32, shapes)
 
     @classmethod
     def of(cls, net: nn.Module) -> LeanHead | None:
-        """That of a head's network; ``None`` for one without a layer of ours, or with several."""
+        """The layer of a head's network; ``None`` if it has no such layer, or several."""
         layers = [m for m in net.modules() if hasattr(m, "q_proj") and hasattr(getattr(m, "config", None), "kv_heads")]
         return cls(layers[0]) if len(layers) == 1 else None
 
     @property
     def layer(self) -> LeanLayer:
-        """Fused weights, made anew when the module's have changed: it may be learning."""
+        """Fused weights, rebuilt after the module's weights changed (it may be learning)."""
         state = (self.weights[0].untyped_storage()._cdata, *map(num_writes, self.weights))
         if self._layer is None or state != self._state:
             narrow = self.dtype != self.weights[0].dtype
@@ -82,7 +83,7 @@ class LeanHead:
 
 
 class HeadRun:
-    """One call of a head: padded rows, with ``states``."""
+    """One call of a head, with padded rows and ``states``."""
 
     def __init__(self, head: LeanHead, call: NetworkCall) -> None:
         (b, width), mask = call.ids.shape, call.masks[""]
@@ -101,15 +102,15 @@ class HeadRun:
         )
 
     def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What any cache of a head does: store keys and values [b, H, n, d], return all of them."""
+        """Store keys and values [b, H, n, d] and return all of them, like any cache of a head."""
         return self.cache.update(key, value, 0)
 
     def mixed(self, inputs: Tensor) -> Tensor:
-        """The attention's output [n, D] of normalised inputs [n, width]."""
+        """Attention output [n, D] of normalised inputs [n, width]."""
         return self.layer.mixed(0, inputs.to(self.dtype), None, self.run).to(inputs.dtype)
 
     def decoded(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
-        """The whole layer, x [n, D] -> [n, D]; ``beside`` [n, 2 D] is what a wide layer's attention reads."""
+        """The whole layer, x [n, D] -> [n, D]; ``beside`` [n, 2 D] is the attention input of a wide layer."""
         dtype, x = x.dtype, x.to(self.dtype)
         if beside is None:
             x = self.layer.attend(0, x, self.run)

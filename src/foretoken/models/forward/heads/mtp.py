@@ -1,8 +1,8 @@
-"""Multi-token prediction modules made of the target's own layer class, as they ship inside its checkpoint.
+"""Multi-token prediction modules built from the target's own layer class, as shipped in its checkpoint.
 
-A module of a checkpoint (DeepSeek-V3, arXiv 2412.19437; Qwen3-Next) is two norms, a projection, one decoder layer like
-the target's last full-attention layer, and a norm.  It is built from the classes of the network that is loaded, so that
-gated attention, partial rotary embeddings, zero-centred norms and experts need no code here.
+Such a module (DeepSeek-V3, arXiv 2412.19437; Qwen3-Next) consists of two norms, a projection, a decoder layer like the
+target's last full-attention layer, and a norm.  It uses the classes of the loaded network, so gated attention, partial
+rotary embeddings, zero-centred norms and experts need no code here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from foretoken.models.network.taps import find_decoder
 from foretoken.models.network.traits import cache_argument
 
 FEEDS = ("post_norm", "pre_norm")
-"""What a step hands to the next one: its state behind the module's norm, or before it."""
+"""Input of the next step: the state after the module's norm, or before it."""
 FULL = ("full_attention", "attention", "hybrid")
-"""Layer types whose attention sees the whole text."""
+"""Layer types with full attention."""
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -33,8 +33,8 @@ class NativeModule(nn.Module):
 
     Args:
         network: the target, a Transformers causal LM.
-        experts: whether the layer has experts, where the family's configuration leaves that open; ``None``: as the
-            target's own layer.
+        experts: whether the layer has experts, if the family's configuration does not say; ``None``: like the target's
+            own layer.
         feed: one of :data:`FEEDS`.
     """
 
@@ -47,14 +47,14 @@ class NativeModule(nn.Module):
         self.feed = feed
         self.layer_index = index
         size, eps = int(config.hidden_size), float(config.rms_norm_eps)
-        norm: Any = type(decoder.norm)  # it knows whether its weights are centred at zero or at one
+        norm: Any = type(decoder.norm)  # knows whether its weights are centred at zero or at one
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.enorm, self.hnorm, self.norm = norm(size, eps=eps), norm(size, eps=eps), norm(size, eps=eps)
         layer_class: Any = type(layers[index])
         self.layer: nn.Module = layer_class(config, index)
         self._cache_argument = cache_argument(self.layer)
         self.mask = LayerMask()
-        self._rotary = [getattr(decoder, "rotary_emb", None)]  # the target's own: in a list, it is no part of this net
+        self._rotary = [getattr(decoder, "rotary_emb", None)]  # the target's own; in a list, it is not a submodule
 
     def forward(
         self,
@@ -64,14 +64,14 @@ class NativeModule(nn.Module):
         mask: Tensor | None = None,
         keep: Keep | None = None,
     ) -> Tensor:
-        """Embeddings and states [b, n, D], positions [b, n] -> [b, n, D], what the next step is fed.
+        """Embeddings and states [b, n, D], positions [b, n] -> [b, n, D], the input of the next step.
 
         Args:
-            embeddings: of tokens t + 1.
-            features: of tokens t, behind the target's final norm.
-            positions: t.
-            mask: additive, broadcast to [b, 1, n, m]; ``None`` with ``keep`` means that everything may be seen, and
-                without it that attention is causal.
+            embeddings: embeddings of tokens t + 1.
+            features: states of tokens t, after the target's final norm.
+            positions: positions t.
+            mask: additive, broadcast to [b, 1, n, m].  ``None`` means full attention with ``keep``, causal attention
+                without.
             keep: a cache.
         """
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(features)], -1))
@@ -81,7 +81,7 @@ class NativeModule(nn.Module):
         if mask is not None:
             mask = mask.to(x.dtype).expand(*(1,) * (4 - mask.ndim), *mask.shape)
         rotary, cache = self._rotary[0], None
-        if keep is not None:  # the one method of Transformers' caches that an attention layer calls
+        if keep is not None:  # the only method of Transformers' caches that an attention layer calls
             cache = SimpleNamespace(update=lambda key, value, *_, **__: keep(key, value))
         result = self.layer(
             x,
@@ -94,17 +94,17 @@ class NativeModule(nn.Module):
         return self.norm(output) if self.feed == "post_norm" else output
 
     def head_state(self, output: Tensor) -> Tensor:
-        """What the vocabulary projection reads of an output [..., D]."""
+        """Input of the vocabulary projection, from an output [..., D]."""
         return output if self.feed == "post_norm" else self.norm(output)
 
     @torch.no_grad()
     def start_from(self, network: nn.Module) -> None:
-        """Weights to train from: the target's own layer and final norm, and the mean of both inputs."""
+        """Initialise for training: the target's own layer and final norm, and the mean of both inputs."""
         decoder, layers = find_decoder(network)
         source = layers[self.layer_index]
         for name, value in self.layer.state_dict().items():
             place, _, kind = name.rpartition(".")
-            value.copy_(getattr(source.get_submodule(place), kind))  # packed layers have a weight and no state_dict
+            value.copy_(getattr(source.get_submodule(place), kind))  # packed layers have a weight but no state_dict
         final_norm: Any = decoder.norm
         self.norm.load_state_dict(final_norm.state_dict())
         half = torch.eye(len(self.eh_proj.weight)) / 2
@@ -112,11 +112,11 @@ class NativeModule(nn.Module):
 
 
 def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str = "post_norm") -> NativeModule:
-    """A module of the target ``network`` with weights by our names, of which none may be missing or left over.
+    """A module of the target ``network``, with weights under our names; none may be missing or superfluous.
 
     Args:
         tensors: ``eh_proj.weight`` [D, 2 D], ``enorm.weight``, ``hnorm.weight``, ``norm.weight`` [D] and ``layer.*``;
-            experts may be stored one by one.
+            experts may be stored separately.
     """
     experts = any(".experts." in name for name in tensors)
     with torch.device("meta"):
@@ -140,7 +140,7 @@ def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str =
 
 
 def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Experts that are stored one by one in the stacked layout of the classes.
+    """Stack separately stored experts into the layout of the classes.
 
     ``P.experts.E.gate_proj.weight`` and ``up_proj`` [I, D] -> ``P.experts.gate_up_proj`` [E, 2 I, D];
     ``down_proj`` [D, I] -> ``P.experts.down_proj`` [E, D, I].
@@ -175,18 +175,18 @@ def _stack(place: str, name: str, rows: Mapping[int, Tensor], count: int) -> Ten
 
 
 def _layer_config(network: nn.Module, experts: bool | None) -> Any:
-    """A copy of the text configuration for one more layer, with our attention."""
+    """A copy of the text configuration for one more layer, with our attention function."""
     source: Any = network.config
     config = copy.deepcopy(source.get_text_config())
     config._attn_implementation = FOLDED
     if experts is not None and hasattr(config, "first_k_dense_replace"):
-        # Modules have experts where the first layers of the target have none.
+        # Modules have experts even where the target's first layers have none.
         config.first_k_dense_replace = 0 if experts else config.num_hidden_layers
     return config
 
 
 def _last_full(network: nn.Module) -> int:
-    """The index of the last layer that looks at the whole text; of the last layer where no types are told."""
+    """Index of the last full-attention layer, or of the last layer if there are no layer types."""
     source: Any = network.config
     config = source.get_text_config()
     types: Sequence[str] | None = getattr(config, "layer_types", None)
@@ -199,10 +199,10 @@ def _last_full(network: nn.Module) -> int:
 
 
 def modules_of(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
-    """Per module that a checkpoint holds: our names of its tensors -> the checkpoint's.
+    """The modules in a checkpoint, each as a mapping from our tensor names to the checkpoint's.
 
-    Two layouts are known, and told apart by the names alone: ``mtp.*`` (Qwen, all modules share norms and projection)
-    and ``model.layers.{L + i}.*`` behind the ``num_layers`` = L layers of the model (DeepSeek, GLM).
+    Two layouts are supported and recognised by their names alone: ``mtp.*`` (Qwen, all modules share norms and
+    projection) and ``model.layers.{L + i}.*`` after the ``num_layers`` = L layers of the model (DeepSeek, GLM).
     """
     listed = list(names)
     return _qwen(listed) or _nextn(listed, num_layers)
@@ -214,7 +214,7 @@ QWEN = {
     "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
     "mtp.norm.weight": "norm.weight",
 }
-"""The checkpoint's names of what modules share -> ours."""
+"""The checkpoint's names of shared tensors -> ours."""
 NEXTN = {
     "eh_proj.weight": "eh_proj.weight",
     "enorm.weight": "enorm.weight",
@@ -222,7 +222,7 @@ NEXTN = {
     "shared_head.norm.weight": "norm.weight",
 }
 TARGETS_OWN = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
-"""Endings of tensors that repeat what the target has."""
+"""Name endings of tensors that duplicate the target's."""
 
 
 def _qwen(names: Sequence[str]) -> list[dict[str, str]]:
@@ -236,7 +236,7 @@ def _qwen(names: Sequence[str]) -> list[dict[str, str]]:
         if parts[1] == "layers" and len(parts) == 4 and parts[2].isdecimal():
             layers.setdefault(int(parts[2]), {})[f"layer.{parts[3]}"] = name
         else:
-            shared[name.removeprefix("mtp.")] = name  # is reported when the module is filled
+            shared[name.removeprefix("mtp.")] = name  # reported when the module is filled
     if module_names and not layers:
         layers[0] = {}
     return [{**shared, **layers[index]} for index in sorted(layers)]

@@ -1,11 +1,10 @@
-"""The network of a trained head in one call of our library, the best tokens of its places included.
+"""The network of a trained head in one call of our library, with the best tokens per node.
 
-A head of one decoder layer takes dozens of tensor calls a level, and more time for the projection to the vocabulary and
-for the search of its largest logits than for its layer.  Here it is described to ``native/forward.cpp`` once, with its
-weights and the rows of the vocabulary that it can guess in 8 bits, and a level of the drafts of all requests is one
-call, which hands back states, the best tokens and their log-probabilities.  The network itself, run by
-:mod:`foretoken.models.forward.heads.lean`, is its twin; it reads long pieces of text, which many rows make a matter of
-arithmetic.
+A head of one decoder layer takes dozens of tensor calls per tree level, and spends more time on the vocabulary
+projection and the top-k search than on its layer.  Here it is described to ``native/forward.cpp`` once, with its
+weights and the 8-bit rows of its draft vocabulary.  One call then drafts a level for all requests and returns states,
+best tokens and their log-probabilities.  Its twin is the network itself, run by
+:mod:`foretoken.models.forward.heads.lean`, which also reads long chunks of text, where arithmetic dominates.
 """
 
 from __future__ import annotations
@@ -36,13 +35,12 @@ NOTHING = NotCoveredError("its network is of another kind")
 
 @dataclass(frozen=True)
 class HeadRows(Rows):
-    """Beside the logits, per row the likeliest of the tokens that can be guessed, if they were asked for; the logits
-    are then as the library gives them.
+    """Logits and, if requested, the likeliest draft tokens per row; the logits are then the library's raw ones.
 
     Attributes:
         tokens: the target's ids, best first.
         values: their log-probabilities.
-        behind: what the family does to its logits.
+        behind: the family's transformation of the logits.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -55,7 +53,7 @@ class HeadRows(Rows):
 
 
 class NativeHead(NativeRows):
-    """A head's network, which tells its :class:`HeadParts` by ``pieces``, as the library runs it."""
+    """A head's network in our library, described by its :class:`HeadParts` (``pieces``)."""
 
     name = "native"
 
@@ -117,15 +115,15 @@ class NativeHead(NativeRows):
     def run(
         self, feeds: Sequence[Feed], places: Sequence[RowPlan], layer: LayerMask, window: Window, top: int
     ) -> list[HeadRows]:
-        """Append places, whose room is there.
+        """Append nodes, for which the cache has room.
 
         Args:
-            feeds: of sequences whose scratch has the nodes already.
-            places: where the new nodes of each are.
-            layer: what its attention may see.
-            window: what is read of long texts.
-            top: how many of the best tokens are told of every row whose logits are wanted; 0: the logits are handed
-                out instead as the family scales them, in float32.
+            feeds: feeds of sequences whose scratch already has the nodes.
+            places: location of each sequence's new nodes.
+            layer: its attention pattern.
+            window: the window for long texts.
+            top: number of best tokens returned for every row that needs logits; 0: float32 logits, as scaled by the
+                family.
         """
 
         def masks(rows: Sequence[int], of: Sequence[RowPlan], used: int) -> list[Tensor | None]:
@@ -170,7 +168,7 @@ class NativeHead(NativeRows):
     def _scored_rows(
         self, feeds: Sequence[Feed], order: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Per feed how many of its last rows have logits, and which of all rows these are."""
+        """Number of last rows with logits per feed, and the indices of all such rows."""
         if not self.guesses:
             return [0] * len(order), []
         requested = [feeds[i].wanted for i in order]

@@ -1,7 +1,7 @@
-"""A block network (DFlash and what is built on it) in our library: a product makes places of the target's states, one
-call keeps their keys and values in all layers, and one runs the rows of a block and says the best tokens of each place.
+"""A block network (DFlash and its successors) in our library.
 
-The network itself, run by PyTorch, is its twin.
+A product projects the target's states to positions, one call stores their keys and values in all layers, and another
+runs the rows of a block and returns the best tokens per position.  The network itself, run by PyTorch, is the twin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
 
 LANES = 16
-"""Channels of a group of a convolution come in whole vectors of the widest kind."""
+"""A convolution's channel groups must consist of whole vectors of the widest kind."""
 NO_PRODUCT = native.ProductStruct(None, 0)
 NO_NORM = native.NormStruct(None, 0.0)
 NO_LOGITS = (0, None, None, None, None, native.BestStruct())
@@ -37,21 +37,22 @@ NO_LOGITS = (0, None, None, None, None, native.BestStruct())
 
 @dataclass(frozen=True)
 class BlockRows(Rows):
-    """What is said of the places of a block: their logits in float32 and states, and their candidates.
+    """Float32 logits and states of a block's positions, and their candidates.
 
     Attributes:
-        best: log-probabilities and draft ids, each [k, C], of the best tokens; ``None``: nobody has looked for them.
+        best: log-probabilities and draft ids, each [k, C], of the best tokens; ``None``: not computed.
     """
 
     best: tuple[Tensor, Tensor] | None = None
 
 
 class NativeBlockNet(NativeRows):
-    """A block network as the library runs it; it follows the network's weights.
+    """A block network in our library, following the network's weights.
 
     Args:
-        net: with ``pieces``, its :class:`~foretoken.models.forward.heads.pieces.BlockNetParts`, and ``embedded``.
-        embedding: [V, D] of the target.
+        net: a network with ``pieces``, its :class:`~foretoken.models.forward.heads.pieces.BlockNetParts`, and
+            ``embedded``.
+        embedding: the target's embedding [V, D].
     """
 
     name = "native"
@@ -94,7 +95,7 @@ class NativeBlockNet(NativeRows):
         return ctypes.addressof(self._description.keep(native.array(native.LayerStruct, layers)))
 
     def _reader(self, layer: LayerParts) -> native.LayerStruct:
-        """Of a text's places a layer only keeps keys and values."""
+        """For positions of the text, a layer only stores keys and values."""
         key = self._description.norm(layer.attention.k_norm)
         keys = self._description.product(packed(layer.attention.k_proj, layer.attention.v_proj))
         return native.LayerStruct(*[NO_NORM] * 5, key, keys)
@@ -122,8 +123,8 @@ class NativeBlockNet(NativeRows):
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def read(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
-        """Keep keys and values of places, whose ``states`` are the network's inputs, and whose nodes and room are
-        there; nothing is said of them."""
+        """Store keys and values of positions whose ``states`` are the network's inputs, without logits.  The scratch
+        already has the nodes, and the cache has room."""
         order, groups, pointed_to = self.grouped([feed.sequence for feed in feeds], places, lambda *_: ())
         x = torch.cat([feeds[i].states for i in order]).to(torch.bfloat16).contiguous()  # type: ignore[misc]
         self._run(self._reader_model, x, groups, [places[i] for i in order], kinds=0)
@@ -134,13 +135,12 @@ class NativeBlockNet(NativeRows):
     def blocks(
         self, feeds: Sequence[Feed], places: Sequence[RowPlan], window: Window, guessing: range, top: int
     ) -> list[BlockRows]:
-        """Run blocks of equally many rows, which the scratch has already, and whose keys and values are kept behind the
-        texts.
+        """Run blocks with equally many rows, already in the scratch; their keys and values are stored after the text.
 
         Args:
-            window: what layers without a reach of their own read of long texts.
-            guessing: the rows of a block that guess.
-            top: how many of the best tokens are told of every place; 0: none.
+            window: the window for long texts, in layers without their own reach.
+            guessing: the rows of a block that predict tokens.
+            top: number of best tokens per position; 0: none.
         """
 
         def masks(rows: Sequence[int], of: Sequence[RowPlan], used: int) -> list[Tensor | None]:
@@ -185,7 +185,8 @@ class NativeBlockNet(NativeRows):
         last: Tensor | None = None,
         logits_call: Any = NO_LOGITS,
     ) -> None:
-        """All layers over rows x [n, D], whose normed outputs go to ``last``; ``logits_call`` is about their logits."""
+        """Run all layers over rows x [n, D]; the normed outputs go to ``last``, and ``logits_call`` describes the
+        logits."""
         cos, sin = self.turns(places)
         turns = (ctypes.c_void_p * 1)(cos.data_ptr()), (ctypes.c_void_p * 1)(sin.data_ptr())
         skipped = b"\1" if last is None else b"\0"
@@ -203,14 +204,14 @@ class NativeBlockNet(NativeRows):
 
 
 def visible_slots(place: RowPlan, used: int, reach: int, causal: bool, window: Window) -> NDArray[np.bool_]:
-    """[rows, used] whether a block's rows see the slots of their text: those before it, and each other.
+    """[rows, used] whether a block's rows see the slots of their sequence: those before the block, and each other.
 
     Args:
-        place: where they are; slot s holds position s.
-        used: slots.
-        reach: how far a row sees, to both sides; 0: the whole block, and of the text what ``window`` leaves.
+        place: location of the rows; slot s holds position s.
+        used: number of slots.
+        reach: how far a row sees in both directions; 0: the whole block, and the text within ``window``.
         causal: whether a row sees only earlier rows of its block.
-        window: what is read of long texts.
+        window: the window for long texts.
     """
     slots, rows = np.arange(used), place.committed + np.arange(place.new)[:, None]
     allowed = slots <= (rows if causal else rows[-1])

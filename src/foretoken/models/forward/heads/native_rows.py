@@ -1,4 +1,4 @@
-"""What a call of our library needs for any network of a drafter: where its rows are in the cache, and their turns."""
+"""Arguments shared by all library calls of drafter networks: cache locations of their rows, and rotary tables."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from foretoken.models.native.library import NotCoveredError
 from foretoken.models.network.watch import Watch
 
 TABLE = 8192
-"""Positions whose cosines and sines are kept once they were asked for."""
+"""Number of positions whose cosines and sines are cached after first use."""
 Masks = Callable[[Sequence[int], Sequence[RowPlan], int], Sequence[Tensor | None]]
-"""What the new nodes of texts in rows of one cache see of its used slots, by kind of layer, as :func:`stacked_mask`;
-``None`` where they see all of them."""
+"""Masks of the new nodes of one cache's rows over its used slots, per kind of layer, see :func:`stacked_mask`; ``None``
+if they see all of them."""
 
 
 class NativeRows(ABC):
-    """A network that the library runs: it follows its weights, and knows its caches and rotary embeddings.
+    """A network in the library, with its caches and rotary embeddings; it follows the weights.
 
     Args:
-        config: with ``heads``, ``kv_heads``, ``head_dim`` and ``rope_theta``.
+        config: configuration with ``heads``, ``kv_heads``, ``head_dim`` and ``rope_theta``.
 
     Raises:
-        NotCoveredError: something that the library does not have, also when the network is described anew.
+        NotCoveredError: the library does not support the network; also when it is described again.
     """
 
     _watch: Watch
@@ -50,17 +50,17 @@ class NativeRows(ABC):
 
     @abstractmethod
     def describe(self) -> None:
-        """Take the weights as they are now."""
+        """Describe the current weights to the library."""
 
     def renew(self) -> None:
-        """Take the network as it is now, if it has changed."""
+        """Describe the network again if it changed."""
         if self._watch.has_changed():
             self.describe()
 
     def grouped(
         self, sequences: Sequence[Any], places: Sequence[RowPlan], masks: Masks
     ) -> tuple[list[int], Any, list[Any]]:
-        """The texts in the order of their rows, the groups as the library reads them, and what they point to."""
+        """The sequences in row order, the library's groups, and the objects that these point to."""
         order: list[int] = []
         groups: list[native.GroupStruct] = []
         pointed_to: list[Any] = []
@@ -76,7 +76,7 @@ class NativeRows(ABC):
         self, cache: TreeCache, rows: Sequence[int], places: Sequence[RowPlan], masks: Masks, pointed_to: list[Any]
     ) -> native.GroupStruct:
         low, count = rows[0], rows[-1] + 1 - rows[0]
-        starts, widths = [0] * count, [0] * count  # rows between the fed ones take no part
+        starts, widths = [0] * count, [0] * count  # rows between the fed ones are inactive
         for row, place in zip(rows, places, strict=True):
             starts[row - low], widths[row - low] = place.committed + len(place.parents) - place.new, place.new
         used = max(start + width for start, width in zip(starts, widths, strict=True))
@@ -91,7 +91,7 @@ class NativeRows(ABC):
         return native.GroupStruct(first, second, cache.num_slots, used, low, count, max(widths), *others)
 
     def _buffers(self, cache: TreeCache) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values in bfloat16; what the twin has stored in another dtype is rounded."""
+        """Keys and values in bfloat16; those that the twin stored in another dtype are rounded."""
         keys, values = cache.buffers(self.like)
         for store, buffers in ((cache.keys, keys), (cache.values, values)):
             for i, buffer in enumerate(buffers):
@@ -122,10 +122,10 @@ def stacked_mask(rows: Sequence[int], visible: Sequence[NDArray[np.bool_]]) -> T
     """[texts, width, used], zero where a node sees a slot.
 
     Args:
-        rows: of the cache, in order; those between them take no part.
-        visible: [nodes, used] of each.
+        rows: cache rows in order; those between them are inactive.
+        visible: [nodes, used] per row.
     """
     wide = np.zeros((rows[-1] + 1 - rows[0], max(map(len, visible)), visible[0].shape[1]), np.bool_)
     for row, row_visible in zip(rows, visible, strict=True):
         wide[row - rows[0], : len(row_visible)] = row_visible
-    return torch.from_numpy(np.where(wide, np.int16(0), np.int16(0x3F80)))  # any bfloat16 number that is not zero
+    return torch.from_numpy(np.where(wide, np.int16(0), np.int16(0x3F80)))  # any nonzero bfloat16 number

@@ -1,4 +1,4 @@
-"""What the networks of trained heads tell of themselves to whoever runs them otherwise than by their own forward."""
+"""Components of trained heads' networks, for code that does not run their own forward."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import nn
 
 @dataclass(frozen=True)
 class HeadParts:
-    """What a head's network is made of, for who runs it otherwise than by its own forward.
+    """Components of a head's network.
 
     Attributes:
-        layer: a decoder layer, or the attention of one, with a ``LayerConfig``.
-        before: the norm of what its attention reads, if it has one; not of a wide layer.
-        entry: what makes the layer's input of an embedding and a state side by side; ``None`` where the state alone is
-            the input.
-        of_beside, of_state: norms of these two.
-        wide: whether the layer's attention reads both side by side, beside the state as residual stream.
-        last: the norm in front of the vocabulary projection.
-        hands_on_normed: whether what the next step is fed is behind that norm.
-        fuse: what makes a state of the target's hidden states at several depths.
-        guesses: whether anything is projected.
+        layer: a decoder layer, or only its attention, with a ``LayerConfig``.
+        before: norm of the attention input, if any; unused for a wide layer.
+        entry: projection from embedding and state (concatenated) to the layer's input; ``None``: the state alone is the
+            input.
+        of_beside, of_state: norms of the embedding and the state.
+        wide: whether attention reads both concatenated, with the state as residual stream.
+        last: norm before the vocabulary projection.
+        hands_on_normed: whether the next step reads the state after that norm.
+        fuse: projection from the target's hidden states of several depths to one state.
+        guesses: whether there is a vocabulary projection.
     """
 
     layer: Any
@@ -40,12 +40,13 @@ class HeadParts:
 
 @dataclass(frozen=True)
 class BlockParts:
-    """Heads that read one input.
+    """Heads with a common input.
 
     Attributes:
-        first: of each head the layer of its first block; with ``residual`` that path and the layer of one head.
-        rest: of each head the layers of its other blocks.
-        residual: whether the first block has a linear path beside it.
+        first: the layer of the first block, per head; with ``residual``, the linear path and the layer of the only
+            head.
+        rest: the layers of the other blocks, per head.
+        residual: whether the first block has a parallel linear path.
     """
 
     first: Sequence[nn.Linear]
@@ -58,11 +59,11 @@ class LayerParts:
     """A decoder layer of a block network.
 
     Attributes:
-        attention: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, and norms of heads ``q_norm`` and ``k_norm``.
+        attention: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, and the head norms ``q_norm`` and ``k_norm``.
         mlp: ``gate_proj``, ``up_proj`` and ``down_proj``.
-        before_attention, before_mlp: norms.
+        before_attention, before_mlp: input norms.
         around_attention, around_mlp: convolutions over rows, with ``kernel_projection``, ``base_kernel`` [2, taps, D],
-            ``taps`` and ``group``, or none.
+            ``taps`` and ``group``, or ``None``.
     """
 
     attention: Any
@@ -75,14 +76,14 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class BlockNetParts:
-    """A network over blocks of rows behind a text whose places are keys and values of every layer.
+    """A network over blocks of rows after a text that every layer holds as keys and values.
 
     Attributes:
-        config: heads, ``kv_heads``, ``head_dim``, ``rope_theta``, ``hidden_size``, and by layer ``reaches`` and
+        config: heads, ``kv_heads``, ``head_dim``, ``rope_theta``, ``hidden_size``, and per layer ``reaches`` and
             ``causals``.
-        last: the norm in front of the vocabulary projection.
-        fuse: what makes a state of the target's hidden states at several depths.
-        not_covered: what keeps others from running it, if anything does.
+        last: norm before the vocabulary projection.
+        fuse: projection from the target's hidden states of several depths to one state.
+        not_covered: reason why the library cannot run it; empty if it can.
     """
 
     config: Any

@@ -1,9 +1,9 @@
-"""Several prediction modules in a row, one per step of a draft (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""Several prediction modules in sequence, one per draft step (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-At place p module k reads token p + 1 and the state that module k - 1 made at place p - 1; the first one reads the
-target's state of place p.  So a committed place is read by all modules, each with a cache of its own, and what they
-have made there is what the next place needs.  A draft's first token is the first module's, its second one the second
-module's, and behind the last module that one goes on alone.  In a tree it is the depth of a node that counts.
+At position p, module k reads token p + 1 and the state of module k - 1 at position p - 1; the first module reads the
+target's state of position p.  So all modules read a committed position, each with its own cache, and the next position
+needs their states.  The first module drafts the first token, the second module the second; the last module continues
+alone.  In a tree, the depth of a node counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from foretoken.models.network.call import NetworkCall, Outputs
 
 
 class StackedModules(nn.Module):
-    """M modules, in the order of their steps."""
+    """M modules, in step order."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class StackedModules(nn.Module):
         self.mask = mask if isinstance(mask, LayerMask) else LayerMask()
 
     def head_state(self, output: Tensor, step: int = 0) -> Tensor:
-        """What the vocabulary projection reads of outputs [..., M D] at a step of the draft."""
+        """Input of the vocabulary projection at a draft step, from outputs [..., M D]."""
         last = min(step, len(self.steps) - 1)
         return self.steps[last].head_state(output.unflatten(-1, (len(self.steps), -1))[..., last, :])  # type: ignore[operator]
 
 
 class _StackedForward(HeadForward):
-    """The modules in a row; ``step`` is the step of the draft that a call makes."""
+    """The modules in sequence; ``step`` is the draft step of a call."""
 
     step = 0
 
@@ -61,7 +61,7 @@ class _StackedForward(HeadForward):
             features = inputs[:, :, index]
             if step and step <= index:
                 features = inputs[:, :, index - 1]
-            elif index and not step:  # within a feed the place before is the row before
+            elif index and not step:  # within a feed, the previous position is the previous row
                 features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
             keep, mask = partial(call.cache.update, layer_idx=index), self._mask(call, index)
             outputs.append(module(embeddings, features, call.positions, mask, keep))
@@ -69,7 +69,7 @@ class _StackedForward(HeadForward):
         return self._outputs(call, output, self.model.head_state(output[:, call.first :], step))
 
     def _mask(self, call: NetworkCall, index: int) -> Tensor | None:
-        """A module's first place is its number: the ones before have no state for it to read."""
+        """Hide the positions before a module's index, which have no state for it to read."""
         mask = call.masks[""]
         if not index:
             return mask
@@ -84,10 +84,10 @@ class _StackedForward(HeadForward):
 
 
 class StackedModel(FeatureModel):
-    """The modules as one model that drafts level by level; the tap ``"state"`` holds all their states [n, M D].
+    """The modules as one model that drafts level by level; the tap ``"state"`` holds the states of all [n, M D].
 
     Attributes:
-        count: M.
+        count: M, the number of modules.
     """
 
     forwards: _StackedForward
@@ -98,7 +98,7 @@ class StackedModel(FeatureModel):
     ) -> None:
         super().__init__(net, parts, target, project)
         self.count = len(net.steps)
-        self._read: dict[int, list[Tensor]] = {}  # per sequence what its places hand to the next ones, [n, (M - 1) D]
+        self._read: dict[int, list[Tensor]] = {}  # per sequence, the states [n, (M - 1) D] for its next positions
 
     def release(self, sequence: SequenceState) -> None:
         self._read.pop(id(sequence), None)
@@ -106,7 +106,7 @@ class StackedModel(FeatureModel):
 
     @torch.inference_mode()
     def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
-        """A copy of the keys and values, and as one more layer of the states that the next place begins with."""
+        """Copy the keys and values, and in one more layer the states that the next position reads."""
         snapshot = super().snapshot(sequence, length)
         if snapshot is None:
             return None
@@ -121,10 +121,10 @@ class StackedModel(FeatureModel):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
-        """Read committed places, whose ``states`` are the target's [n, D], or go one step on from states [n, M D]: all
-        feeds from nodes of one depth."""
+        """Read committed positions, whose ``states`` are the target's [n, D], or take one draft step from states [n, M
+        D]; all nodes must have the same depth."""
         reads = [feed for feed in feeds if feed.states is not None and feed.states.shape[-1] == self.parts.hidden_size]
-        # The first step of a draft is made where the text is read; what goes on hangs from text that has been read.
+        # Reading the text is the first draft step; later steps follow text that has been read.
         self.forwards.step = 0 if reads else _step_of(feeds)
         rows = super().forward([self._beside_read(feed) for feed in feeds] if reads else feeds, taps)
         if reads:
@@ -134,9 +134,9 @@ class StackedModel(FeatureModel):
         return rows
 
     def _beside_read(self, feed: Feed) -> Feed:
-        """The target's states, and beside them what the modules have made at the place before the feed."""
+        """Concatenate the target's states with those of the modules at the position before the feed."""
         if feed.states is None:
-            return feed  # is refused
+            return feed  # rejected later
         before = self._read.get(id(feed.sequence))
         width = (self.count - 1) * self.parts.hidden_size
         beside = feed.states.new_zeros(width) if before is None else before[-1][-1].to(feed.states)
@@ -144,7 +144,7 @@ class StackedModel(FeatureModel):
 
 
 def _step_of(feeds: Sequence[Feed]) -> int:
-    """The step of a draft that the nodes of feeds stand at: 1 below the text."""
+    """Draft step of the nodes in feeds: 1 directly after the text."""
     steps: set[int] = set()
     for feed in feeds:
         depths = feed.sequence.scratch_depths
