@@ -183,7 +183,6 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return sum(part.numel() * part.element_size() for pair in self.layers if pair for part in pair)
 
 

@@ -184,7 +184,6 @@ class EncoderDecoderModel(TreeRunner):
         return super().forward([self._of_answer(feed) for feed in feeds], taps)
 
     def _of_answer(self, feed: Feed) -> Feed:
-        """The decoder's part of a feed."""
         state = _answer_state(feed.sequence)
         if state.encoded is not None:
             return feed

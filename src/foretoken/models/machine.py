@@ -125,7 +125,7 @@ class KeptResults:
         file: path of the file.
 
     Attributes:
-        known: results of this process: every call of ``custom_generate`` wraps the same model again.
+        results: results of this process: every call of ``custom_generate`` wraps the same model again.
     """
 
     def __init__(
@@ -153,7 +153,6 @@ class KeptResults:
             write_json(self.file(), {**content, self._part: dict(results)})
 
     def stored(self) -> dict[str, Any]:
-        """The results in the file."""
         results = self._content().get(self._part)
         return results if isinstance(results, dict) else {}
 

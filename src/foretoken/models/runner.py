@@ -102,7 +102,6 @@ class TreeRunner(ModuleModel):
         self.pool.release(sequence)
 
     def _slots(self, sequence: SequenceState) -> int:
-        """Number of slots of the committed tokens."""
         return len(sequence.tokens)
 
     @property
@@ -367,7 +366,6 @@ class TreeRunner(ModuleModel):
 
     @property
     def _reach(self) -> Window:
-        """The window applied by calls."""
         return self.window
 
     def _append(self, feed: Feed) -> RowPlan:

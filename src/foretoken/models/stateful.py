@@ -275,7 +275,6 @@ class StatefulModel(OneByOneModel):
     def _inputs(
         self, states: Sequence[StateCache], cache: Any, pads: Sequence[int], rows: int, num_logits: int
     ) -> dict[str, Any]:
-        """Keyword arguments of a forward besides the token ids."""
         inputs: dict[str, Any] = {} if cache is None else {self._cache_name or "": cache}
         if "logits_to_keep" in self._parameters:
             inputs["logits_to_keep"] = max(num_logits, 1)

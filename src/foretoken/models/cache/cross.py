@@ -28,7 +28,6 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         tensors = [self.states, *(tensor for pair in self.layers for tensor in pair)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

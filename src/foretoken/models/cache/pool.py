@@ -14,7 +14,7 @@ from foretoken.models.base import SequenceState
 from foretoken.models.cache.rectangle import CHUNK, TreeCache
 
 SLACK = 1.4
-"""Limit of a rectangle's slots over the slots that its sequences need; above it, a sequence moves elsewhere."""
+"""Maximum ratio of a rectangle's slots to those that its sequences need; beyond it, a sequence moves elsewhere."""
 SHORT = 4 * CHUNK
 """Maximum slots of a rectangle that a new sequence, whose length is still unknown, joins."""
 
@@ -117,7 +117,6 @@ class CachePool:
         self._append(cache, sequence)
 
     def _give_back(self, cache: TreeCache) -> None:
-        """Free the surplus memory of a rectangle that lost a sequence."""
         if not cache.texts:
             cache.clear()
             if cache is not self.first and cache in self.caches:  # not one from before a model change

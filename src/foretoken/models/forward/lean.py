@@ -229,7 +229,6 @@ class LeanForward:
 
 
 def _rotary(embedding: Any, kinds: Any, dtype: torch.dtype) -> dict[str, Rotary]:
-    """Rotary embeddings by layer type, or under ``""`` if there is only one."""
     names = {kind: f"{kind}_" for kind in set(kinds or ())} if hasattr(embedding, "layer_types") else {"": ""}
     return {
         kind: Rotary(getattr(embedding, f"{name}inv_freq"), getattr(embedding, f"{name}attention_scaling"), dtype)

@@ -193,7 +193,6 @@ class NativeForward(LeanForward):
 
 
 def _activation(activation: Any) -> int:
-    """The library's number of the activation."""
     if activation is F.silu:
         return native.SILU
     if isinstance(activation, GELUS_TANH) or (isinstance(activation, nn.GELU) and activation.approximate == "tanh"):

@@ -119,7 +119,6 @@ class _Group:
         self._masks = native.pointers([None] * forward.num_kinds)
 
     def at(self, number: int) -> native.GroupStruct:
-        """The group before a step."""
         for end in self.ends:
             self._starts[end.row - self.low] = end.slot + number
             self._widths[end.row - self.low] = int(end.steps > number)

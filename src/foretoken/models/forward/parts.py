@@ -149,7 +149,6 @@ class TargetParts:
         self._packed: Projection | None = None
 
     def fingerprint(self) -> Fingerprint:
-        """Shapes and hashes of the weights."""
         sampled = (_sampled(module, LAYER_ROWS) for module in decoder_layers(self.network).modules())
         layers = [weight for weight in sampled if isinstance(weight, Tensor)]
         norms = [weight for weight in layers if weight.ndim == 1]

@@ -246,7 +246,6 @@ def _config(file: GgufFile, architecture: Architecture) -> Any:
 
 
 def head_dim(file: GgufFile) -> int:
-    """Width of an attention head."""
     width = int(file.get("attention.key_length", 0))
     heads = int(_single(file, "attention.head_count"))
     if heads < 1:
@@ -258,7 +257,6 @@ def head_dim(file: GgufFile) -> int:
 
 
 def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Options:
-    """Parameters of the rotary embedding in Transformers' form."""
     rope: Options = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", base)}
     if partial != 1.0:
         rope["partial_rotary_factor"] = partial

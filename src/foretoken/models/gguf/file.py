@@ -117,7 +117,6 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
 
 
 def _part(path: Path, number: int, parts: int, earlier: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
-    """The tensors of one part of a split model."""
     reader = _GgufReader(path)
     metadata = reader.metadata()
     header = reader.whole(metadata, "split.no", number - 1) + 1, reader.whole(metadata, "split.count", 1)
@@ -150,7 +149,6 @@ class _GgufReader:
         self.num_tensors, self.num_values = self._number("Q"), self._number("Q")
 
     def metadata(self) -> dict[str, Any]:
-        """Header values by key."""
         values = {}
         for _ in range(self.num_values):
             key = self._string()

@@ -75,7 +75,6 @@ class GroupedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values, scales and zeros."""
         parts = (self.values, self.scale, self.zero, self.steps, self.zero_steps)
         return sum(part.nbytes for part in parts if part is not None)
 

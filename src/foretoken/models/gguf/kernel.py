@@ -25,8 +25,6 @@ HALVES = 0x0F0F0F0F
 
 
 class GroupedProduct(NativeProduct):
-    """A quantised matrix in our kernel."""
-
     name, stored, activations = "GGUF weights, own kernel", True, 8
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:

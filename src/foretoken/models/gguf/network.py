@@ -121,7 +121,6 @@ class _WeightFiller:
                 )
 
     def fill(self) -> None:
-        """Fill every module."""
         modules = dict(self.model.named_modules())
         linear: list[str] = []
         for name in self.sources:

@@ -120,7 +120,6 @@ def end_ids(file: GgufFile) -> list[int]:
 
 
 def _tokens(file: GgufFile) -> tuple[Sequence[str], Sequence[int]]:
-    """Names and types of all tokens."""
     names: Sequence[str] | None = file.metadata.get("tokenizer.ggml.tokens")
     if names is None:
         raise GgufError(f"{file.path} lacks tokenizer.ggml.tokens: convert the model again, or pass tokenizer=FOLDER")

@@ -266,7 +266,6 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def _plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
-    """The :func:`is_plain` modules below ``model``."""
     return (module for module in model.modules() if isinstance(module, nn.Linear) and is_plain(module))
 
 

@@ -37,7 +37,6 @@ class QuantisedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> QuantisedLinear:
-        """The quantised form of a layer."""
         bias = None if linear.bias is None else linear.bias.detach()
         quantised = make_product(product, linear.weight, bias, GROUP)
         quantised.wide = wide_rows if wide else None
@@ -86,7 +85,6 @@ def multiply_dequantised(model: nn.Module) -> None:
 
 
 def _plain(linear: Any) -> Callable[[Tensor], Tensor]:
-    """A layer without quantisation, for input of any dtype."""
     return lambda x: linear(x.to(linear.weight.dtype)).to(x.dtype)
 
 

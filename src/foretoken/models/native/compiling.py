@@ -113,7 +113,6 @@ def check(file: Path) -> None:
 
 
 def checksum(file: Path) -> str:
-    """Hexadecimal SHA-256 digest."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 

@@ -107,12 +107,10 @@ def pointers(tensors: Iterable[Tensor | None]) -> Any:
 
 
 def numbers(values: Sequence[int]) -> Any:
-    """An array of integers."""
     return (c_long * len(values))(*values)
 
 
 def array(kind: type[Any], items: Sequence[Any]) -> Any:
-    """An array of structures."""
     return (kind * len(items))(*items)
 
 

@@ -44,8 +44,6 @@ log = logging.getLogger("foretoken")
 
 
 class _KernelLibrary(NamedTuple):
-    """The loaded library and its origin."""
-
     functions: ctypes.CDLL
     origin: str
 

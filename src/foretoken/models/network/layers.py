@@ -74,7 +74,6 @@ WHOLE = LayerPlan()
 
 
 def sublayer(layer: nn.Module, names: tuple[str, ...], kind: str) -> nn.Module:
-    """The attention or MLP module of a decoder layer."""
     for name in names:
         module = getattr(layer, name, None)
         if isinstance(module, nn.Module):

@@ -29,7 +29,6 @@ def cache_name(module: Any) -> str | None:
 
 
 def parameters_of(module: Any) -> Mapping[str, inspect.Parameter]:
-    """Parameters of a module's forward."""
     return inspect.signature(inspect.unwrap(type(module).forward)).parameters
 
 

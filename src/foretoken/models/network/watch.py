@@ -131,7 +131,6 @@ def num_writes(tensor: Tensor) -> int:
 
 
 def _saved(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Modules with persistent buffers, and the names of these."""
     for module in modules:
         names = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
         if names:

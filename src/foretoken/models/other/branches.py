@@ -114,5 +114,4 @@ class Branches:
 
     @property
     def ids(self) -> list[int]:
-        """All ids of the sequence."""
         return [*({self.main} | self.used | self.spare.keys())]

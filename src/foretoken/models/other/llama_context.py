@@ -122,8 +122,6 @@ class LlamaContext:
 
 
 class _Batch:
-    """Reusable arrays of a ``llama_batch``."""
-
     def __init__(self, c: Any, size: int, num_ids: int) -> None:
         self._tokens = np.zeros(size, np.int32)
         self._positions = np.zeros(size, np.int32)

@@ -115,7 +115,6 @@ class Weights:
 
 
 def _refusal(path: Path, llama: LlamaLibrary) -> str:
-    """Reason why llama.cpp did not open a file, in one line."""
     messages = " ".join(llama.errors)
     if any(
         words in messages for words in ("not within the file bounds", "failed to read", "exceeds remaining file size")

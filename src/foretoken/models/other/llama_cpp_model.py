@@ -27,7 +27,7 @@ from foretoken.models.other.llama_context import CACHE_TYPES, MOST_IDS, PIECE, L
 from foretoken.models.other.llama_cpp import GgufError, Weights
 
 USUAL_CONTEXT = 4096
-"""Default and maximum default context length, as the cache takes its memory immediately."""
+"""Upper limit of the default context length, because the cache allocates its memory at once."""
 HASHED_PLACES = 32
 """Number of file positions in the identity hash."""
 NO_LAYERS = "llama.cpp runs a file's layers as a whole and hands out logits only"
@@ -281,7 +281,6 @@ class LlamaCppModel(LanguageModel):
 
 
 def _capabilities_of(weights: Weights) -> Capabilities:
-    """Capabilities of a file's architecture."""
     c, handle, name = weights.library.c, weights.handle, weights.architecture
     causal = weights.metadata(f"{name}.attention.causal")
     if c.llama_model_has_encoder(handle) or c.llama_model_is_diffusion(handle) or causal == "false":

@@ -263,7 +263,6 @@ class ParallelModel(LanguageModel):
 
 
 def _end(followers: Sequence[Follower], on_end: Callable[[], None]) -> None:
-    """Terminate the followers and leave the process group."""
     for follower in followers:
         follower.end()
     with suppress(Exception):  # the interpreter may already be shutting down

@@ -205,8 +205,6 @@ def _set(module: nn.Module, **tensors: Tensor | None) -> None:
 
 
 class _Filler:
-    """Fills the big model's weights, one module at a time."""
-
     def __init__(self, shape: InflatedShape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         generator = torch.Generator().manual_seed(seed)
@@ -268,7 +266,6 @@ class _Filler:
         _set(norm, weight=weight)
 
     def head_norm(self, norm: Any, source: Any | None) -> None:
-        """Copy a norm over one head."""
         size = norm.weight.shape[0]
         _set(norm, weight=torch.ones(size, dtype=self.dtype, device=self.device))
         if source is not None:
@@ -277,7 +274,6 @@ class _Filler:
 
 
 def _part(source: Any | None, owner: Any, layer: Any, name: str) -> Any | None:
-    """The small layer's module of this name."""
     if source is None:
         return None
     return getattr(source.self_attn if owner is layer.self_attn else source.mlp, name)

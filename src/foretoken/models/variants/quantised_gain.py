@@ -67,7 +67,6 @@ def _largest(layers: Sequence[Any]) -> list[Any]:
 
 
 def _stored_bytes(linear: Any, dtype: torch.dtype) -> int:
-    """Bytes of a layer's weights as multiplied."""
     product = getattr(linear, "product", None)
     if isinstance(product, QuantisedProduct):
         return product.nbytes
@@ -96,8 +95,6 @@ def _gain(model: HuggingFaceModel, sample: Sequence[Any], count: int, scheme: Sc
 
 
 def _run(products: Sequence[Callable[[torch.Tensor], Any]], x: torch.Tensor) -> Callable[[], None]:
-    """A call of all products, one after the other."""
-
     def run() -> None:
         for product in products:
             product(x)

@@ -112,7 +112,6 @@ class QuantisedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return sum(product.nbytes for product in self.all_products)
 
     def run(self, network: Network, call: NetworkCall) -> Outputs:

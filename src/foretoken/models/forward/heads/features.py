@@ -70,7 +70,6 @@ class HeadForward:
         raise CapabilityError("this model cannot run a part of its layers: it is one layer over the target's states")
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
-        """:meth:`run` for each call."""
         return [self.run(call) for call in calls]
 
     def run(self, call: NetworkCall) -> Outputs:
@@ -181,7 +180,6 @@ class FeatureModel(TreeRunner):
         return self.native is not None and (self.native.guesses or all(feed.wanted == 0 for feed in feeds))
 
     def _renew_native(self) -> None:
-        """Update the library's copy of the weights."""
         try:
             if self.native is not None:
                 self.native.renew()
@@ -198,7 +196,6 @@ class FeatureModel(TreeRunner):
         return self.native.fuse(states.to(torch.bfloat16))
 
     def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
-        """The same in one call into our library."""
         for feed, place in zip(feeds, places, strict=True):
             self.pool.make_room(feed.sequence, place.committed + len(place.parents))
         start_s = now(self.device)
