@@ -151,8 +151,7 @@ def inflate(
 
     Raises:
         ValueError: the architecture is not supported, the weights are quantised, or the size is below the model's own
-            or exceeds
-        memory.
+            or too large for the memory.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("cannot inflate a model whose weights are quantised: give its full checkpoint")
