@@ -23,8 +23,6 @@ from foretoken.models.machine import WORTH_KEEPING_S, KeptResults, any_text, is_
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Default node counts."""
-QUICK_TEXT, QUICK_TURNS = 64, 3
-"""Tokens before a quickly timed call, and number of calls after one warm-up."""
 
 KEPT = KeptResults("calls", lambda: "quiet")  # earlier versions stored results from busy machines
 _KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
@@ -57,10 +55,8 @@ def quick_costs(target: LanguageModel) -> TargetCost:
 
 def _measure_quickly(target: LanguageModel) -> dict[int, float]:
     """The fastest of a few calls at each count.  The counts are interleaved, so that other load affects all of them."""
-    text = any_text(target, QUICK_TEXT)
-    quickest = measure_target(
-        target, text, repeats=QUICK_TURNS, typical=min, longest=6.0
-    ).seconds  # beyond this, no draft pays
+    text = any_text(target, 64)
+    quickest = measure_target(target, text, repeats=3, typical=min, longest=6.0).seconds  # beyond this, no draft pays
     costs, least = {}, 0.0
     for count in sorted(quickest):  # more nodes never take less time: a decrease is noise
         costs[count] = least = max(least, quickest[count])

@@ -25,10 +25,6 @@ COPIES_BYTES, MOST_COPIES_BYTES = 32 * 2**20, 256 * 2**20
 """Limits of :func:`cache_bytes`."""
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 PRESSURE = Path("/proc/pressure/cpu")
-MUCH = 25.0
-"""Percentage of the last ten seconds in which a runnable task waited for a processor, from which a machine is busy."""
-LOAD = 0.9
-"""The same limit as running or waiting tasks per processor, for systems without pressure information."""
 WORTH_KEEPING_S = 0.2
 """Faster results are recomputed in every process: a file of tiny models would only grow."""
 MOST_KEPT = 512
@@ -77,10 +73,11 @@ def is_busy() -> bool:
     """Whether other processes use the processors, by the kernel's pressure or else by the load of the last minute."""
     try:
         some = PRESSURE.read_text(encoding="ascii").split("\n", 1)[0]
-        return float(some.split("avg10=")[1].split()[0]) > MUCH
+        # percentage of the last ten seconds in which a runnable task waited for a processor
+        return float(some.split("avg10=")[1].split()[0]) > 25
     except (OSError, IndexError, ValueError):
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-        return load > LOAD * (os.cpu_count() or 1)
+        return load > 0.9 * (os.cpu_count() or 1)
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------

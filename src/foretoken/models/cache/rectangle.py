@@ -305,9 +305,6 @@ def whole_chunks(slots: int, chunk: int = CHUNK) -> int:
     return -(-slots // chunk) * chunk
 
 
-HOST = torch.device("cpu")
-
-
 class HostCache(TreeCache):
     """A :class:`TreeCache` with buffers in host memory, for sequences longer than the device has room for.
 
@@ -319,10 +316,10 @@ class HostCache(TreeCache):
         return HostCache(self.num_layers, self.max_slots)
 
     def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
-        return super()._write(store, new.to(HOST), layer).to(new.device)
+        return super()._write(store, new.cpu(), layer).to(new.device)
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
-        return super()._buffer(store, like.to(HOST), layer)
+        return super()._buffer(store, like.cpu(), layer)
 
 
 def growing_cache() -> Cache:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 READ, STEPS = 8, 2
 """Tokens of the trial text that are committed first, and number of further ones that are scored one by one."""
-BITWISE, ROUNDED = "bitwise", "rounding"
 
 
 def exactness_of(owner: HuggingFaceModel, ids: Sequence[int]) -> tuple[str, str]:
@@ -31,8 +30,8 @@ def exactness_of(owner: HuggingFaceModel, ids: Sequence[int]) -> tuple[str, str]
     if reason is None:
         reason = _different_bits(owner, ids)
     if reason is not None:
-        return ROUNDED, f"{reason}; near-ties may differ"
-    return BITWISE, "one row, a chain, a tree and a batch gave the same bits"
+        return "rounding", f"{reason}; near-ties may differ"
+    return "bitwise", "one row, a chain, a tree and a batch gave the same bits"
 
 
 def _order_depends(owner: HuggingFaceModel) -> str | None:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 Probe = Callable[[], Sequence[int] | None]
 """Token ids of an ordinary text in the model's own tokenizer; ``None`` if there is none."""
-SAMPLED = 16
-"""Number of sampled values per weight in a fingerprint."""
 
 
 class Checks:
@@ -125,7 +123,7 @@ def fingerprint(model: nn.Module) -> str | None:
         if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta:  # distributed, or stored elsewhere
             return None
         flat = weight.detach().flatten()
-        some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].cpu().double()
+        some = flat[:: max(1, len(flat) // 16)][:16].cpu().double()
         digest.update(f"{name} {weight.dtype} {weight.device} {tuple(weight.shape)}".encode() + some.numpy().tobytes())
     config: Any = getattr(model, "config", None)
     digest.update(b"" if config is None else str(config.to_json_string(use_diff=False)).encode())

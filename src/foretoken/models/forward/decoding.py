@@ -27,8 +27,6 @@ from foretoken.models.network.taps import decoder_layers, recording
 from foretoken.models.network.traits import attention_configs, cache_argument, context_length_of, eos_ids
 
 WHOLE_LAYERS = "a decoder beside an encoder is run as a whole"
-FIRST_DISTANCES = 256
-"""Initial size of the bias table in distances; doubled as needed."""
 
 
 class DecoderForward:
@@ -133,7 +131,7 @@ class DecoderForward:
         """[d, H] bias of a key by its distance, for ``d`` distances or more."""
         biases = self._by_distance
         if biases is None or len(biases) < distances:
-            size = max(FIRST_DISTANCES, 1 << (distances - 1).bit_length())
+            size = max(256, 1 << (distances - 1).bit_length())
             with alone(self.model):
                 row = self.bias.compute_bias(1, size, device=self.device, past_seen_tokens=size - 1)  # [1, H, 1, size]
             self._by_distance = biases = row[0, :, 0].flip(-1).T.contiguous().to(self.dtype)

@@ -53,7 +53,6 @@ class Family:
     refused: tuple[str, ...] = ()
 
 
-LLAMA = Family()
 SANDWICH = Family(
     after_attention="post_attention_layernorm",
     norm_mlp="pre_feedforward_layernorm",
@@ -65,7 +64,7 @@ SANDWICH = Family(
 EXPERTS = Family(experts=True)
 
 FAMILIES: Mapping[str, Family] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "granite"), LLAMA),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "granite"), Family()),
     "gemma": Family(norm_offset=1.0, refused=("use_bidirectional_attention",)),
     "gemma2": replace(SANDWICH, soft_cap="attn_logit_softcapping"),
     "gemma3_text": SANDWICH,

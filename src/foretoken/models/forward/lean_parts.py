@@ -16,8 +16,6 @@ from foretoken.models.forward.lean_families import Family, part
 from foretoken.models.linear.packing import BlockedProducts, Packing
 from foretoken.models.linear.product import Product
 
-SILU = (nn.SiLU, SiLUActivation)
-"""Activation modules replaced by a single function call."""
 Norm = Callable[[Tensor], Tensor]
 """[..., d] -> [..., d]."""
 
@@ -153,7 +151,8 @@ def mlp_of(module: Any, family: Family, joined: Joined, packing: Packing) -> Mlp
     if family.experts:
         return _OwnMlp(module, joined, packing.blocks)
     module_activation = part(module, family.activation)
-    activation = F.silu if module_activation is None or isinstance(module_activation, SILU) else module_activation
+    is_silu = module_activation is None or isinstance(module_activation, nn.SiLU | SiLUActivation)
+    activation = F.silu if is_silu else module_activation
     output = OutputProjection(packing.projection(part(module, family.down)), joined)
     if family.up is not None:
         return _PlainMlp(packing.projection(part(module, family.up)), activation, output)

@@ -30,7 +30,6 @@ from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.rotary import LeanTurns
 
 PATH = "native forward"
-COSTS = "a step of a small model takes two to three times as long"
 GELUS_TANH = tuple(
     getattr(activations, name)
     for name in ("GELUTanh", "PytorchGELUTanh", "NewGELUActivation")
@@ -217,5 +216,5 @@ def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
         owner.native_off = ""
         return fast
     owner.native_off = reason
-    owner.refuse(PATH, reason, COSTS)
+    owner.refuse(PATH, reason, "a step of a small model takes two to three times as long")
     return lean

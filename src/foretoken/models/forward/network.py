@@ -28,8 +28,6 @@ from foretoken.models.network.traits import attention_configs, cache_argument, c
 from foretoken.models.network.watch import has_hooks
 from foretoken.models.refusals import Refusal, refusal
 
-EXACT = ("distribution", "bitwise", "approximate")
-
 
 class SecondWeights(Protocol):
     """Other weights for a network of the same shape."""
@@ -74,7 +72,7 @@ class Network:
     packing: Packing
 
     def __init__(self, model: Any, exact: str, *, lean: bool, in_place: bool, probe: Probe | None) -> None:
-        if exact not in EXACT:
+        if exact not in ("distribution", "bitwise", "approximate"):
             raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
         self.model = model.eval()
         self.config = model.config.get_text_config()

@@ -32,7 +32,6 @@ SANDWICH = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 LLAMA = {**ATTENTION, **MLP, **NORMS}
 EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 """Stacked experts: parameter below ``experts`` -> the tensors that it concatenates."""
@@ -166,7 +165,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         _phi3,
     ),
     "granite": Architecture("granite", LLAMA, _granite, permuted=True),
-    "olmo2": Architecture("olmo2", {**ATTENTION, **HEAD_NORMS, **MLP, **BEHIND}),
+    "olmo2": Architecture(
+        "olmo2",
+        {
+            **ATTENTION,
+            **HEAD_NORMS,
+            **MLP,
+            "post_attention_layernorm": "post_attention_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        },
+    ),
     "mixtral": Architecture("mixtral", {**ATTENTION, **NORMS}, _experts, permuted=True, router="mlp.gate"),
     "qwen3moe": Architecture("qwen3_moe", {**ATTENTION, **HEAD_NORMS, **NORMS}, _qwen3_moe, router="mlp.gate"),
     "olmoe": Architecture("olmoe", {**ATTENTION, **HEAD_NORMS, **NORMS}, _olmoe, router="mlp.gate"),

@@ -27,7 +27,6 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 """``struct`` formats of the value types; 8 is a string and 9 an array."""
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
-ALIGNMENT = 32
 PART = re.compile(r"(.*-)(\d{5})(-of-\d{5}\.gguf)")
 """File name of one part of a split model."""
 
@@ -158,7 +157,7 @@ class _GgufReader:
     def tensors(self, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
         """The tensors after the header values."""
         entries = [self._entry() for _ in range(self.num_tensors)]
-        alignment = self.whole(metadata, "general.alignment", ALIGNMENT) or ALIGNMENT
+        alignment = self.whole(metadata, "general.alignment", 32) or 32
         if alignment & (alignment - 1):
             raise self._damaged(f"general.alignment is {alignment}, no power of two")
         start = self.place + -self.place % alignment

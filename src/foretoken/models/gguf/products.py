@@ -12,9 +12,6 @@ from torch.nn import functional as F
 from foretoken.models.gguf.grouped import GroupedWeight, StoredWeight, dequantised, widened_together
 from foretoken.models.linear.quantised_products import QuantisedProduct
 
-MARKED_ROWS = 8
-"""Number of rows in a matrix's hash."""
-
 
 class WidenedProduct(QuantisedProduct):
     """The plain product: some rows at a time are dequantised to float32 and multiplied in float32."""
@@ -58,10 +55,10 @@ def by_slabs(product: QuantisedProduct, x: Tensor) -> Tensor:
     return out if product.bias is None else out + product.bias.to(x.dtype)
 
 
-def mark_of(weight: StoredWeight) -> str:
+def mark_of(weight: StoredWeight, num_rows: int = 8) -> str:
     """Hash over some rows of a matrix."""
-    step = max(1, weight.shape[0] // MARKED_ROWS)
-    rows = weight.dequantised(slice(None, None, step))[:MARKED_ROWS].contiguous()
+    step = max(1, weight.shape[0] // num_rows)
+    rows = weight.dequantised(slice(None, None, step))[:num_rows].contiguous()
     return hashlib.blake2b(rows.numpy().tobytes(), digest_size=8).hexdigest()
 
 

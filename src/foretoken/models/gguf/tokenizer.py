@@ -28,9 +28,6 @@ GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-DIGIT = r"\p{N}"
-UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9]{3}")
-"""llama.cpp's rule for headers that name no splitting, or one that its converter did not know."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +46,19 @@ class _Splitting:
 
 
 PRE: dict[str, _Splitting] = {
-    "default": _Splitting(UNNAMED),
+    # llama.cpp's rule for headers that name no splitting, or one that its converter did not know
+    "default": _Splitting((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9]{3}")),
     **dict.fromkeys(("gpt-2", "olmo", "mpt", "phi-2", "jais"), _Splitting((GPT2,))),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _Splitting((LLAMA3,), whole=True, bos=True)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Splitting((LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _Splitting((QWEN2,))),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Splitting((DIGIT, GPT2))),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Splitting((r"\p{N}", GPT2))),
     "tekken": _Splitting((TEKKEN,), whole=True, bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), _Splitting((GPT4O,))),
 }
 """Rules by ``tokenizer.ggml.pre``.  ``tekken``, ``gpt-4o`` and ``llama4`` use the models' own patterns: llama.cpp has
 no classes of capital letters and marks beyond ASCII, and splits a few words of such letters differently."""
 SPACE = "\u2581"
-ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
-"""Control tokens that end a text or a turn in any vocabulary that has them, as in llama.cpp."""
 
 
 class Token(IntEnum):
@@ -88,7 +84,8 @@ def build_tokenizer(file: GgufFile) -> Any | None:
     names, kinds = _tokens(file)
     backend, adds_bos = _bytes(file, names, kinds) if model == "gpt2" else _pieces(file, names, kinds)
     _add_special(backend, file, names, kinds)
-    special = {name: _token_name(file, key, names) for name, key in SPECIAL.items()}
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    special = {name: _token_name(file, f"{key}_token_id", names) for name, key in keys.items()}
     _add_ends(backend, file, names, special, adds_bos)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -99,15 +96,6 @@ def build_tokenizer(file: GgufFile) -> Any | None:
     return tokenizer
 
 
-SPECIAL = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "pad_token": "padding_token_id",
-}
-"""Attribute of a Transformers tokenizer -> key below ``tokenizer.ggml``."""
-
-
 def end_ids(file: GgufFile) -> list[int]:
     """Ids of all tokens that end a text or a turn."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -115,7 +103,17 @@ def end_ids(file: GgufFile) -> list[int]:
     if "tokenizer.ggml.tokens" in file.metadata:
         names, kinds = _tokens(file)
         places = {name: place for place, name in enumerate(names)}
-        ids |= {places[name] for name in ENDS if name in places and kinds[places[name]] == Token.CONTROL}
+        # control tokens that llama.cpp takes for ends in any vocabulary that has them
+        ends = (
+            "<|eot_id|>",
+            "<|im_end|>",
+            "<|end|>",
+            "<end_of_turn>",
+            "<|endoftext|>",
+            "<|eom_id|>",
+            "<|end_of_text|>",
+        )
+        ids |= {places[name] for name in ends if name in places and kinds[places[name]] == Token.CONTROL}
     return sorted(ids)
 
 

@@ -18,9 +18,6 @@ from foretoken.models.linear.quantised_weights import Int8Weight
 from foretoken.models.native import integers, why_not
 from foretoken.models.native.library import NotCoveredError
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Source dtypes of packed weights; float64 is left out, because it is chosen for its precision."""
-
 
 def packed(*linears: Any) -> NativeProduct:
     """Plain linear layers with a common input as one product with concatenated outputs."""
@@ -45,7 +42,8 @@ def packed_rows(weight: Tensor, bias: Tensor | None) -> NativeProduct:
     reason = why_not()
     if reason is not None:
         raise NotCoveredError(reason)
-    if weight.device.type != "cpu" or weight.dtype not in DTYPES:
+    # float64 is left out, because it is chosen for its precision
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotCoveredError(f"its weights are {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}")
     if not integers.fits(weight.shape[1]):
         raise NotCoveredError(f"inputs come in eights, not in {weight.shape[1]}")

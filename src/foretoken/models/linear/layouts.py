@@ -35,8 +35,6 @@ from foretoken.models import native
 from foretoken.models.native import bfloat16
 
 NARROW = (torch.bfloat16, torch.float16)
-LARGEST_EXPONENT = 60
-"""Limit of the scale's exponent; a larger one could make activations underflow."""
 
 
 class WeightLayout(ABC):
@@ -209,7 +207,7 @@ def halved(weight: Tensor) -> Halved | None:
     if not math.isfinite(top):
         return None
     exponent = 15 - math.frexp(top)[1] if top else 0  # the largest number is then between 2^14 and 2^15
-    if abs(exponent) > LARGEST_EXPONENT:
+    if abs(exponent) > 60:  # a larger scale could make activations underflow
         return None
     scaled *= 2.0**exponent
     rounded = (scaled.half().float() != scaled).flatten().nonzero()[:, 0]

@@ -26,10 +26,6 @@ ROWS = (1, 2, 5, 8)
 """Timed numbers of rows: a plain step, the beginning of speculation, usual rounds."""
 SMALLEST, LARGEST = 256, 4096
 """Range of timed weight sides; others count as the nearest power of two in it."""
-MOST_COPIES = 16
-"""A weight with more copies than this in the cache belongs to a model that fits into the cache."""
-MARGIN = 0.95
-"""A layout must be at least 5 % faster than the plain one: less is noise."""
 
 Times = dict[int, float]
 """Seconds by number of rows."""
@@ -71,7 +67,7 @@ def fastest_layout(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]], names:
         # best others ran 1.3 to 3 times as fast with ours, with AVX2 and with AVX-512 (docs/log.md).
         costs["native"] *= 0.5
     best = min(costs, key=lambda name: costs[name])
-    return best if costs[best] < MARGIN * costs["plain"] else "plain"
+    return best if costs[best] < 0.95 * costs["plain"] else "plain"  # less than 5 % is noise
 
 
 def step_s(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> float:
@@ -99,7 +95,8 @@ def _times(layout: str, dtype: torch.dtype, out: int, inner: int) -> Times:
 def _measure(make: LayOut, dtype: torch.dtype, out: int, inner: int) -> Times:
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(out, inner, generator=generator) / inner**0.5).bfloat16().to(dtype)
-    copies = min(MOST_COPIES, max(2, cache_bytes() // weight.nbytes))
+    # a weight with more than 16 copies in the cache belongs to a model that fits into the cache
+    copies = min(16, max(2, cache_bytes() // weight.nbytes))
     products: list[WeightLayout] = [make(weight.clone()) for _ in range(copies)]
     inputs = [torch.randn(rows, inner, generator=generator).to(products[0].activations) for rows in ROWS]
     with _one_thread():

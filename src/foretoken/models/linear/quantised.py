@@ -27,8 +27,6 @@ from foretoken.models.native import integers
 
 MEASURED = 2048 * 4096
 """Maximum size of a timed weight: larger than a cache, but fast enough for a few milliseconds."""
-MOST_ROWS = 2**17
-"""Maximum rows of a timed weight: a layer of width ten would otherwise have a million."""
 NEVER = 2**62
 """More rows than any call has."""
 COPIES = 10
@@ -89,7 +87,8 @@ def fastest_draft_product(
 def _draft_times(
     fitting: tuple[type[QuantisedProduct], ...], width: int, group: int
 ) -> dict[type[QuantisedProduct], float]:
-    return measured(fitting, min(MEASURED // width, MOST_ROWS), width, group, (1,))
+    # at most 2^17 rows: a layer of width ten would otherwise have a million
+    return measured(fitting, min(MEASURED // width, 2**17), width, group, (1,))
 
 
 @cache

@@ -18,8 +18,6 @@ from foretoken.models.native.linear import Linear
 
 BLOCK, MOST, TINY = 32, 127, 2.0**-111
 """Inputs per scale, their largest byte, and the limit below which a maximum counts as zero, as in the source."""
-OWN_ROWS = 32
-"""Up to this number of rows, each thread converts the activations itself, as in the source."""
 
 
 def product(x: Tensor, linear: Linear) -> Tensor:
@@ -29,7 +27,8 @@ def product(x: Tensor, linear: Linear) -> Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
     result = x.new_empty(rows, linear.out)
-    copies = torch.get_num_threads() if rows <= OWN_ROWS else 1
+    # up to 32 rows, each thread converts the activations itself, as in the source
+    copies = torch.get_num_threads() if rows <= 32 else 1
     work = torch.empty(copies * _work_bytes(rows, inner), dtype=torch.uint8)
     multiply = function("integer8_product", "ppnnpp")
     multiply(ctypes.addressof(linear), address(x), rows, x.stride(0), address(result), address(work))

@@ -37,7 +37,6 @@ ALLOWED = {
     "portable": ("portable",),
 }
 """Levels allowed by each value of the environment variable."""
-MACHINES = {"x86_64": "x86-64", "aarch64": "64-bit Arm"}
 KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_long, "d": ctypes.c_double}
 """Argument types of functions: pointer, integer, floating-point number."""
 log = logging.getLogger("foretoken")
@@ -138,9 +137,10 @@ def _loaded() -> _KernelLibrary | str:
 
 def _lacking() -> str | None:
     """Unmet requirement of the kernels; ``None`` if there is none."""
-    if platform.system() != "Linux" or platform.machine() not in MACHINES:
+    machines = {"x86_64": "x86-64", "aarch64": "64-bit Arm"}
+    if platform.system() != "Linux" or platform.machine() not in machines:
         machine = f"{platform.system()} on {platform.machine()}"
-        return f"made for Linux on {' and '.join(MACHINES.values())}, not for {machine}"
+        return f"made for Linux on {' and '.join(machines.values())}, not for {machine}"
     return "the CPU has no AVX2" if level() is None else None
 
 

@@ -17,9 +17,6 @@ from torch import nn
 
 from foretoken.models.network.rotary import follows_length
 
-FAMILIAR = ("torch", "transformers")
-"""Packages whose decorators may wrap the forward of a class."""
-
 
 def numbers_by_module(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, list[str]]]:
     """Modules with plain numbers (``scaling``, ``variance_epsilon``, ``top_k``), and the names of these.
@@ -104,7 +101,7 @@ def mark_of(kind: type[nn.Module]) -> str | None:
         return None
     # functools.wraps copies the module name; a decorator's globals show its origin.
     homes = (str(function.__globals__.get("__name__", "")) for function in around)
-    if any(home.partition(".")[0] not in (package, *FAMILIAR) for home in homes):
+    if any(home.partition(".")[0] not in (package, "torch", "transformers") for home in homes):
         return None
     return "\n".join(_text(function) for function in functions)
 

@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from foretoken.models.base import CapabilityError
 from foretoken.models.network.alone import only_here
 
-DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
-"""Configuration names for the number of decoder layers in encoder-decoder models."""
-
 
 def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """The module of a Transformers causal LM that runs its decoder layers and the final norm, and those layers."""
     config: Any = model.config
     num_layers = config.get_text_config().num_hidden_layers
     if getattr(config, "is_encoder_decoder", False):  # its layers are in two lists
-        num_layers = next((n for n in (getattr(config, name, None) for name in DECODER_LAYERS) if n), num_layers)
+        names = ("num_decoder_layers", "decoder_layers")
+        num_layers = next((n for n in (getattr(config, name, None) for name in names) if n), num_layers)
         model = model.get_decoder()  # type: ignore[operator]
     for module in model.modules():
         for child in module.children():

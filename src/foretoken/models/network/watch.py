@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from foretoken.models.network.own_code import constants_by_module, forwards_of, numbers_by_module
 
-SAMPLES = 64
-"""Numbers compared per weight, to detect writes through ``weight.data``, which PyTorch does not count."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 
@@ -140,7 +138,8 @@ def _saved(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, list[str]]
 def _sampled(tensor: Tensor) -> Tensor:
     """A view [n] of the bits of some numbers spread over a tensor; empty if there is no such view."""
     try:
-        step = max(1, tensor.numel() // SAMPLES)
+        # 64 numbers show writes through ``weight.data``, which PyTorch does not count
+        step = max(1, tensor.numel() // 64)
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         return tensor.view(-1).view(integers)[step - 1 :: step]
     except (RuntimeError, KeyError):  # not dense, complex, or a parameter with inference data

@@ -26,10 +26,6 @@ from foretoken.models.other.branches import Branches, Removal
 from foretoken.models.other.llama_context import CACHE_TYPES, MOST_IDS, PIECE, LlamaContext
 from foretoken.models.other.llama_cpp import GgufError, Weights
 
-USUAL_CONTEXT = 4096
-"""Upper limit of the default context length, because the cache allocates its memory at once."""
-HASHED_PLACES = 32
-"""Number of file positions in the identity hash."""
 NO_LAYERS = "llama.cpp runs a file's layers as a whole and hands out logits only"
 
 
@@ -79,8 +75,9 @@ class LlamaCppModel(LanguageModel):
         self.path = self.weights.path
         self.capabilities = _capabilities_of(self.weights)
         c, handle = self.weights.library.c, self.weights.handle
-        trained = int(c.llama_model_n_ctx_train(handle)) or USUAL_CONTEXT
-        self.context_length = context_length or min(trained, USUAL_CONTEXT)
+        # at most 4096 by default, because the cache allocates its memory at once
+        trained = int(c.llama_model_n_ctx_train(handle)) or 4096
+        self.context_length = context_length or min(trained, 4096)
         vocab = self.weights.vocab
         self.vocab_size = int(c.llama_vocab_n_tokens(vocab))
         self.eos_token_ids = frozenset(token for token in range(self.vocab_size) if c.llama_vocab_is_eog(vocab, token))
@@ -105,8 +102,8 @@ class LlamaCppModel(LanguageModel):
         size = self.path.stat().st_size
         digest = hashlib.blake2b(str(size).encode(), digest_size=8)
         with self.path.open("rb") as file:
-            for place in range(HASHED_PLACES):
-                file.seek(size * place // HASHED_PLACES)
+            for place in range(32):
+                file.seek(size * place // 32)
                 digest.update(file.read(4096))
         return f"{self.weights.architecture}-{digest.hexdigest()}"
 

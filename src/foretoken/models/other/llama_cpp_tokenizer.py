@@ -10,9 +10,6 @@ from typing import Any
 
 from foretoken.models.other.llama_cpp import GgufError, Weights
 
-UNUSED = 2
-"""``LLAMA_TOKEN_ATTR_UNUSED``: padding rows of the vocabulary."""
-
 
 class LlamaCppTokenizer:
     """llama.cpp's tokenizer with the vocabulary of a GGUF file, given as a path or opened.
@@ -104,7 +101,7 @@ class LlamaCppTokenizer:
         names = (
             (self._c.llama_vocab_get_text(self._vocab, token).decode(errors="replace"), token)
             for token in range(self.size)
-            if not self._c.llama_vocab_get_attr(self._vocab, token) & UNUSED
+            if not self._c.llama_vocab_get_attr(self._vocab, token) & 2  # LLAMA_TOKEN_ATTR_UNUSED
         )
         return dict(names)
 

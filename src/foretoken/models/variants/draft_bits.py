@@ -29,11 +29,6 @@ from foretoken.models.linear.quantised_weights import GROUP
 from foretoken.models.machine import cache_bytes
 from foretoken.models.variants.second_weights import linears
 
-FASTER = 1.25
-"""Minimum speedup of a layer: a rejected draft costs more than measurement noise gains."""
-MOST_COPIES = 40
-"""Maximum copies of a timed layer."""
-
 
 def fastest_kind(network: Any) -> str | None:
     """``"int4"`` or ``"int8"``, whichever makes a draft step faster, by a short measurement of the network's largest
@@ -53,18 +48,19 @@ def fastest_kind(network: Any) -> str | None:
 
 @cache
 def _fastest(dtype: torch.dtype, out: int, width: int) -> str | None:
-    """The kind for weights [out, width], which must be :data:`FASTER` times as fast as full ones."""
+    """The kind for weights [out, width], which must be 1.25 times as fast as full ones: a rejected draft costs more
+    than measurement noise gains."""
     chosen = [product for bits in ("4", "8") if (product := fastest_draft_product(out, width, GROUP, bits))]
     if not chosen:
         return None
     seconds = measured(chosen, out, width, GROUP, (1,), num_copies(measured_rows(out, width) * width // 2))
     best = min(chosen, key=seconds.__getitem__)
-    return f"int{best.bits}" if FASTER * seconds[best] < _full_s(dtype, out, width) else None
+    return f"int{best.bits}" if 1.25 * seconds[best] < _full_s(dtype, out, width) else None
 
 
 def num_copies(nbytes: int) -> int:
     """Number of copies of a weight that exceeds the cache."""
-    return min(MOST_COPIES, max(COPIES, cache_bytes() // nbytes))
+    return min(40, max(COPIES, cache_bytes() // nbytes))
 
 
 @torch.inference_mode()

@@ -25,12 +25,6 @@ from torch import Tensor, nn
 from foretoken.models.machine import free_bytes
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-SIZES = ("300m", "1b", "3b", "7b")
-"""Documented sizes; any other number of parameters works too."""
-MLP_RATIO = 4.0
-"""Initial ratio of MLP units to width, before fitting the number of parameters."""
-UNIT = 64
-"""Divisor of the number of MLP units (4 in toys)."""
 POOL = 1 << 20
 """Number of random numbers drawn; longer weights repeat them (drawing 7e9 would take minutes)."""
 
@@ -72,7 +66,7 @@ def parse_size(size: str | int) -> int:
     """Number of parameters in ``"300m"``, ``"1b"``, ``"1.5b"`` or a plain number.  Raises ``ValueError`` for others."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mb]?)", str(size).strip().lower())
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"inflate={size!r} is no number of parameters: use {', '.join(SIZES)} or one like 500m")
+        raise ValueError(f"inflate={size!r} is no number of parameters: use 300m, 1b, 3b, 7b or one like 500m")
     return round(float(match[1]) * {"": 1, "m": 10**6, "b": 10**9}[match[2]])
 
 
@@ -97,8 +91,8 @@ def _candidate(config: Any, num_parameters: int, m: int, least: int) -> Inflated
     vocabulary = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
     attention = width * head_dim(config) * 2 * m * (config.num_attention_heads + config.num_key_value_heads)
     room = num_parameters - vocabulary
-    layers = max(least, round(room / (attention + 3 * width * MLP_RATIO * width)))
-    unit = UNIT if MLP_RATIO * width >= 16 * UNIT else 4
+    layers = max(least, round(room / (attention + 3 * width * 4 * width)))  # 4 MLP units per width at first
+    unit = 64 if width >= 256 else 4  # MLP units are a multiple of this
     units = unit * round((room / layers - attention) / (3 * width) / unit)
     if units < config.intermediate_size:
         return None

@@ -23,12 +23,8 @@ SMALLEST = 50_000_000
 """Number of weights below which a step is mostly overhead, and nothing is measured."""
 ACCEPTANCE = 0.95
 """Probability that a draft token is accepted after accepted ones: .97 to .99 for int8 on prose and code."""
-LENGTHS = (1, 3, 5, 8)
-"""Considered draft lengths."""
 SAMPLE = 48_000_000
 """Number of weights in the timed layers, run one after the other: one small layer alone would stay in a cache."""
-TEXT = 64
-"""Tokens before the timed row of the whole model."""
 REPEATS = 5
 
 
@@ -82,13 +78,14 @@ def _gain(model: HuggingFaceModel, sample: Sequence[Any], count: int, scheme: Sc
         return 0.0
     weight = torch.ones(shape)  # any values cost the same
     quantised = [make_product(product, weight, None, scheme.group) for _ in sample]
-    inputs = [torch.ones(n, shape[1], dtype=model.dtype) for n in (1, *(k + 1 for k in LENGTHS))]
+    lengths = (1, 3, 5, 8)
+    inputs = [torch.ones(n, shape[1], dtype=model.dtype) for n in (1, *(k + 1 for k in lengths))]
     draft_s, plain_s, *verify_s = _seconds([_run(quantised, inputs[0]), *(_run(sample, x) for x in inputs)])
     scale = count / (len(sample) * shape[0] * shape[1])
     rest_s = max(0.0, _step_s(model) - scale * plain_s)
     draft, plain = (rest_s + scale * seconds for seconds in (draft_s, plain_s))
     gains = []
-    for k, seconds in zip(LENGTHS, verify_s, strict=True):
+    for k, seconds in zip(lengths, verify_s, strict=True):
         tokens = (1 - ACCEPTANCE ** (k + 1)) / (1 - ACCEPTANCE)
         gains.append(tokens * plain / (k * draft + rest_s + scale * seconds))
     return max(gains)
@@ -104,7 +101,7 @@ def _run(products: Sequence[Callable[[torch.Tensor], Any]], x: torch.Tensor) -> 
 
 def _step_s(model: HuggingFaceModel) -> float:
     """Seconds of one row of the whole model."""
-    with opened(model, any_text(model, TEXT)) as (sequence,):
+    with opened(model, any_text(model, 64)) as (sequence,):
 
         def step() -> None:
             model.forward([Feed(sequence, [0])])

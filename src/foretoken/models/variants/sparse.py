@@ -22,8 +22,6 @@ from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 SINKS = 16
 """Number of first tokens that ``recent`` keeps: attention always needs them (sinks)."""
-SMALLEST, LARGEST = 256, 4096
-"""Limits of the default budget, a quarter of the context."""
 
 
 @dataclass
@@ -91,7 +89,7 @@ class SparseModel(TreeRunner):
             reason = target.capabilities.missing.get("tree_mask", f"{type(target).__name__} has none")
             raise CapabilityError(f"sparse_kv needs a target with a cache of keys and values: {reason}")
         self._ends_only = windowed_layers(target)
-        self.budget = budget if budget != 0 else min(max(target.context_length // 4, SMALLEST), LARGEST)
+        self.budget = budget if budget != 0 else min(max(target.context_length // 4, 256), 4096)
         self.chunk, self.select, self.rebuild, self.local = chunk, select, rebuild, local
         self._check_options()
         if offload:

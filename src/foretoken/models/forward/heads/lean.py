@@ -23,11 +23,6 @@ from foretoken.models.native import attention as native
 from foretoken.models.network.call import NetworkCall
 from foretoken.models.network.watch import num_writes
 
-LAYER = Family(attention="", mlp="", activation=None)
-"""A decoder layer that is its own attention and MLP module (:mod:`foretoken.methods.drafters.nets.decoder`)."""
-ATTENTION = Family(attention="", mlp=None, norm_attention=None, norm_mlp=None)
-"""Attention only; norm and residual belong to the caller."""
-
 
 class LeanHead:
     """The only attention or decoder layer of a head (a module with a ``LayerConfig``), fused; it follows the
@@ -37,7 +32,10 @@ class LeanHead:
         self.module = module
         config = module.config
         self.size = Heads(config.heads, config.kv_heads, config.head_dim)
-        self.family = LAYER if hasattr(module, "down_proj") else ATTENTION
+        if hasattr(module, "down_proj"):  # a decoder layer that is its own attention and MLP module
+            self.family = Family(attention="", mlp="", activation=None)
+        else:  # attention only: norm and residual belong to the caller
+            self.family = Family(attention="", mlp=None, norm_attention=None, norm_mlp=None)
         self.weights = list(module.parameters())
         device = self.weights[0].device
         self.dtype = torch.bfloat16 if self._gains() else self.weights[0].dtype

@@ -22,8 +22,6 @@ from foretoken.models.network.traits import cache_argument
 
 FEEDS = ("post_norm", "pre_norm")
 """Input of the next step: the state after the module's norm, or before it."""
-FULL = ("full_attention", "attention", "hybrid")
-"""Layer types with full attention."""
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -156,13 +154,11 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             stacked[name] = tensor
     for place, by_projection in single.items():
         count = 1 + max(number for rows in by_projection.values() for number in rows)
-        stacks = {name: _stack(place, name, by_projection.get(name, {}), count) for name in PROJECTIONS}
+        names = ("gate_proj", "up_proj", "down_proj")
+        stacks = {name: _stack(place, name, by_projection.get(name, {}), count) for name in names}
         stacked[f"{place}.experts.gate_up_proj"] = torch.cat([stacks["gate_proj"], stacks["up_proj"]], 1)
         stacked[f"{place}.experts.down_proj"] = stacks["down_proj"]
     return stacked
-
-
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def _stack(place: str, name: str, rows: Mapping[int, Tensor], count: int) -> Tensor:
@@ -192,7 +188,7 @@ def _last_full(network: nn.Module) -> int:
     types: Sequence[str] | None = getattr(config, "layer_types", None)
     if types is None:
         return int(config.num_hidden_layers) - 1
-    full = [index for index, kind in enumerate(types) if kind in FULL]
+    full = [index for index, kind in enumerate(types) if kind in ("full_attention", "attention", "hybrid")]
     if not full:
         raise ValueError(f"{config.model_type} has no full-attention layer, of which its prediction module is made")
     return full[-1]

@@ -30,8 +30,6 @@ from foretoken.models.native import forward as native
 from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
 
-NOTHING = NotCoveredError("its network is of another kind")
-
 
 @dataclass(frozen=True)
 class HeadRows(Rows):
@@ -62,7 +60,7 @@ class NativeHead(NativeRows):
         if reason is not None:
             raise NotCoveredError(reason)
         if not hasattr(net, "pieces"):
-            raise NOTHING
+            raise NotCoveredError("its network is of another kind")
         self.net, self.parts, self.project = net, parts, project
         super().__init__(net.pieces().layer.config)
         self.describe()

@@ -28,11 +28,8 @@ from foretoken.models.native import forward as native
 from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
 
-LANES = 16
-"""A convolution's channel groups must consist of whole vectors of the widest kind."""
 NO_PRODUCT = native.ProductStruct(None, 0)
 NO_NORM = native.NormStruct(None, 0.0)
-NO_LOGITS = (0, None, None, None, None, native.BestStruct())
 
 
 @dataclass(frozen=True)
@@ -114,8 +111,8 @@ class NativeBlockNet(NativeRows):
     def _around(self, convolution: Any) -> native.ConvolutionStruct:
         if convolution is None:
             return native.ConvolutionStruct(NO_PRODUCT, None, 0, 1)
-        if convolution.group % LANES:
-            raise NotCoveredError(f"groups of {convolution.group} channels share a kernel, not of {LANES} or its like")
+        if convolution.group % 16:  # groups must consist of whole vectors of the widest kind
+            raise NotCoveredError(f"groups of {convolution.group} channels share a kernel, not of 16 or its like")
         base = self._description.keep(convolution.base_kernel.detach().float().contiguous())
         kernels = self._description.product(packed(convolution.kernel_projection))
         return native.ConvolutionStruct(kernels, base.data_ptr(), convolution.taps, convolution.group)
@@ -183,7 +180,7 @@ class NativeBlockNet(NativeRows):
         places: Sequence[RowPlan],
         kinds: int,
         last: Tensor | None = None,
-        logits_call: Any = NO_LOGITS,
+        logits_call: Any = None,
     ) -> None:
         """Run all layers over rows x [n, D]; the normed outputs go to ``last``, and ``logits_call`` describes the
         logits."""
@@ -197,7 +194,10 @@ class NativeBlockNet(NativeRows):
                 *(len(x), len(groups), ctypes.addressof(groups), x.data_ptr(), 0, self.num_layers),
                 *(b"\0" * self.num_layers, skipped * self.num_layers, kinds, cos.shape[1]),
                 *(ctypes.addressof(turns[0]), ctypes.addressof(turns[1]), ctypes.addressof(taps)),
-                *(None if last is None else last.data_ptr(), *logits_call),
+                *(
+                    None if last is None else last.data_ptr(),
+                    *(logits_call or (0, None, None, None, None, native.BestStruct())),
+                ),
             ),
             torch.get_num_threads(),
         )

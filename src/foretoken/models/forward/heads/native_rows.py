@@ -20,8 +20,6 @@ from foretoken.models.native import forward as native
 from foretoken.models.native.library import NotCoveredError
 from foretoken.models.network.watch import Watch
 
-TABLE = 8192
-"""Number of positions whose cosines and sines are cached after first use."""
 Masks = Callable[[Sequence[int], Sequence[RowPlan], int], Sequence[Tensor | None]]
 """Masks of the new nodes of one cache's rows over its used slots, per kind of layer, see :func:`stacked_mask`; ``None``
 if they see all of them."""
@@ -104,11 +102,11 @@ class NativeRows(ABC):
         positions = [
             place.first_position + depth for place in places for depth in place.depths[len(place.depths) - place.new :]
         ]
-        last = max(positions)
-        if last >= TABLE:
+        last, most = max(positions), 8192  # positions with cached cosines and sines
+        if last >= most:
             return self._turned(torch.tensor(positions))
         if last >= len(self._table[0]):
-            self._table = self._turned(torch.arange(min(TABLE, 2 * last + 256)))
+            self._table = self._turned(torch.arange(min(most, 2 * last + 256)))
         rows = torch.tensor(positions)
         return self._table[0][rows], self._table[1][rows]
 
