@@ -141,7 +141,7 @@ class StatefulModel(OneByOneModel):
         self._back_to(sequence)
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Keep the first ``length`` committed tokens; nothing is read again after a checkpoint."""
+        """Keep the first ``length`` committed tokens; those before a checkpoint are not read again."""
         del sequence.tokens[length:]
         sequence.clear_scratch()
         self._back_to(sequence)
