@@ -1,9 +1,9 @@
 """Drafts for the likely outcomes of a round in a second thread, while the target verifies it.
 
-Speculative speculative decoding (Saguaro), https://arxiv.org/abs/2603.03251.  An outcome is how many draft tokens were
-accepted and the token after them.  While the target scores the chain, the draft model guesses that token behind every
-number of accepted ones and drafts a chain behind each guess, all together.  If the round ends in one of these outcomes,
-the next chain is there; otherwise it is drafted as usual.  Verification is untouched.
+Speculative speculative decoding (Saguaro), https://arxiv.org/abs/2603.03251.  An outcome is the number of accepted
+draft tokens and the token after them.  While the target scores the chain, the draft model predicts that token after
+every number of accepted ones and drafts a chain after each prediction, all in one batch.  If the round ends in one of
+these outcomes, the next chain is ready; otherwise it is drafted as usual.  Verification is unchanged.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from foretoken.methods.drafters.texts import BESIDE
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
 
 MOST_OUTCOMES = 256
-"""Outcomes of a round that are drafted for at most: each is a row of every one of the second thread's calls."""
+"""Maximum number of drafted outcomes per round; each is a row of every call in the second thread."""
 
 
 @dataclass
 class OutcomeGuess:
-    """A guessed outcome and the chain behind it.
+    """A predicted outcome and the chain after it.
 
     Attributes:
         outcome: the accepted draft tokens and the token after them.
         node: scratch node of the last token that was fed.
         tokens: the chain.
-        rows: what its tokens were drawn from, each [V]; empty where they are fixed.
+        rows: distribution [V] of each drawn token; empty if tokens are not drawn.
     """
 
     outcome: tuple[int, ...]
@@ -51,15 +51,16 @@ class OutcomeGuess:
 
 @dataclass
 class Ahead:
-    """What is drafted for one request while its round is verified.
+    """Drafting state of one request while its round is verified.
 
     Attributes:
-        sampler: the request's sampling pipeline, with noise that no other thread looks at.
-        sequence: the text in the second thread's copy of the draft model.
-        text: the committed text in the draft model's ids.
-        drafts: the chain that is verified.
-        uniforms: one for each of these places, where tokens are drawn.  Outcomes share them: only one comes true.
-        races: whether candidates are those of the race on the request's noise.
+        sampler: the request's sampler, with noise that no other thread uses.
+        sequence: the sequence in the second thread's copy of the draft model.
+        text: the committed tokens in the draft model's ids.
+        drafts: the chain under verification.
+        uniforms: one uniform number per draft position, if tokens are drawn.  Outcomes share them because only one
+            comes true.
+        races: whether candidates are ranked by the race on the request's noise.
         branches: the outcomes, filled by the second thread.
     """
 
@@ -76,22 +77,22 @@ class Ahead:
 class AheadDrafter(ModelDrafter):
     """Chains of a draft model, which also works while the target does.
 
-    Requests whose sampling looks at the prefix (penalties, grammars), and rounds with a stop rule that looks at the
-    draft, are drafted for between the rounds only.
+    Requests with context-dependent sampling (penalties, grammars), and rounds with a stop rule that depends on the
+    draft, are drafted for only between the rounds.
 
     Args:
         k: chain length.
-        fanout: tokens that are guessed behind every number of accepted ones.
+        fanout: predicted tokens after every number of accepted ones.
         draw: ``"iid"`` or ``"greedy"``, as for :class:`~foretoken.methods.drafters.model.ModelDrafter`.
-        thread: draft in a thread of its own; ``false`` does the same work before the target's call, for tests.
+        thread: draft in a separate thread; ``false`` does the same work before the target's call, for tests.
 
     Attributes:
-        rounds: rounds whose outcomes were drafted for.
-        hits: those whose outcome was among them.
+        rounds: number of rounds whose outcomes were drafted for.
+        hits: number of those whose outcome was among them.
     """
 
     name = "ahead"
-    traits = Traits(learns=False)  # a text that is cut back has no outcome
+    traits = Traits(learns=False)  # no outcome matches a sequence that is cut back
 
     def __init__(
         self,
@@ -132,18 +133,18 @@ class AheadDrafter(ModelDrafter):
         sink: int = 0,
         **options: Any,
     ) -> Drafter:
-        """From a spec ``ahead[:PATH]``; ``quantize``, ``vocab``, ``window`` and ``sink`` are those of ``model``."""
+        """Build from a spec ``ahead[:PATH]``; ``quantize``, ``vocab``, ``window`` and ``sink`` are as for ``model``."""
         arguments = {"quantize": quantize, "vocab": vocab, "window": window, "sink": sink, **options}
         return super().build(path, context, parallel=False, **arguments)
 
     # -- a request's life --------------------------------------------------------------------------------------------
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """The chains that are there already, others as usual; then the second thread goes on."""
+        """Return the chains that are ready, draft the others as usual, and start the second thread again."""
         self._wait()
         if self._job is not None:
             job, self._job = self._job, None
-            job.result()  # what went wrong there goes wrong here
+            job.result()  # raises the exception of the second thread
         trees = [self._ready(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
         missed = [i for i, tree in enumerate(trees) if tree is None]
         if missed:
@@ -167,7 +168,7 @@ class AheadDrafter(ModelDrafter):
             wait([self._job])
 
     def _ready(self, context: Context, budget: Budget) -> TokenTree | None:
-        """The chain behind the outcome of the last round, if it was drafted."""
+        """The chain after the actual outcome of the last round, if it was drafted."""
         ahead: Ahead | None = context.state.pop((self, "ahead"), None)
         if ahead is None or not _is_plain(budget):
             return None
@@ -187,7 +188,7 @@ class AheadDrafter(ModelDrafter):
     # -- the second thread -------------------------------------------------------------------------------------------
 
     def _begin_ahead(self, contexts: Sequence[Context], trees: Sequence[TokenTree], budgets: Sequence[Budget]) -> None:
-        """Hand over what is verified now."""
+        """Start drafting for the outcomes of the trees under verification."""
         items = []
         for context, tree, budget in zip(contexts, trees, budgets, strict=True):
             if tree.num_drafts and tree.is_chain and context.sampler.context_free and _is_plain(budget):
@@ -198,13 +199,13 @@ class AheadDrafter(ModelDrafter):
         if items and self._pool is None:
             self._draft(items)
         elif items and self._pool is not None:
-            if os.getpid() != self._process:  # threads are not forked: it would be waited for for ever
+            if os.getpid() != self._process:  # Threads do not survive a fork; the job would never finish.
                 self._pool, self._process = ThreadPoolExecutor(1, "ahead"), os.getpid()
             self._job = self._pool.submit(self._draft, items)
 
     def _prepared(self, context: Context, tree: TokenTree, depth: int) -> Ahead | None:
-        """What the second thread needs of a request, none of which this one goes on to change; ``None`` where the
-        draft model's context is too short."""
+        """The second thread's state of a request, which this thread no longer changes; ``None`` if the draft model's
+        context is too short."""
         text = list(self.read(context))
         if len(text) + tree.num_drafts + depth > self.model.context_length:
             return None
@@ -216,7 +217,7 @@ class AheadDrafter(ModelDrafter):
         return Ahead(sampler, self._sequence(context, len(text)), text, tree.tokens[1:], depth, uniforms, races)
 
     def _sequence(self, context: Context, length: int) -> SequenceState:
-        """The text in the second cache, with what the first one has read of it where that is much."""
+        """The request's sequence in the second cache, with a copy of a long prefix that the first cache holds."""
         key = (self, "sequence")
         if key not in context.state:
             context.state[key] = self.twin.open()
@@ -231,7 +232,7 @@ class AheadDrafter(ModelDrafter):
 
     @torch.inference_mode()
     def _draft(self, items: Sequence[Ahead]) -> None:
-        """Guess the outcomes, and draft behind them: one call, and one for every place of a chain."""
+        """Predict the outcomes in one call, and extend their chains in one call per draft position."""
         feeds = []
         for item in items:
             unread = self.twin.catch_up(item.sequence, item.text)
@@ -250,8 +251,8 @@ class AheadDrafter(ModelDrafter):
                 self._extend(item, self._widened(row.logits), place)
 
     def _guess(self, item: Ahead, logits: Tensor, root: int) -> None:
-        """The outcomes that are drafted for, from draft logits [k + 1, V] behind the root and every draft token; the
-        root is scratch node ``root``.  A draft token that was rejected is not what follows instead."""
+        """Set the predicted outcomes from draft logits [k + 1, V] after the root and every draft token; the root is
+        scratch node ``root``.  A rejected draft token cannot be the token that replaces it."""
         lengths = [len(item.text) + accepted for accepted in range(len(logits))]
         ranking = ranked(item.sampler, logits, lengths, None) if item.races else logits
         for accepted, row in enumerate(ranking):
@@ -261,7 +262,7 @@ class AheadDrafter(ModelDrafter):
             item.branches += [OutcomeGuess((*path, token), root + accepted) for token in guesses]
 
     def _next_feed(self, item: Ahead, place: int) -> Feed:
-        """The last token of every branch."""
+        """A feed of the last token of every branch."""
         tokens = [branch.outcome[-1] if not place else branch.tokens[-1] for branch in item.branches]
         parents, first = [branch.node for branch in item.branches], len(item.sequence.scratch_tokens)
         for i, branch in enumerate(item.branches):
@@ -269,7 +270,7 @@ class AheadDrafter(ModelDrafter):
         return Feed(item.sequence, self._readable(tokens), parents)
 
     def _extend(self, item: Ahead, logits: Tensor, place: int) -> None:
-        """One more token of every branch, from draft logits [n, V]."""
+        """Append one token to every branch, from draft logits [n, V]."""
         if item.uniforms:
             for branch, row in zip(item.branches, logits, strict=True):
                 distribution = distribution_of(item.sampler, row, ())
@@ -286,5 +287,5 @@ class AheadDrafter(ModelDrafter):
 
 
 def _is_plain(budget: Budget) -> bool:
-    """Whether no stop rule looks at the draft."""
+    """Whether no stop rule depends on the draft."""
     return not budget.asks_for_confidence and budget.path_stop is None

@@ -1,10 +1,10 @@
-"""A draft model whose own writing is speculated by a smaller drafter, and that one's by a smaller one, if need be.
+"""A draft model that is itself accelerated by a smaller drafter, recursively if needed.
 
 Chen et al. 2023, "Cascade Speculative Drafting" (https://arxiv.org/abs/2312.11462): a *vertical* cascade (drafts of
 drafts), and a *horizontal* one (the larger drafter for the early positions, a smaller one for the later ones).
 
 The top level is lossless because every level emits exactly from its own distribution: after a rejection a token comes
-from the residual, never from the model's distribution itself (the slip of TriForce's code, arXiv 2404.11912).
+from the residual, never from the model's distribution itself (an error in TriForce's code, arXiv 2404.11912).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from foretoken.models.base import CapabilityError, Feed, LanguageModel, Sequence
 from foretoken.models.cache.window import Window
 
 Rule = Callable[[TokenTree, Scores, Rng], Verdict]
-"""How guesses are verified against the draft model; must keep its distribution."""
+"""Rule that verifies inner drafts against the draft model; it must keep the model's distribution."""
 
 
 @dataclass
@@ -35,17 +35,17 @@ class Chain:
     """A chain under construction.
 
     Attributes:
-        inside: what the inner drafters see of it.
-        length: draft tokens that are wanted.
-        to_write: how many of them the model writes; the others come from the late drafter.
+        inside: the request's context for the inner drafters.
+        length: planned number of draft tokens.
+        to_write: how many of them the model writes; the late drafter adds the others.
         distributions: per draft token the distribution [V] that it was drawn from; ``None`` for a point mass.
-        places: where the model wrote its tokens: scores, and the node of them that each token follows.
-        unread: tokens that the model is fed next, the last of them the root of the next guesses.
-        parent: scratch node that they hang from.
+        places: per token that the model wrote, the scores and the node that it follows.
+        unread: tokens to feed to the model next; the last is the root of the next inner draft.
+        parent: scratch node that they follow.
         root: scratch node of the last root.
-        spots: the model's scratch node of each of the places.
-        stopped: whether the budget's stop ended the chain.
-        most_guesses: nodes that the inner drafter may guess in a round; 0: as many as it likes.
+        spots: the model's scratch node for each of ``places``.
+        stopped: whether the budget's stop rule ended the chain.
+        most_guesses: maximum nodes of an inner draft; 0: no limit but the inner drafter's.
     """
 
     context: Context
@@ -66,25 +66,25 @@ class Chain:
 
     @property
     def remaining(self) -> int:
-        """Tokens that the model still has to write."""
+        """Number of tokens that the model still has to write."""
         return 0 if self.stopped else self.to_write - len(self.tokens)
 
     def enter(self) -> None:
-        """Make the inner text this chain's, where several of them share it."""
+        """Switch the inner context to this chain, for chains that share one."""
 
 
 class CascadeDrafter(BatchDrafter):
     """Drafts a chain with a :class:`LanguageModel` that is itself sped up by another drafter.
 
     Args:
-        inner: guesses what the model will write; changes the time, not the distribution of the draft.
-        rule: verifies these guesses, for example :func:`foretoken.methods.verifiers.compatibility.inner_rule`.
+        inner: drafts for the model; affects the time, not the distribution of the chain.
+        rule: verifies these inner drafts, for example :func:`foretoken.methods.verifiers.compatibility.inner_rule`.
         k: chain length.
-        early: with ``late``: how many tokens the model writes before ``late`` takes over.
+        early: number of tokens that the model writes before ``late`` takes over.
         late: drafts the later tokens of the chain.
-        lenience: above 1, the model writes greedily and accepts every guess to which it gives a probability above
-            1 / lenience, too.  The chain is then verified as point masses.
-        target: the model that is drafted for, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
+        lenience: above 1, the model writes greedily and also accepts inner drafts to which it gives a probability above
+            1 / lenience.  The chain is then verified as point masses.
+        target: the target model, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
     """
 
     name = "cascade"
@@ -149,10 +149,10 @@ class CascadeDrafter(BatchDrafter):
         sink: int = 0,
         **options: Any,
     ) -> Self:
-        """From a spec ``cascade[:PATH][,inner=SPEC]``: load the draft model (``quantize``, ``window`` and ``sink`` as
-        for ``model``) and what guesses for it."""
+        """Build from a spec ``cascade[:PATH][,inner=SPEC]``: load the draft model (``quantize``, ``window`` and
+        ``sink`` as for ``model``) and its inner drafters."""
         model = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
-        # Inner drafters speak the target's vocabulary, and no draft model is built in for a draft model.
+        # Inner drafters use the target's vocabulary, and no draft model is built in for a draft model.
         if late:
             options["late"] = context.nested(cls.name, late, for_target=False)
         guesser = context.nested(cls.name, inner, for_target=False)
@@ -177,11 +177,11 @@ class CascadeDrafter(BatchDrafter):
         super().finish(context)
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Inner rounds for the whole batch, one forward of the model each, until every chain has its length.
+        """Run inner rounds for the whole batch, one forward of the model each, until every chain has its length.
 
-        A round never emits more than is missing.  So a chain's length does not depend on what was drawn, and its joint
-        distribution is the product of the model's distributions.  A request whose text the model has not read yet, or
-        cannot hold, gets none.
+        A round never emits more tokens than are missing, so a chain's length does not depend on what was drawn, and its
+        joint distribution is the product of the model's distributions.  A request gets no draft tokens if the model has
+        not yet read its tokens or cannot hold them.
         """
         trees = [TokenTree.root_only(context.root) for context in contexts]
         texts = [self._readable(context.tokens) for context in contexts]
@@ -202,7 +202,7 @@ class CascadeDrafter(BatchDrafter):
         self._add_late([chain for chain in chains if not chain.stopped and chain.length > len(chain.tokens)])
 
     def _write_rounds(self, writing: Sequence[Chain]) -> None:
-        """Let the model write what is left of the chains, all of them by the same forwards."""
+        """Let the model write the remaining tokens of all chains, in shared forwards."""
         while writing:
             trees = self._guesses(writing)
             for chain, tree, logits in zip(writing, trees, self._scored(writing, trees), strict=True):
@@ -210,19 +210,19 @@ class CascadeDrafter(BatchDrafter):
             writing = [chain for chain in writing if chain.remaining > 0]
 
     def _begin(self, context: Context, budget: Budget) -> Chain:
-        # The last draft is not read, so one more than the context's room can be written; past the room, nothing.
+        # The last draft token is not read, so one more than the context's room can be written, and none beyond that.
         room = self.model.context_length - len(context.tokens) + 1
         length = max(min(self.k, budget.max_depth, budget.max_nodes, room), 0)
         inside, sequence = context.state[self], context.state[self, "text"]
         return Chain(context, inside, sequence, budget, length, min(length, self.early or length))
 
     def _guesses(self, chains: Sequence[Chain]) -> list[TokenTree]:
-        """What the inner drafter thinks the model will write: at most one token less than missing, for the round adds
-        one of its own."""
+        """Inner drafts of the tokens that the model will write: at most one fewer than are missing, because the round
+        adds one itself."""
         trees: list[TokenTree] = [TokenTree.root_only(chain.unread[-1]) for chain in chains]
         waiting = [i for i, chain in enumerate(chains) if chain.remaining > 1]
         while waiting:
-            firsts = {id(chains[i].inside): i for i in reversed(waiting)}  # an inner text is one chain's at a time
+            firsts = {id(chains[i].inside): i for i in reversed(waiting)}  # an inner context serves one chain at a time
             indices = sorted(firsts.values())
             for i in indices:
                 chains[i].enter()
@@ -236,8 +236,10 @@ class CascadeDrafter(BatchDrafter):
         return trees
 
     def _scored(self, chains: Sequence[Chain], trees: Sequence[TokenTree]) -> list[Tensor]:
-        """Logits [n, V'] of every tree's nodes, by one forward.  Chains of one request share a feed, in which only the
-        first of them may have more to read than a root."""
+        """Logits [n, V'] of every tree's nodes, by one forward.
+
+        Chains of one request share a feed, in which only the first may have more unread tokens than a root.
+        """
         feeds: dict[int, Feed] = {}
         for chain, tree in zip(chains, trees, strict=True):
             key = id(chain.sequence)
@@ -252,8 +254,8 @@ class CascadeDrafter(BatchDrafter):
         return logits
 
     def _feed(self, chain: Chain, tree: TokenTree, before: Feed | None) -> Feed:
-        """The unread tokens, the last of which is the tree's root, and the guesses below it; behind what the request's
-        other chains feed."""
+        """A feed of the unread tokens (the last is the tree's root) and the draft tokens below it, appended to the feed
+        of the request's other chains."""
         earlier: Sequence[int] = () if before is None else before.tokens
         above: Sequence[int] = () if before is None else before.parents or ()
         num_logits = 0 if before is None else before.wanted or 0
@@ -264,10 +266,10 @@ class CascadeDrafter(BatchDrafter):
         return Feed(chain.sequence, [*earlier, *tokens], [*above, *parents], wanted=num_logits + len(tree))
 
     def _review(self, chain: Chain, tree: TokenTree, logits: Tensor) -> None:
-        """One inner verdict: every token of it has the model's distribution after the node before it."""
+        """Run one inner verification, each of whose tokens has the model's distribution after the node before it."""
         chain.enter()
         text = chain.inside.text
-        # The text grows below, and siblings are looked for in these scores later.
+        # The context grows below, and siblings are chosen from these scores later.
         scores = Scores(widened(logits, self.vocab_size), tree, tuple(text.tokens), text.sampler)
         verdict = self._rule(tree, scores, text.rng)
         nodes = [0, *verdict.path]
@@ -280,7 +282,8 @@ class CascadeDrafter(BatchDrafter):
         self.inner.observe(text, tree, scores, verdict)
 
     def _add(self, chain: Chain, token: int, scores: Scores, node: int) -> None:
-        """Put the token after ``node`` into the chain.  A stop suppresses what follows it, never the token itself."""
+        """Append the token after ``node`` to the chain.  A stop rule suppresses the tokens after it, never the token
+        itself."""
         distribution = None if scores.sampler.fixed else scores.p(node)
         chain.tokens.append(token)
         chain.distributions.append(distribution)
@@ -289,14 +292,14 @@ class CascadeDrafter(BatchDrafter):
         chain.stopped = self._is_last(chain, scores, node, token)
 
     def _is_last(self, chain: Chain, scores: Scores, node: int, token: int) -> bool:
-        """Whether the budget's stop suppresses what follows a token after ``node``."""
+        """Whether the budget's stop rule ends the chain after this token, which follows ``node``."""
         if not chain.budget.asks_for_confidence:
             return False
         sure = torch.softmax(scores.ranking(node), -1) if scores.sampler.fixed else scores.p(node)
         return chain.budget.stops_after(sure, float(sure[token]))
 
     def _add_late(self, chains: Sequence[Chain]) -> None:
-        """The later tokens: each keeps the distribution that the late drafter drew it from."""
+        """Append the late drafter's tokens, each with the distribution that it was drawn from."""
         if self.late is None or not chains:
             return
         rooms = [chain.length - len(chain.tokens) for chain in chains]
@@ -319,13 +322,13 @@ class CascadeDrafter(BatchDrafter):
         )
 
     def _review_leniently(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
-        """Follow the model's best token, else the likeliest guess above 1 / lenience; no coin is tossed."""
+        """Follow the model's best token, else the likeliest draft token above 1 / lenience; nothing is random."""
         path: list[int] = []
         while True:
             node = path[-1] if path else 0
             best, children = scores.argmax(node), tree.children[node]
             distribution = torch.softmax(scores.logits[node].float(), -1)  # [V]
-            distribution[best] = 2.0  # is always accepted, and before all others
+            distribution[best] = 2.0  # always accepted, and before all others
             weights = distribution[[tree.tokens[child] for child in children]].tolist()
             if not weights or max(weights) * self.lenience <= 1.0:
                 return Verdict(tuple(path), best, next_is_bonus=not children)

@@ -1,8 +1,8 @@
 """Files of token ids: a container with version, checksum and tokenizer fingerprint, and the datastore of ``retrieval``.
 
 A datastore is a corpus of token ids and its suffix array.  It is memory-mapped: several processes share one copy, and
-opening it reads it once (for the checksum).  Token ids are big-endian int32, so that comparing bytes compares tokens; a
-separator (-1, no token of any vocabulary) follows every document, so that nothing matches across documents.
+opening it reads it once (for the checksum).  Token ids are big-endian int32, so that comparing bytes compares tokens.
+A separator (-1, no token of any vocabulary) follows every document, so that no match crosses documents.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ ALIGN = 64
 CHUNK = 1 << 22
 SEPARATOR = -1
 DEPTH = 64
-"""Suffixes are sorted by their first 64 tokens: longer n-grams cannot be looked up."""
+"""Suffixes are sorted by their first 64 tokens; longer n-grams cannot be looked up."""
 
 Array = NDArray[Any]
 Progress = Callable[[str, int, int | None], None]
-"""Called with what is being done, how much of it is done, and how much there is (``None``: not known)."""
+"""Called with a description of the step, the amount done, and the total (``None`` if unknown)."""
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A digest of a tokenizer's vocabulary: equal for equal ids."""
+    """Digest of a tokenizer's vocabulary; equal for equal ids."""
     return checksum(json.dumps(sorted(tokenizer.get_vocab().items())), 16)
 
 
@@ -47,7 +47,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def write_arrays(path: str | Path, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
-    """Write arrays to ``path``, under a temporary name first: an interrupted write leaves an old file intact."""
+    """Write arrays to ``path`` via a temporary file: an interrupted write leaves an old file intact."""
     path = Path(path)
     places, offset = {}, 0
     for name, array in arrays.items():
@@ -81,7 +81,7 @@ def _digest(data: Any) -> bytes:
 
 @dataclass(frozen=True)
 class ArrayFile:
-    """An opened file: its header, its bytes (memory-mapped) and where in them each array begins."""
+    """An opened file: its header, its memory-mapped bytes, and each array with its offset."""
 
     meta: dict[str, Any]
     data: mmap.mmap
@@ -90,10 +90,10 @@ class ArrayFile:
 
 
 def read_arrays(path: str | Path, kind: str, tokenizer_fingerprint: str | None = None) -> ArrayFile:
-    """Open a file made by :func:`write_arrays`; its arrays are read-only views of the memory map.
+    """Open a file written by :func:`write_arrays`; its arrays are read-only views of the memory map.
 
     Raises:
-        ValueError: no such file, not one of ours or of another kind or version, truncated, corrupt, or made with
+        ValueError: the file is missing, truncated, corrupt, no foretoken file, of another kind or version, or made with
             another tokenizer.
     """
     path = Path(path)
@@ -113,7 +113,7 @@ def read_arrays(path: str | Path, kind: str, tokenizer_fingerprint: str | None =
 
 
 def _read_header(path: Path, data: mmap.mmap, kind: str) -> tuple[dict[str, Any], int]:
-    """The checked header and where the arrays start."""
+    """The verified header and the offset of the arrays."""
     if data[: len(MAGIC)] != MAGIC:
         raise ValueError(f"{path} is no file of foretoken: build it with 'foretoken datastore build'")
     if len(data) < PREFIX.size:
@@ -147,8 +147,8 @@ class Datastore:
         tokens: [T] int32 ids, a separator after every document.
         order: [S] uint32 positions of the suffixes in sorted order (separators left out).
         data: an object whose slices are bytes and which holds the big-endian tokens; made from ``tokens`` by default.
-        offset: where in ``data`` they begin.
-        meta: what the file says about itself.
+        offset: offset of the tokens in ``data``.
+        meta: header of the file.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Datastore:
 
     @classmethod
     def from_documents(cls, documents: Iterable[Sequence[int]]) -> Datastore:
-        """A datastore in memory.  Raises ``ValueError`` for no tokens at all."""
+        """An in-memory datastore.  Raises ``ValueError`` if there are no tokens."""
         tokens = joined(documents)
         if not (tokens != SEPARATOR).any():
             raise ValueError("the corpus is empty: a datastore needs at least one token")
@@ -178,14 +178,14 @@ class Datastore:
         return cls(file.arrays["tokens"], file.arrays["order"], file.data, file.offsets["tokens"], file.meta)
 
     def __len__(self) -> int:
-        """Number of tokens that can be matched."""
+        """Number of matchable tokens."""
         return len(self.order)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """The target must know every token.
+        """Check that the target's vocabulary has every token.
 
         Raises:
-            ValueError: an id outside the vocabulary: the datastore was made with another tokenizer.
+            ValueError: an id is outside the vocabulary; the datastore was made with another tokenizer.
         """
         largest = int(self.meta["largest_token"]) if self.meta else int(self.tokens.max())
         if largest >= vocab_size:
@@ -201,9 +201,9 @@ class Datastore:
         return low, bisect_right(self._positions, pattern, lo=low, key=self._reader(len(pattern)))
 
     def longest(self, context: Sequence[int], max_n: int, min_n: int = 1) -> tuple[int, int, int]:
-        """The longest n-gram that ends ``context`` and occurs: its length (0: none) and its rows of ``order``.
+        """Length (0: none) and ``order`` rows of the longest n-gram that ends ``context`` and occurs in the corpus.
 
-        An n-gram can only occur if the shorter ones do, so the length is found by halving.
+        An n-gram can only occur if the shorter ones do, so a binary search finds the length.
         """
         best, low, high = 0, 0, 0
         shortest, longest = min_n, min(max_n, len(context))
@@ -233,7 +233,7 @@ class Datastore:
     def continuations(self, rows: Array, skip: int, length: int) -> Array:
         """[R, length] tokens that follow ``skip`` tokens after the suffixes in ``rows`` of ``order``."""
         starts = self.order[rows].astype(np.int64)[:, None] + np.arange(skip, skip + length)
-        # Past the end of the corpus there is its last token: a separator.
+        # Positions past the end of the corpus read its last token, a separator.
         return self.tokens[np.minimum(starts, len(self.tokens) - 1)].astype(np.int32)
 
 
@@ -252,8 +252,8 @@ def joined(documents: Iterable[Sequence[int]]) -> Array:
 def suffix_order(tokens: Array, on_step: Callable[[int, int], None] | None = None) -> Array:
     """[S] uint32: positions sorted by the 64 tokens that begin there (equal ones by position), separators left out.
 
-    Prefix doubling: the order by 2h tokens follows from the order by h tokens at a place and h places further.
-    Manber and Myers 1993; the sorting is NumPy's.
+    Prefix doubling: the order by 2h tokens follows from the orders by h tokens at a position and h positions later.
+    Manber and Myers 1993, with NumPy's sort.
     """
     size = len(tokens)
     order = np.argsort(tokens.astype(np.uint32), kind="stable")
@@ -270,12 +270,12 @@ def suffix_order(tokens: Array, on_step: Callable[[int, int], None] | None = Non
         rank = _ranks(key[order], order)
         width *= 2
         if size and rank[order[-1]] == size - 1:
-            break  # all suffixes are told apart
+            break  # all suffixes are distinct
     return order[tokens[order] != SEPARATOR].astype(np.uint32)
 
 
 def _ranks(in_order: Array, order: Array) -> Array:
-    """[T] for every position the number of different keys before its own."""
+    """[T]: for every position, the number of distinct keys before its own."""
     steps = np.zeros(len(in_order), np.int64)
     steps[1:] = in_order[1:] != in_order[:-1]
     rank = np.empty(len(in_order), np.int64)
@@ -309,13 +309,13 @@ def build_datastore(
 ) -> dict[str, Any]:
     """Encode every document below ``paths`` (see :func:`foretoken.core.io.documents.iter_documents`) and index it.
 
-    The file appears at ``out`` when it is complete; an interrupted build leaves an old one as it was.
+    The file appears at ``out`` once complete; an interrupted build leaves an old file unchanged.
 
     Returns:
-        What the file says about itself: documents, tokens, bytes.
+        The header's counts: documents, tokens, bytes.
 
     Raises:
-        ValueError: a path does not exist, or there is no text below it.
+        ValueError: a path does not exist, or contains no text.
     """
     tokens = joined(encoded(iter_documents(paths), tokenizer, progress))
     if not len(tokens):

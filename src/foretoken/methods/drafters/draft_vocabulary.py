@@ -1,12 +1,11 @@
-"""Which tokens a drafter may guess: the option ``vocab=N|FILE``.
+"""Draft vocabularies: the option ``vocab=N|FILE``.
 
-Of a draft step with a vocabulary of 150,000 tokens the projection takes as long as the layers, and nearly all text is
-made of few tokens: FR-Spec, Zhao et al. 2025 (arXiv 2502.14856).  The draft's distribution q is then one over the
-chosen tokens and zero elsewhere, so that every rule of verification stays exact; a token that cannot be guessed is the
-target's to say.
+With a vocabulary of 150,000 tokens, the projection takes as long as a draft step's layers, and nearly all text consists
+of few tokens: FR-Spec, Zhao et al. 2025 (arXiv 2502.14856).  The draft's distribution q is then one over the chosen
+tokens and zero elsewhere, so that every rule of verification stays exact, and other tokens come from the target alone.
 
-The tokens that end a text always belong to a draft vocabulary.  A draft that cannot guess them loses a round of every
-answer, and one row more costs nothing.
+End-of-sequence tokens always belong to a draft vocabulary: without them every answer loses a round, and one more row
+costs nothing.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.datastore import fingerprint
 
 LAYOUT = 'a JSON list of token ids, {"ids": [id, ...]} or {"counts": {"id": count, ...}}'
-"""What a file of a draft vocabulary holds."""
+"""Layouts of a draft vocabulary's file."""
 
 
 def chosen_ids(vocab: str, context: BuildContext, size: int, trained: Sequence[int] = ()) -> Tensor | None:
-    """The target's ids that a drafter may guess.
+    """The target's ids that a drafter may draft.
 
     Args:
-        vocab: the option.  Empty or 0: as the drafter is.  N: the first N of ``trained``; where that is empty the N
-            lowest ids, because tokenizers number their pieces in the order in which they were merged, the most frequent
-            pairs first.  Otherwise a file (:func:`read_ids`).
-        context: the target, with its ends of text and its tokenizer.
-        size: V, how many ids the drafter could guess.
-        trained: the ids that it was trained to guess, the most frequent one first.
+        vocab: the option.  Empty or 0: the drafter's own.  N: the first N of ``trained``; without those, the N lowest
+            ids, because tokenizers number their pieces in the order in which they were merged, the most frequent pairs
+            first.  Otherwise a file (:func:`read_ids`).
+        context: the target, with its end-of-sequence tokens and its tokenizer.
+        size: V, number of ids that the drafter could draft.
+        trained: the ids that it was trained to draft, the most frequent one first.
 
     Returns:
-        int64 [V_d], ends of text included; ``None`` for all ids.
+        int64 [V_d], with end-of-sequence tokens; ``None`` for all ids.
 
     Raises:
-        ValueError: N is negative or larger than what there is; a file that :func:`read_ids` refuses, or that names
-            none of the known ids.
+        ValueError: N is negative or too large; a file that :func:`read_ids` refuses, or that lists none of the known
+            ids.
     """
     try:
         number: int | None = int(vocab or 0)
@@ -69,7 +68,7 @@ def chosen_ids(vocab: str, context: BuildContext, size: int, trained: Sequence[i
 
 
 def first_of(ids: Sequence[int], number: int, ends: Sequence[int]) -> list[int]:
-    """The first ``number`` of the ids in their order, but all of the ``ends`` among them."""
+    """The first ``number`` of the ids in their order, but with all of ``ends``."""
     first = list(ids[:number])
     missing = [end for end in ends if end not in set(first)]
     others = [token for token in first if token not in ends]
@@ -78,16 +77,16 @@ def first_of(ids: Sequence[int], number: int, ends: Sequence[int]) -> list[int]:
 
 
 def read_ids(file: Path, size: int, tokenizer: Any | None) -> list[int]:
-    """The ids in a file of a draft vocabulary, the most frequent one first where it holds counts.
+    """The ids in a file of a draft vocabulary, the most frequent one first if it holds counts.
 
     Args:
         file: :data:`LAYOUT`; with ``"tokenizer"``, as :func:`save_vocabulary` writes it, for that tokenizer only.
         size: V.
-        tokenizer: the target's, if there is one.
+        tokenizer: the target's, if it has one.
 
     Raises:
-        ValueError: no such file, one of another layout or of another tokenizer, no ids, an id twice, or one that is not
-            below ``size``.
+        ValueError: no such file, one of another layout or of another tokenizer, no ids, an id twice, or an id that is
+            not below ``size``.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -121,12 +120,12 @@ def save_vocabulary(
 
     Args:
         file: a JSON file, for ``vocab=FILE``.
-        texts: token ids, best of answers that the target has written itself.
-        tokenizer: theirs; the file is then refused for others.
-        size: how many tokens; 0: all that occur.  Where fewer occur, the lowest other ids follow.
+        texts: token ids, ideally of answers that the target has generated.
+        tokenizer: the texts'; the file is then refused for others.
+        size: number of tokens; 0: all that occur.  If fewer occur, the lowest other ids follow.
 
     Raises:
-        ValueError: no text has a token.
+        ValueError: there are no tokens.
         OSError: the file cannot be written.
     """
     counts = Counter(int(token) for text in texts for token in text)
@@ -141,7 +140,7 @@ def save_vocabulary(
 
 
 def _listed(content: Any) -> list[int] | None:
-    """Ids by the layouts of a file; ``None`` for anything else."""
+    """Ids in any of the file layouts; ``None`` for other content."""
     if isinstance(content, dict) and isinstance(content.get("counts"), dict):
         try:
             counts = [(int(token), count) for token, count in content["counts"].items()]

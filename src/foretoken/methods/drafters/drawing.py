@@ -1,10 +1,10 @@
-"""Draft tokens from a distribution: independent draws, distinct ones in sampling order, and the first of a race on
-noise.
+"""Choose draft tokens: independent draws from a distribution, distinct ones in sampling order, or the winners of a
+race.
 
-The race is how drafters choose for a request with noise (:mod:`foretoken.core.noise`): the candidates of a place are
-the tokens of largest ``log q + noise``, and since the target takes the token of largest ``log p + noise``, they are the
-likelier to be right the nearer q is to p.  They are no draws any more: with the noise they are fixed, like the best
-tokens of a greedy request, and are proposed, ranked, pruned and stopped just as these are.
+The race chooses tokens for a request with noise (:mod:`foretoken.core.noise`): the candidates of a position are the
+tokens of largest ``log q + noise``.  The target takes the token of largest ``log p + noise``, so they are more likely
+right the nearer q is to p.  Given the noise they are fixed, like the best tokens of a greedy request, and are proposed,
+ranked, pruned and stopped like these.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 def ranked(
     sampler: Sampler, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None
 ) -> Tensor:
-    """:meth:`Sampler.ranking` of draft logits [n, V]: a row in which the request allows nothing is -inf
-    throughout.
+    """:meth:`Sampler.ranking` of draft logits [n, V]; all -inf in a row in which the request allows no token.
 
     Raises:
         NonFiniteLogitsError: NaN logits.
@@ -43,10 +42,10 @@ def ranked(
 
 
 def is_ranked(sampler: Sampler, likeliest: bool = False) -> bool:
-    """Whether candidates are chosen by :func:`ranked`: with noise by the race, and for a greedy request with rules that
-    rule out tokens by what its pipeline leaves, because nothing else is ever accepted.
+    """Whether candidates are chosen by :func:`ranked`: for requests with noise by the race, and for greedy requests
+    whose rules exclude tokens by the sampler's remaining ones, because no others are ever accepted.
 
-    Penalties alone are no reason: a draft is flatter than the target, so that they change far more of its ranks.
+    Penalties alone are no reason: a draft is flatter than the target, so they change far more of its ranks.
 
     Args:
         likeliest: whether requests with noise get the likeliest tokens instead.
@@ -55,7 +54,7 @@ def is_ranked(sampler: Sampler, likeliest: bool = False) -> bool:
 
 
 def distribution_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
-    """:meth:`Sampler.distribution` of draft logits [V]; ``None`` where the request allows nothing.
+    """:meth:`Sampler.distribution` of draft logits [V]; ``None`` if the request allows no token.
 
     Raises:
         NonFiniteLogitsError: NaN logits.
@@ -69,8 +68,8 @@ def distribution_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int]) -> 
 
 
 def chances_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int], length: int) -> Tensor | None:
-    """What may stand behind ``length`` tokens, [V], by draft logits [V]: with noise by its race, else as the request
-    samples; ``None`` where it allows nothing."""
+    """Distribution [V] of the token after ``length`` tokens, by draft logits [V]: with noise by its race, else by the
+    request's sampler; ``None`` if the request allows no token."""
     if sampler.noise is None:
         return distribution_of(sampler, logits, prefix)
     ranking = ranked(sampler, logits[None], [length], [prefix])[0]
@@ -78,12 +77,12 @@ def chances_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int], length: 
 
 
 def log_beliefs(rows: Tensor) -> Tensor:
-    """Log-probabilities [n, V] from unnormalised ones; a row without any hope stays so."""
+    """Log-probabilities [n, V] from unnormalised ones; a row of -inf stays so."""
     return rows - rows.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
 
 
 def best(ranking: Tensor, count: int) -> list[int]:
-    """The tokens of the ``count`` largest entries of a ranking [V], best first; impossible ones are left out."""
+    """The tokens of the ``count`` largest entries of a ranking [V], best first, without impossible ones."""
     values, tokens = largest(ranking, min(count, len(ranking)))
     return [t for v, t in zip(values.tolist(), tokens.tolist(), strict=True) if v > -torch.inf]
 
@@ -91,17 +90,17 @@ def best(ranking: Tensor, count: int) -> list[int]:
 def raced_ahead(
     logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int], head: DraftHead | None = None
 ) -> tuple[Tensor, DraftHead | None]:
-    """Draft logits [n, V] as their tokens are ranked, those of requests with noise by the race, and what they are of.
+    """Draft logits [n, V], for requests with noise as ranked by the race, and the head that they belong to.
 
     Args:
-        logits: row i is about the token behind the text of ``contexts[i]`` and ``ahead[i]`` more.
-        ahead: draft tokens before the one that is guessed.
-        head: what the logits are of, if not of the target's vocabulary.  A race needs all of that.
+        logits: row i predicts the token after the tokens of ``contexts[i]`` and ``ahead[i]`` more.
+        ahead: draft tokens before the predicted one.
+        head: the head of the logits, if they are not over the target's vocabulary, which a race requires.
     """
     rows_of: dict[int, list[int]] = {}
     pipelines: dict[int, Sampler] = {}
     for row, (context, count) in enumerate(zip(contexts, ahead, strict=True)):
-        # A grammar is not asked further on: there it allows other tokens than right behind the text.
+        # A grammar is not applied further ahead: it allows other tokens there than right after the committed ones.
         knows_text = not count or context.constraint is None
         sampler = context.sampler if knows_text else context.sampler.unprocessed
         if is_ranked(sampler):
@@ -109,9 +108,9 @@ def raced_ahead(
             rows_of.setdefault(id(sampler), []).append(row)
     if rows_of:
         logits, head = (logits if head is None else head.widened(logits)), None
-        logits = logits.to(torch.float32, copy=True)  # near-ties of guesses do not matter
+        logits = logits.to(torch.float32, copy=True)  # near-ties of draft tokens do not matter
     for key, rows in rows_of.items():
-        # Without the drafts before, which are not all known: penalties are nearly right.
+        # The draft tokens in between are not all known, so penalties are only nearly right.
         text = contexts[rows[0]].tokens
         lengths = [len(text) + ahead[row] for row in rows]
         logits[rows] = ranked(pipelines[key], logits[rows], lengths, [text] * len(rows)).to(logits)
@@ -119,20 +118,20 @@ def raced_ahead(
 
 
 def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int], count: int) -> list[list[int]]:
-    """Per row of draft logits [n, V] its ``count`` best tokens (impossible ones too, if nothing else is left); the
-    arguments are those of :func:`raced_ahead`."""
+    """The ``count`` best tokens of every row of draft logits [n, V] (with impossible ones, if necessary); arguments as
+    for :func:`raced_ahead`."""
     return best_tokens(raced_ahead(logits, contexts, ahead)[0], count)
 
 
 def best_tokens(logits: Tensor, count: int, head: DraftHead | None = None) -> list[list[int]]:
-    """Per row of logits [n, V] of a head (of the target's vocabulary by default) the tokens of its ``count`` largest
-    entries, largest first."""
+    """The tokens of the ``count`` largest entries of every row of a head's logits [n, V], largest first; by default the
+    head is the target's."""
     tokens = largest(logits, min(count, logits.shape[-1]))[1]
     return (tokens if head is None else head.mapped(tokens)).tolist()
 
 
 def ends_draft(budget: Budget, logits: Tensor, token: int) -> bool:
-    """Whether a budget's stop rule ends a draft with a token, by the softmax of the logits [V] that it is from."""
+    """Whether a budget's stop rule ends a draft after a token, by the softmax of its logits [V]."""
     if not budget.asks_for_confidence:
         return False
     distribution = torch.softmax(logits.float(), -1)
@@ -145,7 +144,7 @@ def draw_iid(distribution: Tensor, count: int, context: Context) -> list[int]:
 
 
 def drawn_at(distribution: Tensor, uniforms: Sequence[float]) -> list[int]:
-    """What given uniforms draw from ``distribution`` [V]."""
+    """The draws from ``distribution`` [V] for the given uniforms."""
     if is_large(distribution):
         return [draw_by_blocks(distribution, uniform) for uniform in uniforms]
     cdf = running_sums(distribution)
@@ -155,8 +154,8 @@ def drawn_at(distribution: Tensor, uniforms: Sequence[float]) -> list[int]:
 
 
 def draw_each(distributions: Tensor, contexts: Sequence[Context]) -> list[int]:
-    """A draw from each of the distributions [n, V], by the requests' own randomness: what :func:`draw_iid` draws, n at
-    once."""
+    """A draw from each of the distributions [n, V] by its request's random numbers, as by :func:`draw_iid` but in one
+    call."""
     if is_large(distributions):
         each = zip(distributions, contexts, strict=True)
         return [draw_by_blocks(distribution, context.rng.uniform()) for distribution, context in each]
@@ -178,14 +177,14 @@ def _positive(distribution: Tensor, drawn: Tensor) -> Tensor:
 
 
 def last_possible(distribution: Tensor) -> int:
-    """The last token of positive probability of a distribution [V]."""
+    """The last token of positive probability in a distribution [V]."""
     return int(distribution.nonzero()[-1, 0])
 
 
 def draw_without_replacement(distribution: Tensor, count: int, context: Context) -> list[int]:
     """``count`` distinct tokens drawn one after another from ``distribution`` [V], in sampling order.
 
-    When fewer tokens have positive probability, all of those are returned and no more.
+    If fewer tokens have positive probability, all of those are returned.
     """
     weights = distribution.clone()
     chosen: list[int] = []

@@ -1,8 +1,8 @@
 """The target's first layers draft: their keys, values and hidden states are reused when it verifies.
 
 LayerSkip, Elhoushi et al. 2024 (arXiv 2404.16710): one exit for all tokens.  CALM, Schuster et al. 2022 (arXiv
-2207.07061): every token has its own, where its hidden state or its best two tokens tell that more layers would change
-nothing.  There it is what is written, here what is guessed, so that a wrong exit costs time alone.
+2207.07061): every token has its own exit, where its hidden state or its best two tokens show that more layers would
+change nothing.  CALM applies this to the output, here it applies to drafts, so that a wrong exit costs only time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from foretoken.models.base import Feed, LanguageModel, Rows
 from foretoken.models.network.layers import LayerPlan
 
 THRESHOLDS = {"margin": 0.5, "hidden": 0.99}
-"""Saturation tests, and from which value on a token is saturated: by how much its best token is ahead of the second, in
-probability; and the cosine of its hidden states before and behind the last layer that ran."""
+"""Saturation tests with their default thresholds: the difference in probability between the best two tokens, and the
+cosine of the hidden states before and after the last layer that ran."""
 
 
 @dataclass(frozen=True)
 class Saturation:
-    """When a token may exit.
+    """Condition for a token's exit.
 
     Attributes:
         test: ``"margin"`` or ``"hidden"``.
-        threshold: the value from which it is saturated.
+        threshold: minimum value for saturation.
         step: layers between two tests.
-        most: the layer behind which it exits in any case.
+        most: the layer after which it exits in any case.
     """
 
     test: str
@@ -43,7 +43,7 @@ class Saturation:
     most: int
 
     def holds(self, row: Rows, layer: int) -> bool:
-        """Whether all nodes whose logits are there are saturated behind ``layer``."""
+        """Whether all nodes with logits are saturated after ``layer``."""
         if self.test == "margin":
             if row.logits.shape[-1] == 1:  # a draft vocabulary of one token
                 return True
@@ -54,28 +54,28 @@ class Saturation:
         return bool((functional.cosine_similarity(behind, before, dim=-1) >= self.threshold).all())
 
     def taps(self, layer: int) -> tuple[str, ...]:
-        """The hidden states that a pass up to ``layer`` must hand out: to go on from, and for the test."""
+        """The hidden states that a pass up to ``layer`` must return, to continue from and for the test."""
         return (f"layer:{layer}", f"layer:{layer - 1}") if self.test == "hidden" else (f"layer:{layer}",)
 
 
 class EarlyExitDrafter(OwnLayersDrafter):
     """Drafts with the first ``layer`` layers, the final norm and the head.
 
-    A round of k drafts runs ``layer`` layers k times while drafting, once more for the last draft, and the other
-    layers once for all nodes: the verification goes on from the hidden states that drafting has made.
+    A round of k draft tokens runs ``layer`` layers k times while drafting, once more for the last token, and the other
+    layers once for all nodes: the verification continues from the hidden states of drafting.
 
     With ``until`` every token runs ``layer`` layers and then ``step`` more at a time until it is saturated.  The later
-    layers need keys and values of the drafts before it, which may have exited earlier: they run with it.
+    layers need keys and values of the earlier draft tokens, which run along if they exited earlier.
 
     Args:
         layer: the exit layer E, from 1 to one below the number of layers; 0 means a quarter of them.  With ``until``
             the first one.
         k, tree, draw: as for the drafter ``model``.
-        until: ``"margin"`` or ``"hidden"`` lets every token exit where it is saturated, by the probability that its
-            best token is ahead of the second or by the cosine of its hidden states around a layer.
-        threshold: from which value on it is; 0 means .5 for ``margin`` and .99 for ``hidden``.
+        until: ``"margin"`` or ``"hidden"`` lets every token exit once saturated, by the difference in probability
+            between its best two tokens or by the cosine of its hidden states around a layer.
+        threshold: minimum value for saturation; 0 means .5 for ``margin`` and .99 for ``hidden``.
         step: layers between two tests; 0 means an eighth of them.
-        most: the layer behind which a token exits in any case; 0 means three quarters of them.
+        most: the layer after which a token exits in any case; 0 means three quarters of them.
     """
 
     name = "early_exit"
@@ -101,7 +101,7 @@ class EarlyExitDrafter(OwnLayersDrafter):
         self.layer = layer
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
-        """The first layers for all; further ones for those that are not saturated."""
+        """Run the first layers for all, and further ones for unsaturated tokens."""
         if self.saturation is None:
             return super()._score(feeds, trees)
         rule, layer = self.saturation, self.layer
@@ -119,13 +119,13 @@ class EarlyExitDrafter(OwnLayersDrafter):
         return rows
 
     def _on(self, layer: int, further: int) -> Callable[[Sequence[Feed], Sequence[str]], list[Rows]]:
-        """A forward that goes on from one layer to a further one."""
+        """A forward that continues from one layer to a further one."""
         model: Any = self.model
         plan = LayerPlan(start=layer, stop=further)
         return lambda feeds, taps: model.forward_on(feeds, plan, taps)
 
     def _all_nodes(self, feed: Feed, num_logits: int, states: Tensor) -> Feed:
-        """Every draft node of a sequence, with its states [n, D] at the layer from which they go on."""
+        """A feed of every draft node of a sequence, with states [n, D] at the layer from which they continue."""
         sequence = feed.sequence
         return replace(
             feed, tokens=sequence.scratch_tokens, parents=sequence.scratch_parents, wanted=num_logits, states=states
@@ -133,7 +133,7 @@ class EarlyExitDrafter(OwnLayersDrafter):
 
 
 def saturation_of(until: str, threshold: float, step: int, most: int, layer: int, layers: int) -> Saturation | None:
-    """The test that the options ask for; ``None`` for one exit for all tokens.
+    """The saturation test of the options; ``None`` for one exit for all tokens.
 
     Raises:
         ValueError: no such test, or a value outside its range.

@@ -1,7 +1,7 @@
-"""What all drafters share that predict the target's next hidden state: EAGLE's kin, grown as dynamic trees.
+"""Base of drafters that predict the target's next hidden state: EAGLE and variants, grown as dynamic trees.
 
-A node's score is the sum of its path's draft log-probabilities, which is close to the chance that it is accepted.  How
-the tree grows by it is a method of its own in :mod:`foretoken.methods.trees` (``eagle2`` unless another is asked for).
+A node's score is the sum of its path's draft log-probabilities, which approximates the log-probability of its
+acceptance.  A method of :mod:`foretoken.methods.trees` grows the tree by it (``eagle2`` by default).
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from foretoken.models.forward.heads.native import HeadRows
 
 
 class FeatureDrafter(FeatureReader, BatchDrafter):
-    """Point proposals, the tree that the draft's own confidence makes; or what is drawn from the draft's distributions.
+    """Point proposals in a tree grown by the draft's confidence, or tokens drawn from the draft's distributions.
 
-    A point is accepted with chance p(x), a drawn token with sum min(p, q) on average, which is more where p and q are
-    spread alike: at high temperatures what is drawn wins, at low ones the tree of points.  With noise
-    (:mod:`foretoken.core.noise`) that tree is as good at every temperature: draft and target look for the best token of
+    A point is accepted with probability p(x), a drawn token with sum min(p, q) on average, which is higher if p and q
+    are similarly spread: drawn tokens win at high temperatures, the tree of points at low ones.  With noise
+    (:mod:`foretoken.core.noise`) that tree is as good at every temperature, because draft and target rank the tokens of
     one perturbed distribution.
 
     Args:
         model: the network over the target's features.
-        nodes: draft nodes that are kept of all that were looked at.  A spec that leaves it out gets up to 60, as many
-            as pay by what the target's calls cost on this machine.
+        nodes: draft nodes that are kept of all candidates.  If a spec omits it, up to 60, as many as pay off by the
+            costs of the target's calls on this machine.
         depth: levels.
-        width: children that every expanded node gets, and with ``eagle2`` nodes that are expanded per level.
-        grow: how the tree grows, the spec of a dynamic tree: ``eagle2``, ``opt_tree,threshold=0.2`` or
+        width: children of every expanded node, and with ``eagle2`` expanded nodes per level.
+        grow: spec of the dynamic tree: ``eagle2``, ``opt_tree,threshold=0.2`` or
             ``cost_aware,node_cost=0.01,step_cost=0.1``.
-        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
-            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
-            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+        draw: proposals of requests that sample without noise.  ``"iid"``: a drawn chain; ``"without_replacement"``: a
+            tree of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest
+            tokens, as greedy requests always do.  Requests with noise get the tree of the race's winners, with
             ``"greedy"`` that of the likeliest tokens.
         tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
             ``nodes`` nodes by default.
-        window: places of the text that the network looks back, if it was trained without a window; 0: all.
-        sink: first places of the text that it looks at as well.
+        window: positions that the network attends to, if it was trained without a window; 0: all.
+        sink: first positions that it attends to as well.
 
     Attributes:
-        dynamic: that tree; one made by hand (``CostAware(cost=...)`` with measured costs) may be put in its place.
-        costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
-            chances that the draft gives them.
+        dynamic: that tree; replaceable by a constructed one (``CostAware(cost=...)`` with measured costs).
+        costs: cost of a target call by its number of nodes.  If set, a tree keeps as many nodes as pay off by the
+            draft's probabilities.
     """
 
     def __init__(
@@ -86,7 +86,6 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
 
     @property
     def costs(self) -> TargetCost | None:
-        """Those that the tree grows by."""
         return self.dynamic.costs
 
     @costs.setter
@@ -95,7 +94,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
 
     @property
     def head(self) -> DraftHead | None:
-        """The vocabulary projection; ``None`` where the network has one of its own kind, over the target's tokens."""
+        """The vocabulary projection; ``None`` if the network has its own kind, over the target's tokens."""
         project = getattr(self.model, "project", None)
         return project if isinstance(project, DraftHead) else None
 
@@ -105,12 +104,12 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         return [{**entry, "vocabulary": size, **runs} for entry in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
-        """The network, and the vocabulary projection that it borrows from the target."""
+        """Cost of the network, with the vocabulary projection that it borrows from the target."""
         return share_of_bytes(self.model.weight_bytes + (self.head.weight_bytes if self.head else 0), target_bytes)
 
     @classmethod
     def sized(cls, model: FeatureModel, target: LanguageModel, options: dict[str, Any]) -> Self:
-        """With a tree that is as large as pays on this machine, unless ``nodes`` says how large it is."""
+        """Construct with a tree of the size that pays off on this machine, unless there is an option ``nodes``."""
         if "nodes" in options:
             return cls(model, **options)
         built = cls(model, nodes=MOST_NODES, **options)
@@ -119,7 +118,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         return built
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """One call for what was committed, then one per level, for the whole batch."""
+        """One call for the committed tokens, then one per level, for the whole batch."""
         heads = self._heads(contexts)
         drafts = [TokenTree.root_only(context.root) for context in contexts]
         ready = [i for i, context in enumerate(contexts) if id(context) in heads]
@@ -155,7 +154,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         )
 
     def _heads(self, contexts: Sequence[Context]) -> dict[int, tuple[Rows, Tensor]]:
-        """Per request what is said at its root and the output state [1, D] there, once its text has been read."""
+        """Logits and output state [1, D] at the root of each request whose tokens have been read."""
         ready, rows = self.follow(contexts)
         for context in contexts:
             row = rows.get(id(context))
@@ -165,12 +164,12 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         return {id(c): c.state[self, "head"] for c in level if (self, "head") in c.state}
 
     def _feed(self, tree: Growing) -> Feed:
-        """The frontier; the children of the root hang from the text."""
+        """The frontier; children of the root follow the committed tokens."""
         parents = tree.enter(-1)
         return Feed(tree.sequence, [tree.tokens[n] for n in tree.frontier], parents, states=torch.stack(tree.states))
 
     def _expand(self, tree: Growing, row: Rows, outputs: Tensor) -> None:
-        """Give every node of the frontier its best children, or draw them; some of these are read next."""
+        """Give every node of the frontier its best or drawn children, some of which are read next."""
         if tree.candidates is None:
             self._draw(tree, self.widened(self._logits(row)), outputs)
             return
@@ -184,12 +183,10 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         tree.states = [outputs[row] for row in rows]
 
     def _logits(self, row: Rows) -> Tensor:
-        """All logits [n, V'] of a row."""
         return row.whole() if isinstance(row, HeadRows) else row.logits
 
     def _sure(self, tree: Growing, nodes: Sequence[int], logits: Tensor) -> Tensor:
-        """Per node how sure the draft is of every token behind it: log-probabilities [n, V'], with noise those of the
-        race."""
+        """Log-probabilities [n, V'] of every token after each node, with noise those of the race."""
         if not tree.races:
             return log_beliefs(logits.float())
         lengths = [tree.length(node) for node in nodes]
@@ -199,18 +196,17 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         return best_of(sure, self.dynamic.width, self.head)
 
     def _draw(self, tree: Growing, logits: Tensor, outputs: Tensor) -> None:
-        """Draw the children of the frontier by the request's own pipeline from logits [n, V]."""
+        """Draw the children of the frontier by the request's sampler from logits [n, V]."""
         nodes, tree.frontier, tree.states = tree.frontier, [], []
         for node, row, output in zip(nodes, logits, outputs, strict=True):
-            # A small draft vocabulary may hold nothing of what the request allows.
+            # A small draft vocabulary may contain none of the tokens that the request allows.
             children = tree.draw(node, distribution_of(tree.sampler, row, tree.prefix(node)))
             tree.frontier += children
             tree.states += [output] * len(children)
 
     def widened(self, logits: Tensor) -> Tensor:
-        """Logits [n, V] over the target's ids from the draft's."""
         return logits if self.head is None else self.head.widened(logits)
 
     def narrowed(self, rows: Tensor) -> Tensor:
-        """Rows [n, V'] over the draft's ids from the target's: sums over all others would cost more than they say."""
+        """Rows [n, V'] over the draft's ids from the target's; sums over all others would cost more than they gain."""
         return rows if self.head is None else self.head.narrowed(rows)

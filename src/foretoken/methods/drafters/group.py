@@ -1,8 +1,8 @@
-"""What drafters that are made of other drafters have in common: the members, and how each of them sees a round.
+"""Base of drafters that consist of other drafters.
 
-A member learns from rounds.  In a group the tree that the target scored need not be the member's own, so every round
-is shown to it in its own terms (:func:`show`): first its own tree with what was accepted of it, then every further
-token that was written as a round of plain decoding.  It cannot tell this from being the only drafter.
+A member learns from rounds.  The tree that the target scored need not be its own, so every round is translated for it
+(:func:`show`): first its own tree with the accepted part, then every further token as a round of plain decoding.  It
+cannot distinguish this from being the only drafter.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from foretoken.methods.trees.operations import truncate
 
 @dataclass(slots=True)  # not frozen: both are made for every request in every round, which takes three times as long
 class MemberTree:
-    """What a member proposed.
+    """A member's proposal.
 
     Attributes:
-        places: for each of its nodes the node of the group's tree.
+        places: the group tree's node for each of its nodes.
     """
 
     tree: TokenTree
@@ -32,7 +32,7 @@ class MemberTree:
 
 @dataclass(slots=True)
 class Proposal:
-    """A group's tree, and the parts of the members (by index) that it is made of."""
+    """A group's tree, and the members' parts (by index) of it."""
 
     tree: TokenTree
     parts: Mapping[int, MemberTree]
@@ -41,7 +41,7 @@ class Proposal:
 class GroupDrafter(BatchDrafter):
     """Several drafters for one request.
 
-    It may propose what any member does; its kind is the most demanding one among them.
+    Its kind is the most demanding one among its members.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -76,7 +76,7 @@ class GroupDrafter(BatchDrafter):
         last: Proposal | None = context.state.pop(self, None)
         parts = last.parts if last is not None and last.tree is tree else {}
         for index in self._observers:
-            if len(tree) == 1:  # a round of plain decoding is one for every member
+            if len(tree) == 1:  # plain decoding looks the same to every member
                 self.drafters[index].observe(context, tree, scores, verdict)
             else:
                 show(self.drafters[index], context, parts.get(index), scores, verdict)
@@ -88,7 +88,7 @@ class GroupDrafter(BatchDrafter):
 
 
 def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-    """A member's trees within the budgets; it is not asked where it may guess nothing."""
+    """A member's trees within the budgets; it is not called for an empty budget."""
     trees: list[TokenTree | None] = [None] * len(contexts)
     chosen = [i for i, budget in enumerate(budgets) if budget.max_depth > 0 and budget.max_nodes > 0]
     if chosen:
@@ -104,9 +104,9 @@ def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget])
 
 
 def show(member: Drafter, context: Context, part: MemberTree | None, scores: Scores, verdict: Verdict) -> None:
-    """Tell a member of a round of the group as if it had been its own, and of the rest as rounds of plain decoding."""
+    """Report a round to a member: its own part as its round, and the rest as rounds of plain decoding."""
     tree = scores.tree
-    nodes = [0, *verdict.path]  # the node before each token that was written
+    nodes = [0, *verdict.path]  # the node before each new token
     tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
     first = 0
     if part is not None:
@@ -121,7 +121,7 @@ def show(member: Drafter, context: Context, part: MemberTree | None, scores: Sco
 
 
 def _path_along(tree: TokenTree, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The nodes of ``tree`` that spell the longest beginning of ``tokens`` (siblings may hold the same token)."""
+    """The nodes of ``tree`` with the longest prefix of ``tokens`` (siblings may hold the same token)."""
     alive = [0]
     for token in tokens:
         matching = [child for node in alive for child in tree.children[node] if tree.tokens[child] == token]
@@ -132,7 +132,7 @@ def _path_along(tree: TokenTree, tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 def _scores_at(scores: Scores, tree: TokenTree, places: Sequence[int]) -> Scores:
-    """The target's view of ``tree``, whose nodes stand at ``places`` of the tree that was scored."""
+    """The scores of ``tree``, whose nodes are at ``places`` of the scored tree."""
     if list(places) == list(range(len(scores.tree))):
         return replace(scores, tree=tree, _distributions={})
     rows = slice(places[0], places[0] + 1) if len(places) == 1 else list(places)  # a slice does not copy
@@ -141,10 +141,10 @@ def _scores_at(scores: Scores, tree: TokenTree, places: Sequence[int]) -> Scores
 
 
 def check_members(name: str, drafters: Sequence[Drafter]) -> None:
-    """Refuse members that no group can be made of.
+    """Check that the members can form a group.
 
     Raises:
-        ValueError: none, something that is no drafter, the same object twice, or different vocabularies.
+        ValueError: no members, a member that is no drafter, the same object twice, or different vocabularies.
     """
     if not drafters:
         raise ValueError(f"drafter {name!r} needs at least one member, for example {name},drafters=(ngram|suffix)")
@@ -162,5 +162,5 @@ def check_members(name: str, drafters: Sequence[Drafter]) -> None:
 
 
 def vocabulary_of(drafter: Drafter) -> int | None:
-    """The width of a drafter's distributions, or ``None`` when it has none."""
+    """The width of a drafter's distributions; ``None`` if it has none."""
     return getattr(drafter, "vocab_size", None)

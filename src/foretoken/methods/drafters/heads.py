@@ -1,4 +1,4 @@
-"""What drafters share that put several heads on one hidden state and fill a tree of fixed shape: Medusa and its kin."""
+"""Base of drafters that put several heads on one hidden state and fill a tree of fixed shape: Medusa and variants."""
 
 from __future__ import annotations
 
@@ -34,28 +34,27 @@ from foretoken.models.native.library import NotCoveredError
 
 HEAD_DRAWS = ("coupled", "without_replacement")
 MOST_NODES = 64
-"""Nodes of a tree where the machine scores them for nothing: Medusa's."""
+"""Nodes of Medusa's tree, for machines that score them at no extra cost."""
 
 
 class HeadsDrafter(BatchDrafter):
-    """The candidates of a tree of ranks: points, or siblings that are drawn.
+    """Fills a tree of ranks with point proposals or drawn siblings.
 
     Args:
-        heads: the trained heads, one entry of ``heads.blocks`` and of ``heads.projections`` (if any) for each; they
-            move to the target's device.
-        parts: what they borrow from the target.
-        nodes: draft nodes of the tree.  A spec that leaves it out gets as many as pay by what the target's calls cost
-            on this machine, at most 64.
-        accuracies: [K][R] measured chance that the head's candidate of this rank is right.
-        tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
-        frequent: the tokens that can be guessed; all by default.
-        draw: ``"coupled"``: requests that sample get the tokens that come first in a race, on noise of their own where
-            they have no seed; ``"without_replacement"``: those without a seed get siblings that are drawn from the
-            heads' distributions.
+        heads: the trained heads, with one entry of ``heads.blocks`` and of ``heads.projections`` (if any) for each;
+            they move to the target's device.
+        parts: the modules that they borrow from the target.
+        nodes: draft nodes of the tree.  If a spec omits it, as many as pay off by the measured costs of the target's
+            calls on this machine, at most 64.
+        accuracies: [K][R] measured probability that a head's candidate of this rank is right.
+        tree: a file of ``foretoken tune tree``, whose tree replaces one of ``nodes`` nodes.
+        frequent: the draft vocabulary; all tokens by default.
+        draw: ``"coupled"``: requests that sample get the winners of the race, on separate noise if they have no seed;
+            ``"without_replacement"``: those without a seed get siblings drawn from the heads' distributions.
 
     Attributes:
-        costs: what a call of the target costs by its nodes; with it a batch keeps as many nodes of the tree as pay, by
-            ``values``, the chances of the nodes.
+        costs: cost of a target call by its number of nodes.  If set, a batch keeps as many nodes of the tree as pay off
+            by ``values``, the nodes' probabilities.
     """
 
     taps = ("last",)
@@ -79,7 +78,7 @@ class HeadsDrafter(BatchDrafter):
         self.heads, self.parts = heads.to(parts.device).eval(), parts
         ids = torch.tensor(list(frequent)) if frequent else None
         self.reduced: list[DraftHead] = []
-        if ids is not None:  # those rows of every head's own projection
+        if ids is not None:  # the draft vocabulary's rows of every head's own projection
             rows = ids.to(parts.device)
             self.reduced = [DraftHead(parts, ids, projection.weight.detach()[rows]) for projection in heads.projections]
         self.head = self.reduced[0] if self.reduced else DraftHead(parts, ids)
@@ -108,14 +107,14 @@ class HeadsDrafter(BatchDrafter):
         self.costs: TargetCost | None = None
 
     def reshaped(self, choices: Sequence[Choice]) -> Self:
-        """The same heads that fill another tree."""
+        """A copy of this drafter that fills another tree."""
         other = copy.copy(self)
         other._take(choices)
         return other
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """From a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default."""
+        """Build from a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, by default the trained one."""
         heads, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         options.setdefault("accuracies", measured.get("accuracies"))
         ids = chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ()))
@@ -131,19 +130,19 @@ class HeadsDrafter(BatchDrafter):
 
     @classmethod
     def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
-        """A drafter over heads for ``target``."""
+        """Construct the drafter for ``target``."""
         return cls(heads, parts, **options)
 
     @abstractmethod
     def natives(self) -> list[NativeBlocks]:
-        """The heads as our library runs them, one each or all in one.
+        """The heads in our native library, one each or all in one.
 
         Raises:
-            NotCoveredError: something that the library does not have.
+            NotCoveredError: the library does not support some part of them.
         """
 
     def renew(self) -> None:
-        """Follow the weights of the heads, before a draft."""
+        """Pass changed weights of the heads to the native library, before a draft."""
         try:
             if self._native and self._native[0].has_changed():  # all are parts of one network
                 for native in self._native:
@@ -161,7 +160,7 @@ class HeadsDrafter(BatchDrafter):
         return [{**entry, "vocabulary": self.head.size, **runs} for entry in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
-        """A head of so many, and the vocabulary projection where it borrows the target's."""
+        """Cost of one head, with the vocabulary projection if it is the target's."""
         size = weight_bytes(self.heads) // len(self.heads.blocks)
         if self.reduced:
             size -= weight_bytes(self.heads.projections) // len(self.heads.blocks)
@@ -170,7 +169,7 @@ class HeadsDrafter(BatchDrafter):
 
     @torch.inference_mode()
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Drafts for all requests; one without a state yet (a prompt of one token) waits."""
+        """Draft for all requests; one without hidden states (a prompt of one token) gets no draft tokens."""
         trees = [TokenTree.root_only(c.root) for c in contexts]
         batch = len(contexts)
         shapes = {i: self._nodes(c, b, batch) for i, (c, b) in enumerate(zip(contexts, budgets, strict=True))}
@@ -194,21 +193,21 @@ class HeadsDrafter(BatchDrafter):
         return trees
 
     def level(self, contexts: Sequence[Context]) -> list[bool]:
-        """Which requests' texts have been read, by heads that read them."""
+        """Whether each request's tokens have been read, for heads that read them."""
         return [True] * len(contexts)
 
     def read_states(self, contexts: Sequence[Context]) -> Tensor:
-        """[n, D]: what the heads read of each request, the state of the token before its root."""
+        """[n, D]: input of the heads, the state of the token before each request's root."""
         return torch.stack([c.hidden["last"][-1] for c in contexts]).float()
 
     @abstractmethod
     def fill(
         self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]], budgets: Sequence[Budget]
     ) -> list[dict[int, int]]:
-        """Tokens by node of every request, without those below a node that the budget's stop rule ends a path with.
+        """Tokens by node of every request, without those below a node where the budget's stop rule ends a path.
 
         Args:
-            states: [n, D] what the heads read.
+            states: [n, D] input of the heads.
             contexts: n requests.
             shapes: per request the nodes of the shape (choice i is node i + 1), parents first.
             budgets: per request, with its stop rule.
@@ -216,10 +215,10 @@ class HeadsDrafter(BatchDrafter):
 
     @abstractmethod
     def draw_all(self, states: Tensor, trees: Sequence[DrawnTree]) -> None:
-        """Draw whole trees, each from what the heads read [n, D] of its request."""
+        """Draw whole trees, each from the heads' input [n, D] for its request."""
 
     def distributions(self, tree: DrawnTree, nodes: Sequence[int], logits: Tensor) -> list[Tensor | None]:
-        """What the children of nodes are drawn from by the request's own pipeline, of logits [n, V_d]."""
+        """Distributions of the children of ``nodes`` under the request's sampler, from logits [n, V_d]."""
         sampler = tree.context.sampler
         rows = zip(nodes, self.head.widened(logits), strict=True)
         return [distribution_of(sampler, row, tree.prefix(node)) for node, row in rows]
@@ -233,12 +232,12 @@ class HeadsDrafter(BatchDrafter):
         budgets: Sequence[Budget],
         count: int,
     ) -> tuple[list[list[int]], Tensor | None]:
-        """Per row the ``count`` best tokens, and the logits that they are the best of, where a stop rule looks at them.
+        """Per row the ``count`` best tokens, and the logits of all tokens if a stop rule needs them.
 
         Args:
-            head: which one; all that our library runs at once go by the first one's number.
-            inputs: [n, in] what it reads.
-            ahead: draft tokens before the one that is guessed, of each row.
+            head: index of the head; for heads that our library runs together, the index of the first.
+            inputs: [n, in] input of the head.
+            ahead: per row the number of draft tokens before the predicted one.
         """
         if self._native:
             best = self._native[head](inputs, count)
@@ -253,12 +252,12 @@ class HeadsDrafter(BatchDrafter):
         return best_tokens(raced, count, of), raced
 
     def scored(self, head: int, inputs: Tensor) -> Tensor:
-        """[rows, V_d] logits of what the heads read; the arguments are those of :meth:`best`."""
+        """[rows, V_d] logits; the arguments are those of :meth:`best`."""
         return self._native[head](inputs, 0).whole() if self._native else self.rows(head, inputs)
 
     @abstractmethod
     def rows(self, head: int, inputs: Tensor) -> Tensor:
-        """[rows, V_d] logits by the heads' own network; the arguments are those of :meth:`best`."""
+        """[rows, V_d] logits from the heads' PyTorch network; the arguments are those of :meth:`best`."""
 
     def project(self, head: int, hidden: Tensor) -> Tensor:
         """[n, V_d] logits of one head's output [n, D]."""
@@ -272,7 +271,7 @@ class HeadsDrafter(BatchDrafter):
         if not len(context.hidden.get("last", ())):
             return []
         most = budget.max_nodes
-        if self.costs is not None:  # a text that is drawn must not depend on who shares the call
+        if self.costs is not None:  # Drawn tokens must not depend on the other requests of the call.
             most = min(most, paying_count(self.values, self.costs, batch if context.sampler.fixed else 1))
         return fitting_nodes(self.choices, self.parents, budget.max_depth, most, self.head.size)
 
@@ -284,13 +283,13 @@ class HeadsDrafter(BatchDrafter):
 
 
 def values_of(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) -> list[float]:
-    """Chance that a node and all before it are right, by the accuracies [K][R] of its ranks."""
+    """Probability that a node and all before it are right, from the accuracies [K][R] of its ranks."""
     return [math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices]
 
 
 def ends_after(budget: Budget, logits: Tensor | None, row: int, rank: int) -> bool:
-    """Whether a budget's stop rule ends a path with the token of this rank (0: the best) of a row of ``logits``
-    [n, V]; they are there for every rule that looks at them."""
+    """Whether the budget's stop rule ends a path after the token of this rank (0: the best) in a row of ``logits`` [n,
+    V], which are present for every rule that needs them."""
     if logits is None or not budget.asks_for_confidence:
         return False
     distribution = torch.softmax(logits[row].float(), -1)

@@ -27,7 +27,7 @@ from foretoken.models.forward.parts import TargetParts
 
 @dataclass
 class _Filling:
-    """A tree under construction: tokens by node of the shape, and the nodes that a stop rule ends their path with."""
+    """A tree under construction: tokens by node of the shape, and nodes at which a stop rule ended the path."""
 
     nodes: Sequence[int]
     tokens: dict[int, int]
@@ -41,9 +41,9 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
     Args:
         heads: the trained heads; those with a prefix layer (Hydra++) read its output in place of the target's state.
         parts, nodes, tree, frequent, draw: as for ``medusa``.
-        accuracies: [K][R] measured chance that the head's candidate of this rank is right, below a right path.
+        accuracies: [K][R] measured probability that a head's candidate of this rank is right, below a right path.
         window, sink: as for the drafter ``eagle``, of a prefix layer.
-        target: the model that is drafted for; needed by a prefix layer, which reads the text.
+        target: the target model; needed by a prefix layer, which reads all tokens.
     """
 
     name = "hydra"
@@ -82,7 +82,7 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
     # -- what the heads read -----------------------------------------------------------------------------------------
 
     def level(self, contexts: Sequence[Context]) -> list[bool]:
-        """Let a prefix layer read what was committed since, and remember its output at the end."""
+        """Let a prefix layer read the newly committed tokens, and store its output at the last one."""
         if self.reader is None:
             return super().level(contexts)
         ready, rows = self.reader.follow(contexts)
@@ -92,7 +92,7 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
         return ready
 
     def read_states(self, contexts: Sequence[Context]) -> Tensor:
-        """[n, D]: the target's states, or what the prefix layer made of them."""
+        """[n, D]: the target's states, or the prefix layer's outputs."""
         if self.reader is None:
             return super().read_states(contexts)
         return torch.stack([context.state[self] for context in contexts])
@@ -102,7 +102,7 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
     def fill(
         self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]], budgets: Sequence[Budget]
     ) -> list[dict[int, int]]:
-        """Level by level: one head for all parents of all requests."""
+        """Fill the trees level by level, with one head call for all parents of all requests."""
         requests = zip(shapes, contexts, budgets, strict=True)
         trees = [_Filling(nodes, {0: context.root}, budget) for nodes, context, budget in requests]
         inputs, row_of = states, [{-1: i} for i in range(len(trees))]
@@ -140,7 +140,7 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
                     frontiers[i] = [child for node, each in behind for child in tree.draw(node, each)]
 
     def natives(self) -> list[NativeBlocks]:
-        """Head by head: what one reads begins with what the one before has guessed."""
+        """One entry per head, because each head's input begins with the prediction of the one before."""
         return [
             NativeBlocks(self.heads, partial(self.heads.pieces, i), self.projections(i), self.head)
             for i in range(len(self.heads.blocks))
@@ -161,8 +161,8 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
     def _inputs(
         self, above: Tensor, row_of: Sequence[dict[int, int]], read: Sequence[Sequence[tuple[int, int, int]]]
     ) -> Tensor:
-        """[m, (level + 2) D] of nodes of all trees, given as (node, parent, token): what the parents read, and the
-        embeddings of the tokens; the row of every node is noted."""
+        """Input [m, (level + 2) D] for nodes (node, parent, token) of all trees: the parents' inputs and the tokens'
+        embeddings. Records every node's row in ``row_of``."""
         rows, tokens = list[int](), list[int]()
         for row_by_node, nodes in zip(row_of, read, strict=True):
             for node, parent, token in nodes:

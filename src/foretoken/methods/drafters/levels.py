@@ -1,6 +1,6 @@
-"""A level of drafts on a device: the children of all trees' nodes by one transfer, however many trees there are.
+"""One level of drafts on a device: a single transfer for the children of all trees' nodes.
 
-What a tree gets is what it would get alone: the same tokens, with the same uniforms in the same order.
+Each tree gets the same tokens as it would alone, with the same uniforms in the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foretoken.methods.drafters.dynamic import WIDTH
 from foretoken.methods.drafters.growing import Growing
 
 WidthOf = Callable[[Growing, int], int]
-"""How many children a node of a tree gets, as far as the nodes before it leave room."""
+"""Number of children of a tree's node, as far as the nodes before it leave room."""
 
 
 @dataclass
@@ -29,9 +29,9 @@ class _Rows:
     """One tree's part in a level.
 
     Attributes:
-        logits: of its frontier's nodes, [n, V].
-        widths: the most children that each of them gets.
-        ranking: what they are drawn from, or are the best of (:func:`_rank`).
+        logits: [n, V] of its frontier's nodes.
+        widths: maximum number of children of each.
+        ranking: scores from which children are drawn or the best taken (:func:`_rank`).
     """
 
     tree: Growing
@@ -41,22 +41,22 @@ class _Rows:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens before the one that follows each node."""
+        """Number of tokens before the children of each node."""
         return [self.tree.length(node) for node in self.tree.frontier]
 
     @property
     def width(self) -> int:
-        """The most children that any node gets."""
+        """Maximum number of children of any node."""
         return WIDTH if self.tree.candidates is not None else max(self.widths)
 
 
 def choose_together(trees: Sequence[Growing], logits: Sequence[Tensor], width_of: WidthOf, iid: bool) -> None:
-    """Leave the children of every node of the frontiers with the trees (``ready``; ``looked`` for those that grow by
-    confidence), where the prefix does not count and no rule looks at single probabilities.
+    """Set the children of the frontiers' nodes in the trees (``ready``; ``looked`` for trees that grow by confidence),
+    for requests whose sampling and stop rule depend on neither the prefix nor single probabilities.
 
     Args:
-        logits: of their frontiers, [n, V] each, on a device.
-        width_of: how many children a node gets.
+        logits: of the frontiers, [n, V] each, on a device.
+        width_of: number of children of a node.
         iid: whether siblings are drawn independently.
 
     Raises:
@@ -96,7 +96,7 @@ def choose_together(trees: Sequence[Growing], logits: Sequence[Tensor], width_of
 
 
 def _alike(level: Sequence[_Rows]) -> list[list[_Rows]]:
-    """Parts whose rows are ranked by one call."""
+    """Groups of parts whose rows one call can rank."""
     groups: dict[Hashable, list[_Rows]] = {}
     for part in level:
         tree = part.tree
@@ -107,7 +107,7 @@ def _alike(level: Sequence[_Rows]) -> list[list[_Rows]]:
 
 
 def _rank(group: Sequence[_Rows]) -> None:
-    """Distributions of what is drawn, and of the rest what the best tokens are the largest of."""
+    """Set the rankings: distributions where tokens are drawn, else scores whose largest entries are the best tokens."""
     first, logits = group[0].tree, [part.logits for part in group]
     if _races(first):
         rows = race([part.tree.sampler for part in group], logits, [part.lengths for part in group])
@@ -121,7 +121,7 @@ def _rank(group: Sequence[_Rows]) -> None:
 
 
 def _races(tree: Growing) -> bool:
-    """A tree that grows by confidence follows the noise of its request in any case."""
+    """Whether the tree follows its request's noise; one that grows by confidence always does."""
     return tree.races or (tree.candidates is not None and tree.sampler.noise is not None)
 
 
@@ -142,7 +142,7 @@ def _tops(level: Sequence[_Rows]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _leave_best(part: _Rows, values: Tensor, tokens: Tensor) -> None:
-    """Impossible tokens are left out."""
+    """Store the best tokens in the tree, without impossible ones."""
     if bool(values.isnan().any()):
         raise NonFiniteLogitsError(NON_FINITE)
     if part.tree.candidates is not None:
@@ -157,7 +157,7 @@ def _leave_best(part: _Rows, values: Tensor, tokens: Tensor) -> None:
 
 
 def _drawn_there(level: Sequence[_Rows]) -> list[Tensor]:
-    """One token for every node with a child, drawn on the device, and its weight: two tensors [n] of all parts."""
+    """One token for every node with a child, drawn on the device, and its weight: two tensors [n] over all parts."""
     if not level:
         return []
     rows = torch.cat([part.ranking[: _count(part)] for part in level])
@@ -169,7 +169,7 @@ def _drawn_there(level: Sequence[_Rows]) -> list[Tensor]:
 
 
 def _count(part: _Rows) -> int:
-    """Nodes with a child, which are the first of the frontier: the budget's nodes are used up in order."""
+    """Number of nodes with a child, the first of the frontier because the budget's nodes are used in order."""
     room = part.tree.budget.max_nodes - (len(part.tree.tokens) - 1)
     return max(0, min(sum(map(bool, part.widths)), room))
 
@@ -187,7 +187,7 @@ def _leave_drawn(level: Sequence[_Rows], got: Iterator[Tensor]) -> None:
 
 
 def _draw_here(part: _Rows, rows: Tensor, width_of: WidthOf, iid: bool) -> None:
-    """Draw the children of all nodes on the host from distributions [n, V]; those on the device are what is kept."""
+    """Draw the children of all nodes on the host from distributions [n, V]; the tree keeps those on the device."""
     tree, added = part.tree, 0
     room = tree.budget.max_nodes - (len(tree.tokens) - 1)
     for node, row, kept_row in zip(tree.frontier, rows, part.ranking, strict=True):

@@ -1,17 +1,17 @@
-"""Lookahead decoding: a window of parallel Jacobi iterations fills a pool of n-grams, and the pool is what is guessed.
+"""Lookahead decoding: a window of parallel Jacobi iterations fills a pool of n-grams, which form the draft.
 
 Fu et al. 2024, https://arxiv.org/abs/2402.02057.  One forward scores both: the pool's n-grams are draft nodes, the
 window is a set of probe nodes below the same root.
 
-Window, for W columns and n-grams of N tokens, once it is filled (``root`` is the last committed token)::
+Window for W columns and n-grams of N tokens, once it is filled (``root`` is the last committed token)::
 
     row 0     root  e1   e2   ...        a chain: every token is the parent of the next
-    row 1     a0    a1   a2   ...        a0 hangs from the root, a1 from e1, ...
+    row 1     a0    a1   a2   ...        a0's parent is the root, a1's is e1, ...
     row N-2   b0    b1   b2   ...        the same column, one row up
     scored    x0    x1   x2   ...        the target's predictions: the next round's last row
 
-Column j gives the n-gram ``e_j a_j ... b_j x_j``.  Row l, column j stands at depth j + l, and what a node sees (its
-ancestors and itself) is what the method asks for: row 0 up to its column, then straight down its own column.
+Column j yields the n-gram ``e_j a_j ... b_j x_j``.  Row l, column j has depth j + l, and attends to its ancestors and
+itself, as the method requires: row 0 up to its column, then straight down its column.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from foretoken.methods.trees.operations import first_nodes, from_paths
 
 Gram = tuple[int, ...]
 UNLIMITED = 16
-"""N-grams per first token that the size of a draft is told for where none is set; the budget is the real limit."""
+"""N-grams per first token assumed for the size of a draft if there is no limit; the budget is the real limit."""
 
 
 class NgramPool:
-    """For every first token its ``size`` most recently seen continuations; 0 keeps all."""
+    """The ``size`` most recently seen continuations of every first token; 0 keeps all."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._grams: dict[int, dict[Gram, None]] = {}  # least recent first
 
     def add(self, key: int, gram: Gram) -> None:
-        """Put ``gram`` behind ``key`` as its most recent one; the least recent one leaves when there are too many."""
+        """Make ``gram`` the most recent continuation of ``key``; drop the least recent one if there are too many."""
         grams = self._grams.setdefault(key, {})
         grams.pop(gram, None)
         grams[gram] = None
@@ -61,11 +61,11 @@ class _Lookahead:
 
     Attributes:
         rows: the window's tokens row by row; row 0 without the root.
-        in_pool: tokens of the text whose n-grams are in the pool (``pool_from_prompt``).
+        in_pool: number of tokens whose n-grams are in the pool (``pool_from_prompt``).
         first_row: row 0 with the root, as proposed.
-        width: columns that the tree holds (fewer than the window has when the context is nearly full).
-        last: node that begins the window's last row: 0, the root, while row 0 is the last.
-        fill: gives ``k`` random tokens, the same ones for the same prompt.
+        width: columns in the tree (fewer than the window's if the context is nearly full).
+        last: first node of the window's last row: 0, the root, while row 0 is the last.
+        fill: returns ``k`` random tokens, the same ones for the same prompt.
     """
 
     rows: list[list[int]]
@@ -84,19 +84,19 @@ class LookaheadDrafter(Drafter):
     Args:
         w: columns of the window, W.
         n: length of the n-grams, N; the window has N - 1 rows and a draft N - 1 tokens.
-        g: most n-grams that are kept, and guessed, per first token, G; 0 keeps all and guesses what the budget allows.
-        pool_from_prompt: put the n-grams of the text into the pool as well.
+        g: maximum n-grams kept and drafted per first token, G; 0 keeps all and drafts what the budget allows.
+        pool_from_prompt: put the n-grams of the request's tokens into the pool as well.
         shift: how the window moves: ``"one"`` column per round; ``"accepted"``, once more for every accepted token with
             the freed last row a copy of row 0 (llama.cpp); or ``"refill"``, one more column for every accepted token
             with random tokens at the end of every row (the original code's other mode).
-        fill: where random tokens are chosen from: the ``"prompt"``, or all of the ``"vocabulary"``.
-        context_length: positions that the target has, so that no probe lies past them; ``None`` keeps probes within
-            the budget's depth instead, which the engine keeps within the context.
+        fill: source of random tokens: the ``"prompt"``, or all of the ``"vocabulary"``.
+        context_length: the target's number of positions, a limit for probes; ``None`` keeps probes within the budget's
+            depth instead, which the engine keeps within the context.
         vocab_size: of the target, for ``fill="vocabulary"``.
     """
 
     name = "lookahead"
-    traits = Traits(draws_trees=True)  # the window branches even where one n-gram is guessed
+    traits = Traits(draws_trees=True)  # the window branches even if the draft is one n-gram
 
     def __init__(
         self,
@@ -121,13 +121,13 @@ class LookaheadDrafter(Drafter):
         self.w, self.n, self.g = w, n, g
         self._fill_from = vocab_size if fill == "vocabulary" else 0
         self.pool_from_prompt, self.shift, self.context_length = pool_from_prompt, shift, context_length
-        # The deepest probe lies at depth W + N - 3; it counts only where the budget is all that limits it.
+        # The deepest probe has depth W + N - 3; it counts only if the budget is the only limit.
         self.max_depth = n - 1 if context_length is not None else max(n - 1, w + n - 3)
         self.max_nodes = (g or UNLIMITED) * (n - 1)
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> LookaheadDrafter:
-        """From a spec ``lookahead[,w=W,n=N,g=G]``."""
+        """Build from a spec ``lookahead[,w=W,n=N,g=G]``."""
         if path is not None:
             raise ValueError(
                 f"drafter 'lookahead' takes no path, not {path!r}: give options, as in lookahead,w=7,n=5,g=7"
@@ -142,7 +142,7 @@ class LookaheadDrafter(Drafter):
         self._learn_text(state, context)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """The pool's n-grams that begin with the root, as a trie, and the window as probes behind them."""
+        """The pool's n-grams that begin with the root, as a trie, followed by the window as probes."""
         state = self._state(context)
         depth = min(self.n - 1, budget.max_depth)
         guesses = from_paths(context.root, [gram[:depth] for gram in state.pool.of(context.root)])
@@ -151,14 +151,14 @@ class LookaheadDrafter(Drafter):
         return state.proposed
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Gather one n-gram per column and move the window on."""
+        """Collect one n-gram per column and move the window."""
         state = self._state(context)
         if tree is state.proposed and state.width:
             scored = _scored_row(state, scores)
             if len(state.rows) == self.n - 1:
                 for column in zip(state.first_row, *state.rows[1:], scored, strict=False):
                     state.pool.add(column[0], column[1:])
-            # Columns that were not scored keep the token above: the row stays whole.
+            # Columns that were not scored keep the token above, so that the row stays whole.
             above = state.rows[-1] if state.last else state.first_row
             self._move(state, scored + above[state.width :], len(verdict.path))
         state.proposed = None
@@ -172,7 +172,7 @@ class LookaheadDrafter(Drafter):
     def _with_window(self, guesses: TokenTree, state: _Lookahead, room: int) -> TokenTree:
         """Add the window's probes, as many columns as fit into ``room`` positions below the root.
 
-        The guesses come first: the first n-gram, if it is accepted, is then in place in the cache already.
+        The draft comes first, so that its first n-gram is already in place in the cache if it is accepted.
         """
         rows = state.rows
         state.first_row = [guesses.tokens[0], *rows[0]]
@@ -191,7 +191,7 @@ class LookaheadDrafter(Drafter):
         return TokenTree(tuple(tokens), tuple(parents), probes=probes)
 
     def _move(self, state: _Lookahead, scored: list[int], accepted: int) -> None:
-        """Rows move up by one, ``scored`` becomes the last one, and row 0 loses the token that the root replaces."""
+        """Move rows up by one; ``scored`` becomes the last one, and row 0 loses the token that the root replaces."""
         rows = state.rows
         if len(rows) < self.n - 1:  # filling: every row is one shorter each round, down to W
             rows[:] = [*(row[1:] for row in rows), scored[1:]]

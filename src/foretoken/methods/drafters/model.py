@@ -1,4 +1,4 @@
-"""A smaller language model of the same tokenizer drafts a chain or a tree.
+"""A smaller language model with the target's tokenizer drafts a chain or a tree.
 
 Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318); trees by fixed expansion as in SpecInfer
 (2305.09781); children without replacement as in recursive rejection sampling (2402.14160).
@@ -36,38 +36,39 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import Fingerprint, TargetParts
 
 KINDS = {"iid": Kind.IID, "without_replacement": Kind.WITHOUT_REPLACEMENT, "greedy": Kind.POINT}
-"""How siblings are drawn when the request samples, by the option ``draw``."""
+"""Proposal kind of sampled requests for each value of the option ``draw``."""
 
 
 class ModelDrafter(BatchDrafter):
     """Drafts with a :class:`LanguageModel`.
 
     Args:
-        k: chain length, when no tree is asked for.
+        k: chain length without a tree.
         tree: children per level, ``"3x2x1"`` (SpecInfer's fixed expansion); a file of ``foretoken tune tree``; or the
             spec of a static tree, ``"sequoia,nodes=16"``.  Siblings take the ranks of such a tree in the order in which
             they are drawn.  ``eagle2``, ``opt_tree`` or ``cost_aware`` grow a tree of at most 60 nodes and k levels by
-            the draft's own confidence, for greedy requests and those with noise, and keep as many nodes as pay on this
-            machine; requests that sample without noise then get a drawn chain.
-        draw: how siblings are drawn when the request samples: ``"iid"``, ``"without_replacement"`` or ``"greedy"``
-            (the most likely ones, verified as point masses).  The default is ``"without_replacement"`` for trees and
-            ``"iid"`` for chains.  A greedy request always gets greedy drafts, and one with noise those that come first
-            in the race, unless ``"greedy"`` is asked for.
-        target: the model that is drafted for.  Its vocabulary may be padded to another width than the draft model's
-            (151936 and 152064 rows of one tokenizer): drafts then come from the tokens that both have, and their
-            distributions have the target's width.
+            the draft's confidence, for greedy requests and those with noise, and keep as many nodes as pay off on this
+            machine.  Requests that sample without noise then get a drawn chain.
+        draw: how siblings are drawn when the request samples: ``"iid"``, ``"without_replacement"`` or ``"greedy"`` (the
+            most likely ones, verified as point masses).  The default is ``"without_replacement"`` for trees and
+            ``"iid"`` for chains.  A greedy request always gets greedy drafts, and one with noise gets the winners of
+            the race unless this is ``"greedy"``.
+        target: the target model.  Its vocabulary may be padded to another width than the draft model's (151936 and
+            152064 rows of one tokenizer).  Drafts then come from the tokens that both have, and their distributions
+            have the target's width.
     """
 
     name = "model"
     traits = Traits(rewinds=True, learns=False)
     draws_together: ClassVar[bool] = True
-    """Whether the children of several requests may be drawn by one call: distributions are made here, and drawn from as
-    usual."""
+    """Whether one call may draw the children of several requests, as it may where this class makes the distributions
+    and draws from them as usual."""
     chains_in_one_call: ClassVar[bool] = True
-    """Whether whole chains may be grown by one call of the model: all of it is what drafts, and in the target's ids."""
+    """Whether one call of the model may grow whole chains, which requires that the model alone drafts, in the target's
+    ids."""
     dynamic: DynamicTree | None = None
     head: DraftHead | None = None
-    """The vocabulary projection that takes the place of the draft model's, over the tokens that can be guessed."""
+    """Vocabulary projection over the draft vocabulary that replaces the draft model's."""
 
     def __init__(
         self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "", target: LanguageModel | None = None
@@ -89,7 +90,7 @@ class ModelDrafter(BatchDrafter):
             self._grow_by_confidence(tree, model if target is None else target)
 
     def _grow_by_confidence(self, tree: str, target: LanguageModel) -> None:
-        """Point proposals that branch, beside the drawn chains."""
+        """Enable branching point proposals beside the drawn chains."""
         self.dynamic = DynamicTree.of(tree, target, self.cost_beside(self.target_bytes))
         self.max_nodes = MOST_NODES
         sorts = {(Kind.POINT, True)} | ({(Kind.IID, False)} if self.draw == "iid" else set())
@@ -103,10 +104,10 @@ class ModelDrafter(BatchDrafter):
             self.max_nodes = len(places.choices)
 
     def reshaped(self, choices: Sequence[Choice]) -> Self:
-        """The same draft model that fills another tree, with distinct siblings if it branches.
+        """A copy of this drafter that fills another tree, with distinct siblings if it branches.
 
         Raises:
-            ValueError: no tree whose siblings can be drawn in order.
+            ValueError: the siblings of the tree cannot be drawn in order.
             CapabilityError: the draft model cannot grow trees.
         """
         places = Ranks(choices)
@@ -128,10 +129,13 @@ class ModelDrafter(BatchDrafter):
         sink: int = 0,
         **options: Any,
     ) -> Drafter:
-        """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE][,window=N[,sink=M]]``: load the
-        draft model and check that it fits the target.  With a ``window`` it reads only so many tokens before the new
-        ones, and the first ``sink`` ones.  One that was taught to fill masks (its configuration has a ``pard_token``)
-        guesses all places in one pass, see :mod:`foretoken.methods.drafters.pard`, unless ``parallel=false``."""
+        """Build from a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE][,window=N[,sink=M]]``: load
+        the draft model and check that it fits the target.
+
+        With ``window``, the model reads only that many tokens before the new ones, and the first ``sink`` tokens.  A
+        model trained to fill masks (its configuration has a ``pard_token``) predicts all positions in one pass, see
+        :mod:`foretoken.methods.drafters.pard`, unless ``parallel=false``.
+        """
         draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         if parallel and mask_token(draft) is not None:
             if options.get("tree") and options.get("draw") != "without_replacement":
@@ -159,15 +163,15 @@ class ModelDrafter(BatchDrafter):
         cut_back(self.model, context.state.get(self), length)
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Grow all trees level by level: one draft forward per level for the whole batch.
+        """Grow all trees level by level, with one draft forward per level for the whole batch.
 
-        A request whose text the model has not read yet, or cannot hold, gets none.
+        A request gets no draft tokens if the model has not yet read its tokens or cannot hold them.
         """
         drafts = [TokenTree.root_only(context.root) for context in contexts]
         texts = [self.read(context) for context in contexts]
         ready = [i for i, is_level in enumerate(self._level(contexts, texts)) if is_level]
         trees = [self._begin(contexts[i], budgets[i], texts[i]) for i in ready]
-        for tree in trees:  # a text that is drawn must not depend on who shares the call
+        for tree in trees:  # Drawn tokens must not depend on the other requests of the call.
             tree.sharing = len(trees) if tree.sampler.fixed else 1
         self._grow(trees)
         for i, tree in zip(ready, trees, strict=True):
@@ -178,7 +182,7 @@ class ModelDrafter(BatchDrafter):
         return drafts
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """Read what is missing of the texts; for which of them that is all."""
+        """Feed the unread tokens of each request; return whether the model has then read all of them."""
         return level(self, TextReader(self.model), contexts, texts)
 
     def _grow(self, trees: Sequence[Growing]) -> None:
@@ -203,10 +207,10 @@ class ModelDrafter(BatchDrafter):
             growing = following
 
     def _draw_together(self, trees: Sequence[Growing], logits: Sequence[Tensor]) -> None:
-        """Draw the next token of all chains whose requests sample alike by one call; logits [1, V] for each.
+        """Draw the next token of all chains whose requests sample alike in one call; logits [1, V] for each.
 
-        (An argmax is one call: several at once were no faster.)  On a device all children of a level are chosen
-        together.
+        (An argmax is one call already; batching several was no faster.)  On a device, all children of a level are
+        chosen together.
         """
         if not self.draws_together or (logits and is_large(logits[0])):
             return
@@ -226,25 +230,25 @@ class ModelDrafter(BatchDrafter):
                 tree.ready[tree.frontier[0]] = (distribution, [] if token is None else [token])
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
-        """One draft forward for the trees that grow, a feed for each."""
+        """One draft forward for the growing trees, with a feed for each."""
         rules = (tree.budget.path_stop for tree in trees)
         taps = {rule.tap for rule in rules if rule and self.states is not None}
         return projected(self.head, self.model.forward, feeds, tuple(taps))
 
     def _unread(self, tree: Growing) -> Sequence[int]:
-        """The tokens of the text that the draft model must be fed before it can go on."""
+        """The committed tokens that the draft model must still be fed."""
         return self.model.catch_up(tree.sequence, tree.text)
 
     def read(self, context: Context) -> Sequence[int]:
-        """The committed text in the draft model's own ids."""
+        """The committed tokens in the draft model's ids."""
         return self._readable(context.tokens)
 
     def _readable(self, tokens: list[int]) -> list[int]:
-        """Tokens as the draft model can read them: token 0 stands for ids that only the target has."""
+        """The tokens with 0 in place of ids that only the target has."""
         return readable(tokens, self.model.vocab_size, self.vocab_size)
 
     def _widened(self, logits: Tensor) -> Tensor:
-        """Draft logits [n, V'] over the target's vocabulary [n, V]: what only one of them has is impossible."""
+        """Draft logits [n, V'] over the target's vocabulary [n, V]; ids that only one of them has get probability 0."""
         return widened(logits if self.head is None else self.head.widened(logits), self.vocab_size)
 
     def _begin(self, context: Context, budget: Budget, text: Sequence[int]) -> Growing:
@@ -264,12 +268,12 @@ class ModelDrafter(BatchDrafter):
         )
 
     def _width(self, tree: Growing, node: int) -> int:
-        """Children that a node gets (0: none)."""
+        """Number of children of a node."""
         has_room = tree.text and len(tree.places[node]) <= self.model.context_length - len(tree.text)
         return tree.width(node) if has_room else 0
 
     def _expand(self, tree: Growing, logits: Tensor) -> Feed | None:
-        """Add the children of the frontier; return the feed that scores them, if the tree goes on."""
+        """Add the children of the frontier; return the feed that scores them, ``None`` if the tree is complete."""
         if tree.candidates is not None and self.dynamic is not None:
             self._expand_by_confidence(self.dynamic, tree, tree.candidates, logits)
         else:
@@ -288,7 +292,7 @@ class ModelDrafter(BatchDrafter):
     def _expand_by_confidence(
         self, dynamic: DynamicTree, tree: Growing, candidates: Candidates, logits: Tensor
     ) -> None:
-        if tree.looked is not None:  # for the whole batch
+        if tree.looked is not None:  # chosen for the whole batch
             (sure, tokens, values), tree.looked = tree.looked, None
         else:
             sure = beliefs(tree, logits)
@@ -311,9 +315,8 @@ class ModelDrafter(BatchDrafter):
                 tree.frontier.append(node)
 
     def _candidates(self, tree: Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
-        """Children of a node, best first or in sampling order, from draft logits [V]; and the distribution [V] that
-        they were drawn from by the request's own pipeline, or by which a stop rule judges them (``None`` where none
-        does)."""
+        """Children of a node from draft logits [V], best first or in sampling order, and a distribution [V]: the one
+        that the request's sampler drew them from or that a stop rule judges them by (``None`` if there is neither)."""
         sampler, confident = tree.sampler, tree.budget.asks_for_confidence
         if not tree.draws and not tree.races and width == 1 and sampler.context_free and not confident:
             return None, [int(logits.argmax())]
@@ -333,8 +336,8 @@ class ModelDrafter(BatchDrafter):
         return distribution, draw_without_replacement(distribution, width, tree.context)
 
     def _stops_after(self, tree: Growing, token: int, distribution: Tensor | None, logits: Tensor) -> bool:
-        """Whether a stop rule ends the path with a token, by what it was drawn from [V]; for greedy drafts by the
-        untempered softmax."""
+        """Whether a stop rule ends the path after a token, by the distribution [V] that it was drawn from, or by the
+        untempered softmax for greedy drafts."""
         if distribution is None or not tree.budget.asks_for_confidence:
             return False
         chances = torch.softmax(logits.float(), -1) if tree.sampler.greedy else distribution

@@ -1,7 +1,7 @@
-"""Three caches of n-gram statistics: this text, past texts, and a corpus (llama.cpp's ``lookup``).
+"""Three caches of n-gram statistics: the request's, past requests' and a corpus's (llama.cpp's ``lookup``).
 
-https://github.com/ggml-org/llama.cpp/tree/master/examples/lookup.  A cache maps an n-gram to the tokens that followed
-it and how often (:mod:`foretoken.methods.drafters.ngram_counts`).
+https://github.com/ggml-org/llama.cpp/tree/master/examples/lookup.  A cache maps an n-gram to counts of the tokens after
+it (:mod:`foretoken.methods.drafters.ngram_counts`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foretoken.methods.drafters.tenants import Tenants
 
 STATIC_SIZES = range(2, 3)
 LAX = ((2, 66), (2, 50), (1, 50), (1, 50))
-"""Least samples and least percentage of the best token, for n = 1..4: the context cache."""
+"""Minimum samples and minimum percentage of the best token, for n = 1..4, in the context cache."""
 STRICT = ((4, 75), (3, 66), (2, 66), (2, 66))
 """The same for the dynamic cache."""
 STATIC = LAX[1]
@@ -45,7 +45,7 @@ def best_follower(
 
 
 class _CacheSource(NgramSource):
-    """One request: its own counts, and the caches it shares."""
+    """One request's counts, and the caches that it shares."""
 
     def __init__(self, drafter: NgramCacheDrafter, salt: str) -> None:
         super().__init__()
@@ -79,10 +79,10 @@ class NgramCacheDrafter(SourceDrafter):
     """Chains by n-gram statistics of this text (lax), of past texts (strict) and of a corpus.
 
     Args:
-        k: most draft tokens.
-        share: learn from finished requests (the dynamic cache), for each salt apart.
-        tokens: how many tokens of finished requests are remembered, of all salts together (about 600 bytes each); half
-            of them at least, and what was loaded besides.
+        k: maximum draft tokens.
+        share: learn from finished requests (the dynamic cache), separately for each salt.
+        tokens: maximum remembered tokens of finished requests, of all salts together (about 600 bytes each); at least
+            half of them are kept, besides the loaded ones.
         static: file of a static cache, see :func:`build_static_cache`.
         save: with a path in the spec: write the dynamic cache of requests without a salt back to it whenever one ends.
     """
@@ -107,7 +107,8 @@ class NgramCacheDrafter(SourceDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> NgramCacheDrafter:
-        """From a spec ``ngram_cache[:FILE]``: FILE holds the dynamic cache; with ``save=true`` it may not exist yet."""
+        """Build from a spec ``ngram_cache[:FILE]``: FILE holds the dynamic cache and may be missing with
+        ``save=true``."""
         static = options.pop("static", "")
         drafter = cls(**options)
         drafter.fingerprint = fingerprint(context.tokenizer) if context.tokenizer is not None else ""
@@ -134,7 +135,7 @@ class NgramCacheDrafter(SourceDrafter):
         return _CacheSource(self, context.salt)
 
     def next_token(self, current: NgramCache, past: NgramCache, text: Sequence[int]) -> tuple[int, float] | None:
-        """The next token and its share: from this text, else from past texts, else from the corpus."""
+        """The next token and its share, by the request's cache, else by past requests', else by the corpus's."""
         static = self.static.followers(text[-2:]) if self.static is not None and len(text) > 1 else None
         best = best_follower(current, text, LAX, static) or best_follower(past, text, STRICT, static)
         if best is None and static is not None and static.total >= STATIC[0]:
@@ -144,7 +145,7 @@ class NgramCacheDrafter(SourceDrafter):
         return best
 
     def remember(self, text: Sequence[int], salt: str = "") -> None:
-        """A request ended: add its text to the tenant's dynamic cache."""
+        """Add a finished request's tokens to the tenant's dynamic cache."""
         if self.traits.shares_state:
             self.tenants.of(salt).remember(text)
             if self.save_always and self.path is not None and not salt:
@@ -155,7 +156,7 @@ class NgramCacheDrafter(SourceDrafter):
         self.dynamic.save(path, self.fingerprint)
 
     def load(self, path: str | Path) -> None:
-        """Go on with a saved dynamic cache, from which every tenant starts.
+        """Load a saved dynamic cache, from which every tenant starts.
 
         Raises:
             ValueError: the file is missing, damaged, or of another tokenizer.
@@ -165,10 +166,10 @@ class NgramCacheDrafter(SourceDrafter):
 
 
 def build_static_cache(documents: Iterable[str], tokenizer: Any, out: str | Path) -> int:
-    """Count the bigrams of a corpus for ``ngram_cache,static=OUT``; returns the number of its entries.
+    """Count the bigrams of a corpus for ``ngram_cache,static=OUT``; return the number of entries.
 
     Raises:
-        ValueError: no text.
+        ValueError: the corpus is empty.
     """
     text = joined(encoded(documents, tokenizer))
     if not len(text):

@@ -1,4 +1,4 @@
-"""Which tokens followed an n-gram, and how often: counts in dictionaries as they grow, in sorted arrays once stored."""
+"""Counts of the tokens after each n-gram, in dictionaries while they grow and in sorted arrays once stored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NONE = np.empty(0, np.int32)
 
 
 def key_of(tokens: Sequence[int]) -> int:
-    """64 bits for an n-gram (:func:`_keys` does many at once).  Two n-grams with one key would only spoil a guess."""
+    """64-bit hash of an n-gram (:func:`_keys` is the batched version).  A collision would only spoil a draft."""
     key = len(tokens)
     for token in tokens:
         key = (key * _MULTIPLIER + token + 1) & _MASK
@@ -39,11 +39,11 @@ class _RowCounts:
 
 
 class FollowerCounts:
-    """What followed one n-gram: the counts of new rows and those of a table's rows, added up when they are needed.
+    """Counts of the tokens after one n-gram, from new rows and a table's rows, added up on demand.
 
     Attributes:
-        total: samples.
-        most: an upper bound for the largest count.
+        total: number of samples.
+        most: upper bound of the largest count.
     """
 
     def __init__(self, new: Sequence[_RowCounts], tokens: Array, counts: Array) -> None:
@@ -54,7 +54,6 @@ class FollowerCounts:
             self.most += int(counts[0])
 
     def of(self, token: int) -> int:
-        """How often ``token`` followed."""
         counted = self._counts[self._tokens == token] if len(self._tokens) else _NONE
         return sum(row.counts.get(token, 0) for row in self._new) + (int(counted[0]) if len(counted) else 0)
 
@@ -69,9 +68,9 @@ class FollowerCounts:
         return merged
 
     def best(self, static: FollowerCounts | None = None) -> tuple[int, int]:
-        """The token of largest weight (equal ones: the smallest id) and its count.
+        """The token of largest weight (of equal ones the smallest id) and its count.
 
-        The weight is the count, times 100 times the count in ``static`` where that knows the token.
+        The weight is the count, times 100 times the count in ``static`` if that has the token.
         """
 
         def rank(item: tuple[int, int]) -> tuple[int, int]:
@@ -91,7 +90,7 @@ class CountTable:
 
     @classmethod
     def summed(cls, keys: Array, tokens: Array, counts: Array) -> CountTable:
-        """From rows in any order; equal rows are added up."""
+        """Build from rows in any order; equal rows are added up."""
         order = np.lexsort((tokens, keys))
         keys, tokens, counts = keys[order], tokens[order], counts[order]
         first = np.ones(len(keys), bool)
@@ -103,7 +102,7 @@ class CountTable:
 
     @classmethod
     def of_text(cls, text: Array, sizes: Iterable[int]) -> CountTable:
-        """Every n-gram of ``text`` [T] int32 with the token after it; nothing crosses a separator."""
+        """Count every n-gram of ``text`` [T] int32 with the token after it; none crosses a separator."""
         keys, tokens = [], []
         for n in sizes:
             if len(text) > n:
@@ -122,7 +121,6 @@ class CountTable:
         return len(self.keys)
 
     def rows(self, key: int) -> slice:
-        """Where a key's tokens are."""
         number = np.uint64(key)
         low = int(self.keys.searchsorted(number))
         if low == len(self.keys) or self.keys[low] != number:
@@ -131,7 +129,7 @@ class CountTable:
 
 
 def _keys(text: Array, n: int) -> Array:
-    """[T - n + 1] uint64: :func:`key_of` for every window of n tokens."""
+    """[T - n + 1] uint64: :func:`key_of` of every window of n tokens."""
     with np.errstate(over="ignore"):
         key = np.full(len(text) - n + 1, n, np.uint64)
         for i in range(n):
@@ -140,13 +138,15 @@ def _keys(text: Array, n: int) -> Array:
 
 
 class NgramCache:
-    """n-gram -> counts of the next token.  ``table`` was loaded; ``new`` has been counted since, and ``old`` before
-    that: it is dropped when ``new`` is full, so there is no pause for taking out single n-grams.
+    """n-gram -> counts of the next token.
+
+    ``table`` was loaded, ``new`` holds the most recent counts and ``old`` the earlier ones.  ``old`` is dropped when
+    ``new`` is full, which avoids a pause for removing single n-grams.
 
     Args:
-        sizes: n.
-        table: counts to begin with, which stay.
-        most: tokens of texts whose counts are kept beside it, half of them at least; 0: of all texts.
+        sizes: values of n.
+        table: initial counts, which stay.
+        most: maximum tokens whose counts are kept in addition, at least half of them at any time; 0: no limit.
     """
 
     def __init__(self, sizes: range = SIZES, table: CountTable | None = None, most: int = 0) -> None:
@@ -157,11 +157,11 @@ class NgramCache:
 
     @property
     def size(self) -> int:
-        """Tokens whose counts are kept, beside the table's."""
+        """Number of tokens whose counts are kept, without the table's."""
         return self._num_new + self._num_old
 
     def remember(self, text: Sequence[int]) -> None:
-        """Count a whole text, and forget old ones where there are too many."""
+        """Count a whole text, and drop old ones if there are too many."""
         if self.most and self._num_new and self._num_new + len(text) > self.most // 2:
             self.old, self.new = self.new, {}
             self._num_old, self._num_new = self._num_new, 0
@@ -169,7 +169,7 @@ class NgramCache:
         self.count(text)
 
     def count(self, text: Sequence[int], start: int = 0) -> None:
-        """Count the n-grams that are followed by ``text[start:]``."""
+        """Count the n-grams before every token of ``text[start:]``."""
         for end in range(max(start, 1), len(text)):
             for n in self.sizes:
                 if n > end:
@@ -185,7 +185,7 @@ class NgramCache:
         row.most = max(row.most, count)
 
     def followers(self, ngram: Sequence[int]) -> FollowerCounts | None:
-        """What followed an n-gram; ``None`` when nothing did."""
+        """Counts of the tokens after an n-gram; ``None`` if there are none."""
         key = key_of(ngram)
         new = [row for row in (self.new.get(key), self.old.get(key)) if row is not None]
         rows = slice(0, 0) if self.table is None else self.table.rows(key)
@@ -196,7 +196,7 @@ class NgramCache:
         return FollowerCounts(new, self.table.tokens[rows], self.table.counts[rows])
 
     def frozen(self) -> CountTable:
-        """Everything as one table."""
+        """All counts as one table."""
         counted = itertools.chain(self.old.items(), self.new.items())
         rows = [(key, token, count) for key, row in counted for token, count in row.counts.items()]
         columns = [np.array([row[i] for row in rows], dtype) for i, dtype in enumerate((np.uint64, np.int32, np.int32))]
@@ -206,7 +206,7 @@ class NgramCache:
         return CountTable.summed(*columns)
 
     def save(self, path: str | Path, tokenizer_fingerprint: str = "") -> None:
-        """Write the cache to a file (a temporary name is renamed at the end)."""
+        """Write the cache to a file (via a temporary file)."""
         table = self.frozen()
         meta = {"fingerprint": tokenizer_fingerprint, "sizes": [self.sizes.start, self.sizes.stop - 1]}
         write_arrays(path, KIND, meta, {"keys": table.keys, "tokens": table.tokens, "counts": table.counts})

@@ -1,7 +1,7 @@
-"""Drafters whose network says in one pass what may stand at each of the next places.
+"""Drafters whose network predicts candidates for each of the next positions in one pass.
 
-A request whose tokens are fixed, a greedy one or one with noise, gets the likeliest prefixes of the lattice of
-candidates; one that samples gets a chain or a tree whose tokens are drawn from the distributions that it carries.
+A request with fixed tokens, a greedy one or one with noise, gets the likeliest prefixes of the lattice of candidates.
+A request that samples gets a chain or a tree with the distributions that its tokens were drawn from.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from foretoken.models.call_costs import quick_costs
 
 
 class DraftIds(Protocol):
-    """Which of the target's tokens a network's logits are of."""
+    """Mapping from a network's logits to the target's ids."""
 
     vocab_size: int
 
     def mapped(self, tokens: Tensor) -> Tensor:
-        """Target ids of places in the logits, any shape."""
+        """Target ids of indices into the logits, any shape."""
 
     def widened(self, logits: Tensor) -> Tensor:
-        """Logits [n, V] over the target's ids: what cannot be guessed is impossible."""
+        """Logits [n, V] over the target's ids; -inf outside the draft vocabulary."""
 
 
 @dataclass(frozen=True)
 class PlaceScores:
-    """What may stand at one place.
+    """Candidates at one position.
 
     Attributes:
         scores: [C] unnormalised log-probabilities.
-        ids: [C] draft ids that they are of; ``None``: all, in order.
-        ends: nothing is drafted here.
+        ids: [C] draft ids of the scores; ``None``: all, in order.
+        ends: whether the draft ends before this position.
     """
 
     scores: Tensor
@@ -63,7 +63,8 @@ class BestTable:
 
     Attributes:
         tokens: per row the target's ids, best first.
-        beliefs: gives log-probabilities [n, C] of all candidates of every row.
+        log_probs: per row the tokens' log-probabilities.
+        beliefs: returns the log-probabilities [n, C] of all candidates of every row.
     """
 
     tokens: list[list[int]]
@@ -76,7 +77,7 @@ class BestTable:
 
 
 def _ends(beliefs: Callable[[], Tensor], log_probs: Sequence[float], budget: Budget) -> list[bool]:
-    """Per candidate whether drafting ends behind it; ``beliefs`` [C] are of all candidates of its place."""
+    """Whether drafting ends after each candidate; ``beliefs`` returns [C] for all candidates of its position."""
     if not budget.asks_for_confidence:
         return [False] * len(log_probs)
     distribution = beliefs().exp()
@@ -84,17 +85,17 @@ def _ends(beliefs: Callable[[], Tensor], log_probs: Sequence[float], budget: Bud
 
 
 class Guesses:
-    """What the network says of the places of one request's block.
+    """The network's predictions for one request's block.
 
     Args:
-        logits: [k, V_d] of the rows that guess.
-        ids: what the logits are of.
-        races: whether candidates are those of a race on the request's noise.
-        best: log-probabilities and draft ids, each [k, C], of the best tokens, best first, where they are known.
+        logits: [k, V_d] of the predicting rows.
+        ids: mapping of the logits to the target's ids.
+        races: whether candidates are ranked by the race on the request's noise.
+        best: log-probabilities and draft ids, each [k, C], of the best tokens, best first, if known.
     """
 
     by_path: bool = False
-    """Whether a place's scores depend on more of the path than :meth:`_row_of` tells."""
+    """Whether a position's scores depend on more of the path than :meth:`_row_of` returns."""
 
     def __init__(
         self, context: Context, logits: Tensor, ids: DraftIds, races: bool, best: tuple[Tensor, Tensor] | None = None
@@ -103,11 +104,11 @@ class Guesses:
         self._tables: dict[int, BestTable] = {}  # by width
 
     def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
-        """The place behind a path of drafted tokens, and what the next place is asked with."""
+        """Candidates after a path of draft tokens, and the state to pass for the next position."""
         return PlaceScores(self.logits[len(path)]), None
 
     def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
-        """The ``width`` best candidates behind a path; with noise those of the race."""
+        """The ``width`` best candidates after a path, with noise those of the race."""
         if not self.by_path and (not self.races or self.context.sampler.context_free):
             if width not in self._tables:
                 self._tables[width] = self._table(width)
@@ -118,7 +119,7 @@ class Guesses:
         scores, ids = row.scores, row.ids
         if self.races:
             scores = self._ranking(path, row)[0]
-            if ids is not None:  # nothing else is possible
+            if ids is not None:  # all other tokens are impossible
                 scores = scores[self.head.mapped(ids)]
         sure = log_beliefs(scores.float()[None])[0]
         values, best = largest(sure, min(width, len(sure)))
@@ -128,7 +129,7 @@ class Guesses:
         return Continuations(best.tolist(), log_probs, _ends(lambda: sure, log_probs, budget), after)
 
     def _table(self, width: int) -> BestTable:
-        """The best candidates of all places at once."""
+        """The best candidates of all positions at once."""
 
         @cache
         def beliefs() -> Tensor:
@@ -143,8 +144,8 @@ class Guesses:
         return BestTable(self.head.mapped(ids).tolist(), values.tolist(), beliefs)
 
     def _raced(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """As a request whose pipeline is context-free ranks candidates by its noise, [k, ..., C] like their scores;
-        ``tokens`` [k, C] are the target's ids of them."""
+        """Scores [k, ..., C] plus the request's noise, for a context-free sampler; ``tokens`` [k, C] are the target's
+        ids."""
         sampler, length = self.context.sampler, len(self.context.tokens)
         log_probs = sampler.log_probs(scores.flatten(0, -2)).view(scores.shape)
         whole = scores.new_empty(1).expand(self.head.vocab_size)
@@ -153,11 +154,11 @@ class Guesses:
         return log_probs + noise.view(len(noise), *[1] * (scores.ndim - 2), -1)
 
     def _row_of(self, path: Sequence[int]) -> int:
-        """Where in :meth:`_table` the candidates behind a path are."""
+        """Row of :meth:`_table` with the candidates after a path."""
         return len(path)
 
     def distribution(self, path: Sequence[int], row: PlaceScores) -> Tensor | None:
-        """[V] what a token behind a path is drawn from; ``None`` where the request allows nothing of it."""
+        """Distribution [V] of the token after a path; ``None`` if the request allows no candidate."""
         sampler = self.context.sampler
         prefix = () if sampler.context_free else (*self.context.tokens, *path)
         return distribution_of(sampler, self._spread(row)[0], prefix)
@@ -168,7 +169,7 @@ class Guesses:
         return ranked(sampler, self._spread(row), [len(text) + len(path)], prefixes)
 
     def _spread(self, row: PlaceScores) -> Tensor:
-        """Scores [1, V] over the target's ids: what is no candidate is impossible."""
+        """Scores [1, V] over the target's ids; -inf for other tokens than the candidates."""
         if row.ids is None:
             return self.head.widened(row.scores[None])
         wide = row.scores.new_full((1, self.head.vocab_size), -torch.inf)
@@ -179,13 +180,13 @@ class Guesses:
 class ParallelDrafter(BatchDrafter):
     """Trees of the lattice, or drawn chains and trees.
 
-    Options of them all: ``nodes``, the most draft nodes (a spec that leaves it out gets up to 60, as many as pay by
-    what the target's calls cost on this machine); ``width``, the candidates of every place (1: a chain); ``draw``, what
-    requests that sample without noise get, and ``tree``, as for the drafter ``eagle``.
+    Common options: ``nodes``, the maximum number of draft nodes (by default of a spec up to 60, as many as pay off by
+    the costs of the target's calls on this machine); ``width``, the candidates per position (1: a chain); ``draw``, the
+    proposals of requests that sample without noise, and ``tree``, as for the drafter ``eagle``.
 
     Attributes:
-        costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
-            chances that the draft gives them.
+        costs: cost of a target call by its number of nodes.  If set, a tree keeps as many nodes as pay off by the
+            draft's probabilities.
     """
 
     width: int
@@ -195,7 +196,7 @@ class ParallelDrafter(BatchDrafter):
     model: LanguageModel
 
     def _shape(self, nodes: int, depth: int, width: int, draw: str, tree: str, rewinds: bool = False) -> None:
-        """Take the options that say what is drafted.  Raises ``ValueError`` for an option outside its range."""
+        """Set the options of the draft's shape.  Raises ``ValueError`` for an option outside its range."""
         check_draw(self.name, draw)
         check_least(self.name, 1, nodes=nodes, width=width)
         self.width, self.draw, self.max_depth, self.max_nodes = width, draw, depth, nodes
@@ -204,22 +205,22 @@ class ParallelDrafter(BatchDrafter):
 
     @classmethod
     def sized(cls, target: LanguageModel, options: dict[str, Any], /, *args: Any, **more: Any) -> Self:
-        """With trees that are as large as pays on this machine, unless the option ``nodes`` says how large they are."""
+        """Construct with trees of the size that pays off on this machine, unless there is an option ``nodes``."""
         built = cls(*args, **more, **{"nodes": MOST_NODES, **options})
         if "nodes" not in options:
             built.fit(quick_costs(target))
         return built
 
     def fit(self, costs: TargetCost) -> None:
-        """Keep as many nodes of every tree as pay by what the target's calls cost."""
+        """Keep as many nodes of every tree as pay off by the costs of the target's calls."""
         self.costs, self.places = costs, paying_places(self.places, costs)
-        self._paying_of = dict[int, PayingNodes]()  # by the requests that share a call
+        self._paying_of = dict[int, PayingNodes]()  # by the number of requests in a call
 
     def _races(self, context: Context) -> bool:
         return is_ranked(context.sampler, self.draw == "greedy")
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """One pass for the whole batch; a text that has not been read yet, or that leaves no room, waits."""
+        """One pass for the whole batch; a request whose tokens are not read yet or leave no room gets no draft."""
         depths = [self._depth(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
         guesses = self._all_guesses(contexts, depths)
         trees = [TokenTree.root_only(context.root) for context in contexts]
@@ -229,21 +230,20 @@ class ParallelDrafter(BatchDrafter):
         return trees
 
     def _depth(self, context: Context, budget: Budget) -> int:
-        """Places of a pass, which stand behind the text in the network's context."""
+        """Number of predicted positions, limited by the network's context."""
         room = 1 + self.model.context_length - len(context.tokens)
         return min(self.max_depth, budget.max_depth, budget.max_nodes, room)
 
     @abstractmethod
     def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
-        """What the network says, by place in the batch, of as many places as ``depths`` has; requests that cannot be
-        drafted for are left out."""
+        """Predictions for ``depths`` positions, by index in the batch, without requests that cannot be drafted for."""
 
     def drafted(self, guess: Guesses, budget: Budget, depth: int, sharing: int) -> TokenTree:
         """The tree of one request, or its drawn chain or tree.
 
         Args:
-            guess: what the network says of its places.
-            sharing: requests whose nodes the target scores by the same call, as far as the tree may depend on that.
+            guess: the network's predictions.
+            sharing: requests in the target's next call, as far as the tree may depend on that.
         """
         if self.draw != "greedy" and not guess.context.sampler.fixed:
             return self._drawn(guess, budget, depth)
@@ -264,9 +264,9 @@ class ParallelDrafter(BatchDrafter):
         return self._paying_of[sharing].start()
 
     def _drawn(self, guess: Guesses, budget: Budget, depth: int) -> TokenTree:
-        """Tokens that are drawn behind each other, each from its recorded distribution."""
+        """A tree of drawn tokens, each with its recorded distribution."""
         drawn = DrawnTree(guess.context, self.places, replace(budget, max_depth=depth), self.max_nodes)
-        behind: dict[int, Any] = {}  # by node what the places of its children are asked with
+        behind: dict[int, Any] = {}  # by node, the state for its children's candidates
 
         def after(node: int) -> Tensor | None:
             path = drawn.path_of[node]

@@ -1,8 +1,8 @@
-"""A draft model that was taught to fill masks guesses all places of a draft in one pass.
+"""A draft model trained to fill masks predicts all positions of a draft in one pass.
 
-PARD, An et al. 2025 (arXiv 2504.18583); with the target's states beside the tokens PARD-2 (2605.08632).  Behind the
-tokens that the draft model has not read yet stand k - 1 mask tokens, under the usual causal mask: the last token's row
-guesses the first place, every mask's row the next one.
+PARD, An et al. 2025 (arXiv 2504.18583); with the target's states beside the tokens PARD-2 (2605.08632).  The unread
+tokens are followed by k - 1 mask tokens, under the usual causal mask: the last token's row predicts the first position,
+every mask's row the next one.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 
 MASK = "pard_token"
-"""Entry of a model's configuration that names the mask token."""
+"""Key of the mask token in a model's configuration."""
 TRAINED = 8
-"""Places that published PARD models were taught to guess."""
+"""Number of positions that published PARD models were trained to predict."""
 
 
 class ModelIds:
-    """The tokens that a draft model's logits are of, among the target's.
+    """Mapping from a draft model's logits to the target's tokens.
 
     Args:
         vocab_size: V of the target.
-        head: its vocabulary projection, where it is another than its own.
+        head: a vocabulary projection that replaces the model's.
     """
 
     def __init__(self, vocab_size: int, head: DraftHead | None = None) -> None:
         self.vocab_size, self.head = vocab_size, head
 
     def cut(self, logits: Tensor) -> Tensor:
-        """Logits [n, V'] without those of tokens that the target lacks (a head guesses none)."""
+        """Logits [n, V'] without those of tokens that the target lacks (a head has none)."""
         return logits if self.head is not None else logits[:, : self.vocab_size]
 
     def mapped(self, tokens: Tensor) -> Tensor:
-        """Target ids of places in the logits, any shape."""
+        """Target ids of indices into the logits, any shape."""
         return tokens if self.head is None else self.head.mapped(tokens)
 
     def widened(self, logits: Tensor) -> Tensor:
@@ -59,16 +59,15 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
     """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
 
     Args:
-        k: most tokens of a path, the rows of a pass.  More than the model was taught (8 for published ones) are
-            guessed worse.
-        mask: id of the mask token; -1: the one that the model's configuration names (``pard_token``).
-        target: the model that is drafted for; its vocabulary may be padded to another width than the draft model's.
+        k: maximum depth, the rows of a pass.  Quality drops beyond the trained number (8 for published models).
+        mask: id of the mask token; -1: the one in the model's configuration (``pard_token``).
+        target: the target model; its vocabulary may be padded to another width than the draft model's.
         taps: let a draft model that was trained with the target's states (PARD-2) read them.
     """
 
     name = "pard"
     reader: TargetStates | None = None
-    """What reads the text with the target's states beside it."""
+    """Reads the tokens together with the target's states."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
         self.head = None
 
     def _read_states(self, target: LanguageModel) -> None:
-        """Read the target's states where the draft model was trained with them: its text cannot be cut back then."""
+        """Read the target's states if the draft model was trained with them, which excludes cutting tokens off."""
         network = getattr(self.model, "model", None)
         projection = None if network is None else projection_of(network, target)
         if projection is not None:
@@ -104,7 +103,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
 
     @property
     def head(self) -> DraftHead | None:
-        """The vocabulary projection that takes the place of the draft model's."""
+        """The vocabulary projection that replaces the draft model's."""
         return self.ids.head
 
     @head.setter
@@ -125,20 +124,23 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
         sink: int = 0,
         **options: Any,
     ) -> Self:
-        """From a spec ``pard[:PATH]``: load the draft model and check that it fits the target.  ``quantize``,
-        ``vocab``, ``window`` and ``sink`` are those of ``model``; ``taps=false`` drafts without the target's states."""
+        """Build from a spec ``pard[:PATH]``: load the draft model and check that it fits the target.
+
+        ``quantize``, ``vocab``, ``window`` and ``sink`` are those of ``model``; ``taps=false`` drafts without the
+        target's states.
+        """
         draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         return cls.over(draft, context, vocab, **options)
 
     @classmethod
     def over(cls, draft: LanguageModel, context: BuildContext, vocab: str = "", **options: Any) -> Self:
-        """With a draft model that is loaded; arguments and errors are those of :meth:`build`."""
+        """Construct with a loaded draft model; arguments and errors are those of :meth:`build`."""
         built = cls.sized(context.target, options, draft, target=context.target)
         built.head = reduced_head(vocab, draft, context) or light_head(draft)
         return built
 
     def cost_beside(self, target_bytes: int) -> float:
-        """The draft model runs once: a share of every level."""
+        """A share for every level of the draft model's single run."""
         return share_of_bytes(bytes_read(self.model, self.head) // self.max_depth, target_bytes)
 
     def describe(self) -> list[dict[str, Any]]:
@@ -148,7 +150,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
         cut_back(self.model, context.state.get(self), length)
 
     def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
-        """Masks stay in the scratch until the text has grown, and go with what was rejected."""
+        """Run the pass; masks stay in the scratch until the sequence grows, and are dropped with rejected tokens."""
         texts = [readable(c.tokens, self.model.vocab_size, self.vocab_size) for c in contexts]
         if self.reader is None:
             is_level = level(self, TextReader(self.model), contexts, texts)
@@ -174,7 +176,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
 
 
 def mask_token(model: LanguageModel) -> int | None:
-    """The mask token that a draft model's configuration names; ``None``: it was not taught to fill masks."""
+    """The mask token in a draft model's configuration; ``None`` if it was not trained to fill masks."""
     config = getattr(getattr(model, "model", None), "config", None)
     mask = getattr(config, MASK, None)
     return mask if isinstance(mask, int) and not isinstance(mask, bool) else None

@@ -1,9 +1,9 @@
-"""Learned look-ahead tokens behind every draft make the target guess the next drafts while it verifies these.
+"""Learned look-ahead tokens after every draft token make the target predict the next draft during verification.
 
-PaSS, Monea et al. 2023 (https://arxiv.org/abs/2311.13581); a group of its own for every prefix that may be accepted, as
-in BiTA, Lin et al. 2024 (https://arxiv.org/abs/2401.12522).
+PaSS, Monea et al. 2023 (https://arxiv.org/abs/2311.13581); with a separate group for every prefix that may be accepted,
+as in BiTA, Lin et al. 2024 (https://arxiv.org/abs/2401.12522).
 
-The tree of one round, for k = 2 and two drafts (``a``, ``b`` stand for [LA]_1, [LA]_2)::
+The tree of one round, for k = 2 and two draft tokens (``a``, ``b`` are [LA]_1, [LA]_2)::
 
     root --- d1 --- d2 --- a --- b
       |       |
@@ -11,9 +11,9 @@ The tree of one round, for k = 2 and two drafts (``a``, ``b`` stand for [LA]_1, 
       |       |
       b       b
 
-Whichever of ``root``, ``d1``, ``d2`` is the last token that is accepted, the look-ahead tokens below it have seen it
-and nothing that was rejected.  [LA]_i below the token at position t stands at t + i and predicts t + i + 1: the token
-at t + 1, in whose place [LA]_1 stands, is the round's own (bonus or recovered) token, which becomes the root.
+Whichever of ``root``, ``d1``, ``d2`` is the last accepted token, the look-ahead tokens below it attend to it and to no
+rejected token.  [LA]_i below the token at position t has position t + i and predicts t + i + 1: the token at t + 1, the
+position of [LA]_1, is the round's (bonus or recovered) token, which becomes the root.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
 
 TYPICAL = (0.5, 0.4, 0.3, 0.25)
-"""Chances that the drafts of look-ahead tokens are right, where training did not measure them."""
+"""Accuracies of look-ahead tokens' predictions if training did not measure them."""
 
 
 def paying_shape(
     accuracies: Sequence[float], cost: Callable[[int], float], k: int = 0, groups: int = 0
 ) -> tuple[int, int]:
-    """How many look-ahead tokens and groups of them give most tokens per time.
+    """The number of look-ahead tokens and of their groups with the most tokens per time.
 
-    A round accepts i drafts or more with chance s_i, the product of the first i accuracies.  It leaves the next round
-    without drafts where it accepts as many as there are groups, so that one round in 1 + s_groups drafts nothing.
+    A round accepts i draft tokens or more with probability s_i, the product of the first i accuracies.  It leaves the
+    next round without a draft if it accepts as many as there are groups, so that one round in 1 + s_groups drafts
+    nothing.
 
     Args:
-        accuracies: chance that the guess of each look-ahead token is right.
-        cost: v(n), what scoring n nodes costs.
-        k: look-ahead tokens where that is decided; 0 where it is not.
-        groups: the same of the groups.
+        accuracies: accuracy of each look-ahead token's prediction.
+        cost: v(n), cost of scoring n nodes.
+        k: fixed number of look-ahead tokens; 0 to choose it.
+        groups: the same for the groups.
 
     Returns:
         ``k`` and ``groups``.
@@ -64,7 +65,7 @@ def paying_shape(
     def rate(choice: tuple[int, int]) -> float:
         tokens, count = choice
         reached = [1.0, *(math.prod(accuracies[:i]) for i in range(1, tokens + 1)), 0.0]
-        without = reached[min(count, tokens + 1)]  # rounds without drafts for every one with some
+        without = reached[min(count, tokens + 1)]  # rounds without a draft for every one with a draft
         drafting = cost(1 + tokens + min(count, tokens + 1) * tokens)
         return (sum(reached) + without) / (drafting + without * cost(1 + tokens))
 
@@ -76,8 +77,8 @@ class _LookAhead:
     """One request between two rounds.
 
     Attributes:
-        groups: its nodes with look-ahead tokens below them, and which probes those are.
-        logits: [<= k, V] what they said below the last accepted token; ``None`` when there were none.
+        groups: the probes with look-ahead tokens below each node that has some.
+        logits: [<= k, V] of the probes below the last accepted token; ``None`` if there were none.
     """
 
     proposed: TokenTree | None = None
@@ -90,12 +91,13 @@ class PassTokensDrafter(Drafter):
 
     Args:
         net: the learned rows; they move to the target's device.
-        k: how many of the look-ahead tokens are used; 0: all that were learned, and for a spec as many as pay by the
-            acceptance that training measured and by what the target's calls cost on this machine.
-        draw: how drafts are made when the request samples: ``"iid"`` (each drawn from what its look-ahead token says)
-            or ``"greedy"`` (the most likely ones, verified as point masses).  A greedy request gets greedy drafts.
-        groups: how many nodes of the chain, from the root down, have look-ahead tokens below them; 0: all, and for a
-            spec as many as pay.  Where the last token that is accepted has none, the next round drafts nothing.
+        k: number of look-ahead tokens; 0: all learned ones, and for a spec as many as pay off by the measured
+            accuracies of training and the costs of the target's calls on this machine.
+        draw: how tokens are chosen if the request samples: ``"iid"`` (each drawn from its look-ahead token's
+            distribution) or ``"greedy"`` (the most likely ones, verified as point masses).  A greedy request gets
+            greedy drafts.
+        groups: number of nodes of the chain, from the root down, with look-ahead tokens below them; 0: all, and for a
+            spec as many as pay off.  If the last accepted token has none, the next round drafts nothing.
     """
 
     name = "pass_tokens"
@@ -118,7 +120,7 @@ class PassTokensDrafter(Drafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> PassTokensDrafter:
-        """From a spec ``pass_tokens[:FOLDER]``."""
+        """Build from a spec ``pass_tokens[:FOLDER]``."""
         net, _, measured = load_net(context, cls.name, path, PassTokensConfig, PassTokens)
         accuracies = measured.get("accuracies") or TYPICAL
         costs = quick_costs(context.target)
@@ -127,11 +129,11 @@ class PassTokensDrafter(Drafter):
         return cls(net, context.target, **options)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """What the look-ahead tokens said, as a chain, and new ones below its nodes."""
+        """The look-ahead tokens' predictions as a chain, and new look-ahead tokens below its nodes."""
         state: _LookAhead = context.state.setdefault(self, _LookAhead())
         drafts, distributions = self._drafts(context, budget, state.logits)
         tokens, parents = [context.root, *drafts], list(range(-1, len(drafts)))
-        room = self.context_length - len(context.tokens)  # positions behind the root
+        room = self.context_length - len(context.tokens)  # positions after the root
         state.groups = {}
         for node in range(min(len(tokens), self.groups)):
             first = len(tokens)
@@ -151,7 +153,7 @@ class PassTokensDrafter(Drafter):
         return state.proposed
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Keep what the look-ahead tokens below the last accepted node said."""
+        """Keep the logits of the look-ahead tokens below the last accepted node."""
         state: _LookAhead = context.state.setdefault(self, _LookAhead())
         last = verdict.path[-1] if verdict.path else 0
         group = state.groups.get(last) if tree is state.proposed else None
@@ -159,7 +161,7 @@ class PassTokensDrafter(Drafter):
         state.proposed = None
 
     def _drafts(self, context: Context, budget: Budget, logits: Tensor | None) -> tuple[list[int], list[Tensor]]:
-        """The chain's tokens, and the distributions [V] that they were drawn from where they were drawn."""
+        """The chain's tokens, and the distributions [V] of drawn tokens."""
         count = 0 if logits is None else min(len(logits), budget.max_depth, budget.max_nodes)
         if logits is None or count == 0:
             return [], []
@@ -182,7 +184,7 @@ class PassTokensDrafter(Drafter):
             else:
                 drafts += draw_without_replacement(distribution, 1, context)
                 distributions.append(distribution)
-            # A stop may only suppress what comes after the token: the token itself stays in the draft.
+            # A stop may only suppress the tokens after this one, which stays in the draft.
             belief = torch.softmax(row.float(), -1) if confident and sampler.greedy else distribution
             if confident and budget.stops_after(belief, float(belief[drafts[-1]])):
                 break

@@ -1,4 +1,4 @@
-"""Keeps a small network that reads the target's hidden states level with the text of every request."""
+"""Readers that feed the target's hidden states to a small network, up to each request's last token."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from foretoken.models.runner import PREFILL_CHUNK
 
 @dataclass
 class UnreadStates:
-    """The target's hidden states at places that a network has not read, put aside as they come.
+    """Stored hidden states of the target at positions that a network has not read.
 
     Attributes:
-        start: position of the first place.
-        states: of places one after the other; nothing is copied before they are read.
+        start: first position.
+        states: of consecutive positions; nothing is copied before they are read.
     """
 
     start: int = 0
@@ -31,17 +31,17 @@ class UnreadStates:
         return self.states.count
 
     def add(self, context: Context, taps: Sequence[str]) -> None:
-        """Put aside what the last round (or the prompt) has that is new: a round may be shown more than once."""
+        """Store the new states of the last round (or the prompt); repeated calls for a round have no effect."""
         if taps[0] in context.hidden:
             count = self.start + len(self) - context.hidden_start
             self.states.add(HiddenStates.of(context.hidden).only(taps).at(slice(count, None)))
 
     def first(self, count: int) -> Mapping[str, Tensor]:
-        """The states [count, D] of the first places, by tap."""
+        """The states [count, D] of the first positions, by tap."""
         return self.states.first(count)
 
     def skip_to(self, position: int) -> None:
-        """Forget the places before a position."""
+        """Drop the states before a position."""
         gone = min(position - self.start, len(self))
         if gone > 0:
             self.states.drop(gone)
@@ -49,30 +49,30 @@ class UnreadStates:
 
 
 class FeatureReader:
-    """Shows the network one place per committed token but the last: the next token and the target's true state.
+    """Feeds the network one position per committed token but the last: the next token and the target's true state.
 
     Args:
-        wanted: of how many last places per reading it must make logits.
+        wanted: number of last positions per reading that need logits.
     """
 
     taps: Sequence[str] = ("last",)
     skipped: int = 1
-    """First tokens of a text that the network does not read: the pair at place t holds token t + skipped."""
+    """First tokens that the network does not read: the pair at position t holds token t + skipped."""
 
     def __init__(self, model: FeatureModel, wanted: int = 1) -> None:
         self.model, self.wanted = model, wanted
 
     def start(self, context: Context) -> None:
-        """Put the prompt's features aside."""
+        """Store the prompt's features."""
         unread = context.state[self, "pending"] = UnreadStates()
         unread.add(context, self.taps)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Keep the features of the round: they are read when the next draft is asked for."""
+        """Store the round's features until the next draft is requested."""
         context.state[self, "pending"].add(context, self.taps)
 
     def finish(self, context: Context) -> None:
-        """Free the row and the features."""
+        """Release the row and the features."""
         forget(self, context)
 
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
@@ -80,10 +80,10 @@ class FeatureReader:
         return hidden[self.taps[0]].float()
 
     def follow(self, contexts: Sequence[Context]) -> tuple[list[bool], dict[int, Rows]]:
-        """Which requests' texts have been read to the end, and, by ``id``, the rows of those that had an end to read.
+        """Whether all tokens of each request have been read, and, by ``id``, the rows of requests that had any to read.
 
-        True features are read only, so that these places can be kept.  The pair at place t is the token at t + 1 and
-        the feature of t; the last pair holds the root.
+        Only true features are read, so that these positions can be kept.  The pair at position t is the token at t + 1
+        and the feature of t; the last pair holds the root.
         """
         ready = self.read_up_to_end(contexts)
         ends = [c for c, is_level in zip(contexts, ready, strict=True) if is_level and c.state[self, "pending"]]
@@ -96,42 +96,43 @@ class FeatureReader:
         return ready, rows_of
 
     def read_up_to_end(self, contexts: Sequence[Context]) -> list[bool]:
-        """Read all but the last places of long texts; says for which requests that is all that was missing."""
+        """Read all but the last positions of long sequences; return for each request whether only those were
+        missing."""
         for context in contexts:
             context.state[self, "pending"].add(context, self.taps)
         texts = [self.tokens_of(context)[self.skipped :] for context in contexts]
         return level(self, _PairReader(self), contexts, texts)
 
     def tokens_of(self, context: Context) -> Sequence[int]:
-        """The text in the network's own ids."""
+        """The request's tokens in the network's ids."""
         return context.tokens
 
     def feed(self, context: Context, count: int, wanted: int) -> Feed:
-        """The next places that were not read."""
+        """A feed of the next ``count`` unread positions."""
         sequence: SequenceState = context.state[self]
         first = len(sequence.tokens) + self.skipped
         states = self.features(context.state[self, "pending"].first(count))
         return Feed(sequence, self.tokens_of(context)[first : first + count], wanted=wanted, states=states)
 
     def keep(self, context: Context) -> None:
-        """Keep the places that were fed."""
+        """Commit the fed positions."""
         sequence: SequenceState = context.state[self]
         self.model.commit(sequence, range(len(sequence.scratch_tokens)))
         self.skip_read(context)
 
     def settle(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
-        """Drop what was drafted: its features are not the target's."""
+        """Drop draft tokens, whose features are not the target's."""
         if sequence.scratch_tokens:
             self.model.commit(sequence, ())
 
     def skip_read(self, context: Context) -> None:
-        """Forget the features of places that were kept."""
+        """Drop the features of committed positions."""
         sequence: SequenceState = context.state[self]
         context.state[self, "pending"].skip_to(len(sequence.tokens) - 1 + self.skipped)
 
 
 class ReadingDrafter(Drafter):
-    """A drafter that has such a reader beside its own model, if it has one."""
+    """A drafter with an optional reader beside its own model."""
 
     reader: FeatureReader | None = None
 
@@ -151,14 +152,14 @@ class ReadingDrafter(Drafter):
 
 
 class _PairReader(TextReader):
-    """Reads a token and the feature before it at every place."""
+    """Reads pairs of a token and the feature before it."""
 
     def __init__(self, reader: FeatureReader) -> None:
         super().__init__(reader.model)
         self.reader = reader
 
     def settle(self, context: Context, sequence: SequenceState, tokens: Sequence[int]) -> int:
-        """Drop the features of places that were kept, or taken over from another text."""
+        """Drop the features of positions that are committed or restored from another sequence."""
         self.reader.settle(sequence, tokens)
         self.reader.skip_read(context)
         return len(context.state[self.reader, "pending"])

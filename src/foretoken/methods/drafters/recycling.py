@@ -1,4 +1,4 @@
-"""Token Recycling: a tree from what the target last said about every token (Luo et al. 2024, arXiv 2408.08696)."""
+"""Token Recycling: a tree from the target's last prediction after every token (Luo et al. 2024, arXiv 2408.08696)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from foretoken.methods.drafters.tenants import Tenants
 WIDTH = 8
 """Followers kept per token."""
 TENANTS = 16
-"""Tables that are kept: each takes 32 bytes per token of the vocabulary."""
+"""Maximum number of tables; each takes 32 bytes per token of the vocabulary."""
 PRIOR = (0.5, 0.1, 0.05, 0.033, 0.025, 0.02, 0.017, 0.014)
-"""How often the follower of each rank is the next token, before anything was observed.
+"""Prior probability that the follower of each rank is the next token.
 
 With 80 nodes and 6 levels it gives 8, 20, 25, 16, 8, 3 nodes per level; the published tree has 8, 21, 25, 15, 8, 3.
 """
@@ -29,11 +29,11 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Template:
-    """The shape of a tree: which followers of which node are tried.
+    """The shape of a tree in ranks of followers.
 
     Attributes:
         parents: [n] node indices, 0 is the root; parents first, in order of falling probability.
-        ranks: [n] which follower of the parent a node is.
+        ranks: [n] rank of a node among its parent's followers.
         scores: [n] probability that the path is right.
     """
 
@@ -43,10 +43,10 @@ class Template:
 
     @classmethod
     def best(cls, chances: Sequence[float], nodes: int, depth: int) -> Template:
-        """The ``nodes`` most probable nodes when the follower of rank r is right with probability ``chances[r]``.
+        """The ``nodes`` most probable nodes if the follower of rank r is right with probability ``chances[r]``.
 
-        A node's probability is the product along its path, so the best tree is grown by always adding the most probable
-        node whose parent is in it: its expected number of accepted tokens is the largest of all trees of that size.
+        A node's probability is the product along its path, so repeatedly adding the most probable node whose parent is
+        in the tree maximises the expected number of accepted tokens for that size.
         """
         parents: list[int] = []
         ranks: list[int] = []
@@ -80,26 +80,26 @@ class Template:
 
 
 class FollowerTable:
-    """[V, 8] int32: for every token the likeliest tokens after it, as the target last gave them; -1 for none."""
+    """[V, 8] int32: for every token the likeliest next tokens in the target's last prediction; -1 for none."""
 
     def __init__(self) -> None:
         self.rows: Ints = np.full((0, WIDTH), -1, np.int32)
 
     def reserve(self, tokens: int) -> None:
-        """Have rows for ids below ``tokens``."""
+        """Grow to at least ``tokens`` rows."""
         if tokens > len(self.rows):
             rows = np.full((max(tokens, 2 * len(self.rows)), WIDTH), -1, np.int32)
             rows[: len(self.rows)] = self.rows
             self.rows = rows
 
     def update(self, tokens: Sequence[int], best: Ints) -> None:
-        """The followers of ``tokens`` [n] are ``best`` [n, w]; of equal tokens the last one counts."""
+        """Set the followers of ``tokens`` [n] to ``best`` [n, w]; the last of equal tokens wins."""
         self.reserve(max(tokens) + 1)
         for token, row in zip(tokens, best, strict=True):
             self.rows[token, : len(row)] = row
 
     def read(self, text: Sequence[int]) -> None:
-        """What followed a token in ``text``, for tokens of which the target has said nothing yet."""
+        """Add the followers in ``text`` of tokens without a prediction of the target."""
         if not text:
             return
         self.reserve(max(text) + 1)
@@ -114,13 +114,13 @@ class FollowerTable:
 
 @dataclass
 class Statistics:
-    """How often the follower of each rank was tried after an accepted node, and how often it was the next token."""
+    """Trials and hits of the follower of each rank after accepted nodes."""
 
     tried: list[int] = field(default_factory=lambda: [0] * WIDTH)
     hits: list[int] = field(default_factory=lambda: [0] * WIDTH)
 
     def add(self, candidates: Sequence[int], token: int) -> None:
-        """``candidates`` (by rank) were tried and ``token`` came."""
+        """Count a trial of ``candidates`` (by rank) whose next token was ``token``."""
         for rank, candidate in enumerate(candidates[:WIDTH]):
             self.tried[rank] += 1
             self.hits[rank] += candidate == token
@@ -136,7 +136,7 @@ class Statistics:
 
 @dataclass
 class TenantState:
-    """What the requests of one tenant have taught.
+    """Learned state of one tenant's requests.
 
     Attributes:
         template: the shape of the next trees.
@@ -156,7 +156,7 @@ class TenantState:
         return self._levels[key]
 
     def reshape(self, nodes: int, depth: int) -> None:
-        """Make the template anew from the statistics."""
+        """Recompute the template from the statistics."""
         self.template = Template.best(self.statistics.chances(), nodes, depth)
         self._levels.clear()
 
@@ -167,8 +167,8 @@ class RecyclingDrafter(Drafter):
     Args:
         nodes: draft nodes.
         depth: levels of the tree.
-        adapt: rounds after which the shape is made anew from what was accepted (0: never).
-        share: keep table, statistics and shape from request to request, for each salt apart.
+        adapt: rounds after which the shape is recomputed from accepted tokens (0: never).
+        share: share table, statistics and shape between requests of the same salt.
     """
 
     name = "recycling"
@@ -183,7 +183,7 @@ class RecyclingDrafter(Drafter):
         self.tenants = Tenants(lambda: TenantState(self._first), TENANTS)
 
     def learned(self, context: Context) -> TenantState:
-        """What a request uses: what its tenant's requests have taught, or it alone."""
+        """The state of the request's tenant, or of the request alone."""
         if self.traits.shares_state:
             return self.tenants.of(context.salt)
         state: TenantState | None = context.state.get(self)
@@ -195,7 +195,7 @@ class RecyclingDrafter(Drafter):
         self.learned(context).followers.read(context.tokens)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Fill the template with followers of followers; nodes without a known token are left out."""
+        """Fill the template with followers of followers, without nodes whose token is unknown."""
         learned = self.learned(context)
         learned.followers.reserve(context.root + 1)
         rows, template = learned.followers.rows, learned.template
@@ -217,7 +217,7 @@ class RecyclingDrafter(Drafter):
         return TokenTree(tuple(tokens), tuple(parents))
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Every scored node, accepted or not, gives its token's followers; later nodes overwrite earlier ones."""
+        """Update the followers of every scored node's token, accepted or not; later nodes overwrite earlier ones."""
         learned = self.learned(context)
         self._count(learned, tree, verdict)
         best, table = largest(scores.logits, min(WIDTH, scores.logits.shape[-1]))[1], learned.followers
@@ -225,7 +225,7 @@ class RecyclingDrafter(Drafter):
         table.update(tree.tokens, best.cpu().numpy().astype(np.int32))
 
     def _count(self, learned: TenantState, tree: TokenTree, verdict: Verdict) -> None:
-        """Which rank was right after every accepted node."""
+        """Count the rank that was right after every accepted node."""
         path = [0, *verdict.path]
         following = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         for node, token in zip(path, following, strict=True):

@@ -32,10 +32,10 @@ CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
 class RetokenizeDrafter(BatchDrafter):
     """Drafts with a model of any tokenizer, through text.
 
-    The draft model writes its ``k`` most likely tokens, one after another.  What they spell is tokenized for the
-    target together with its last tokens; what comes out behind the last committed one is the proposal: fewer, as many
-    or more tokens, and none when that tokenization has no border there.  Proposals are deterministic, so they are
-    lossless for every way of sampling.
+    The draft model writes its ``k`` most likely tokens, one after another.  The target's tokenizer encodes their text
+    together with the target's last tokens; the tokens after the last committed one are the proposal.  Their number may
+    differ from ``k``, and is 0 if that tokenization has no border there.  Proposals are deterministic, so they are
+    lossless for every sampler.
 
     Args:
         k: tokens that the draft model writes per round.
@@ -60,7 +60,7 @@ class RetokenizeDrafter(BatchDrafter):
             )
         self.model, self.k, self.lookbehind = model, k, lookbehind
         self.vocabulary, self.target_vocabulary = vocabulary, target_vocabulary
-        self.max_depth = 2 * k  # tokens of the target, which may be shorter ones
+        self.max_depth = 2 * k  # tokens of the target may be shorter
         self._for_draft = translated_spellings(target_vocabulary, vocabulary)
         self._for_target = translated_spellings(vocabulary, target_vocabulary)
 
@@ -75,14 +75,15 @@ class RetokenizeDrafter(BatchDrafter):
         sink: int = 0,
         **options: Any,
     ) -> RetokenizeDrafter:
-        """From a spec ``retokenize[:PATH]`` (options as for ``model``): load the draft model and its tokenizer."""
+        """Build from a spec ``retokenize[:PATH]`` (options as for ``model``): load the draft model and its
+        tokenizer."""
         model, tokenizer = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         mine = Vocabulary.of(tokenizer, model.vocab_size)
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)
 
     def start(self, context: Context) -> None:
-        """Begin with an empty text, which is tokenized when a draft is asked for."""
+        """Begin with an empty text, which is tokenized when a draft is requested."""
         context.state[self] = ReadText()
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
@@ -102,7 +103,7 @@ class RetokenizeDrafter(BatchDrafter):
     # -- the target's text for the draft model -----------------------------------------------------------------------
 
     def _follow(self, context: Context, text: ReadText) -> None:
-        """Read what was committed since the last time."""
+        """Read the tokens committed since the last call."""
         new = text.characters.decode(spelled(self._for_draft, context.tokens[text.count :]))
         text.count = len(context.tokens)
         if new:
@@ -112,14 +113,14 @@ class RetokenizeDrafter(BatchDrafter):
                 self.model.rewind(sequence, length)
 
     def _append(self, text: ReadText, new: str) -> int:
-        """Add to ``text.ids``; return how many tokens stayed and have another one behind them."""
+        """Add to ``text.ids``; return how many tokens stayed and are followed by another one."""
         vocabulary = self.vocabulary
         if not text.ids:
             text.ids = vocabulary.encode_text(new)
             return 0
         behind = text.ids[-self.lookbehind :]
         start = len(text.ids) - len(behind)
-        # New text may join with the text before it: both are tokenized, and the tokens that changed are replaced.
+        # New text may merge with the text before it: both are tokenized, and the tokens that changed are replaced.
         again = vocabulary.encode(vocabulary.bytes_of(behind).decode(errors="ignore") + new)
         mine, theirs = common_border(vocabulary, behind, again, len(new.encode()))
         if vocabulary.bytes_of(again[theirs:]) == vocabulary.bytes_of(behind[mine:]) + new.encode():
@@ -137,7 +138,7 @@ class RetokenizeDrafter(BatchDrafter):
         budgets: Sequence[Budget],
         steps: Sequence[int],
     ) -> list[list[int]]:
-        """The draft model's likeliest tokens after every text, as many as there are steps."""
+        """The draft model's likeliest tokens after every text, one per step."""
         drafts: list[list[int]] = [[] for _ in texts]
         live = [i for i, count in enumerate(steps) if count]
         sequences: dict[int, SequenceState] = {i: contexts[i].state[self, "text"] for i in live}
@@ -154,19 +155,19 @@ class RetokenizeDrafter(BatchDrafter):
         return drafts
 
     def _steps(self, text: ReadText, budget: Budget, is_level: bool) -> int:
-        """Tokens that the draft model may write."""
+        """Number of tokens that the draft model may write."""
         room = self.model.context_length - len(text.ids)
         return max(0, min(self.k, budget.max_depth, room + 1)) if is_level and text.ids and budget.max_nodes else 0
 
     # -- the draft model's text for the target -----------------------------------------------------------------------
 
     def _retokenized(self, context: Context, text: ReadText, draft: Sequence[int]) -> list[int]:
-        """The target's tokens of what the draft spells behind the committed text; none where they do not fit."""
+        """The target's tokens for the draft's text after the committed text; empty if they do not fit."""
         spelling, begun = spelled(self._for_target, draft), text.characters.getstate()[0]
         if not spelling.startswith(begun):
             return []  # the target has begun another character
         vocabulary = self.target_vocabulary
-        # The window may begin inside a character and the draft end inside one.
+        # The lookbehind may begin inside a character and the draft end inside one.
         behind = vocabulary.bytes_of(context.tokens[-self.lookbehind :]).lstrip(CONTINUATION_BYTES)
         whole = whole_characters(behind + spelling[len(begun) :])
         tokens = vocabulary.encode(whole.decode())

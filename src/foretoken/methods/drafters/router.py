@@ -1,7 +1,7 @@
-"""One of several drafters guesses in each round: whichever the controller names.
+"""A group in which one of several drafters drafts in each round, as chosen by the controller.
 
-The group has no policy of its own unless it is given a rule.  Which member pays is a matter of measured cost and
-acceptance, which controllers weigh (``auto``, ``bandit``).
+Without a rule the group has no policy.  Which member pays off depends on measured cost and acceptance, which
+controllers weigh (``auto``, ``bandit``).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from foretoken.models.base import LanguageModel
 class RouterDrafter(GroupDrafter):
     """Lets the member draft that the controller's budget names, and its alternatives where that one guesses nothing.
 
-    A budget that names nobody goes to the cheapest member first, then to the next one.
+    A budget without a member goes to the cheapest member first, then to the next one.
 
     Args:
-        costs: per member what one draft token costs, in target steps; by default what it says itself
+        costs: per member the cost of a draft token in target steps; by default its own estimate
             (:meth:`~foretoken.methods.drafters.base.Drafter.cost_beside`).
-        target: the model that is drafted for, whose size the default costs need.
-        rule: ``cost`` as above; or the guesses of the members that copy are weighed, and to a controller the group is
-            one drafter: ``expected``, most accepted tokens expected; ``match``, the longest n-gram found.
-        least: the estimate that a guess must reach; where none does, the last member drafts, and where that one has
-            nothing to say either, the best guess after all.
+        target: the target model, whose size the default costs need.
+        rule: ``cost`` as above; or compare the drafts of copying members, and be a single drafter to a controller:
+            ``expected``, most expected accepted tokens; ``match``, the longest matching n-gram.
+        least: minimum estimate of a draft; if none reaches it, the last member drafts, and if that one has no draft
+            either, the best draft is used after all.
         bias: with ``match``, per member by how many tokens its match must be longer than those of others.
     """
 
@@ -75,8 +75,8 @@ class RouterDrafter(GroupDrafter):
         least: float = 0.0,
         bias: str = "",
     ) -> RouterDrafter:
-        """From a spec ``router[,drafters=(A|B|...)][,costs=0.1|0][,rule=expected][,least=1]``; by default all that need
-        no training."""
+        """Build from a spec ``router[,drafters=(A|B|...)][,costs=0.1|0][,rule=expected][,least=1]``; by default with
+        all members that need no training."""
         if path is not None:
             raise ValueError("drafter 'router' takes no path: router,drafters=(model:PATH|ngram)")
         numbers, biases = parse_costs(costs), parse_costs(bias, "bias")
@@ -84,14 +84,14 @@ class RouterDrafter(GroupDrafter):
 
     @property
     def limits(self) -> Limits:
-        """With those of the members, which a controller may choose from where no rule does."""
+        """Limits with those of the members, among which a controller may choose without a rule."""
         if self.rule is not None:
             return super().limits
         members = zip(self.drafters, self.costs, strict=True)
         return replace(super().limits, members=tuple(replace(m.limits, relative_cost=cost) for m, cost in members))
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Ask the member that each budget names; where it guesses nothing, the next one."""
+        """Let the member draft that each budget names, and the next one if its draft is empty."""
         trees: list[TokenTree | None] = [None] * len(contexts)
         spare = self._weigh(self.rule, contexts, budgets, trees) if self.rule is not None else {}
         orders = [self._order(budget) for budget in budgets]
@@ -117,8 +117,8 @@ class RouterDrafter(GroupDrafter):
         return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
 
     def _guess_beside(self, context: Context, attempts: Sequence[tuple[int, Budget]]) -> None:
-        """Where a network has drafted, note what the members that copy would have guessed: it costs next to nothing,
-        and a controller learns by it that a text repeats itself."""
+        """Record drafts of copying members beside a network's: they cost next to nothing, and show a controller that a
+        text repeats itself."""
         index, budget = attempts[-1]
         if budget.member is None or not self.costs[index]:
             return
@@ -129,7 +129,7 @@ class RouterDrafter(GroupDrafter):
     def _weigh(
         self, rule: GuessRule, contexts: Sequence[Context], budgets: Sequence[Budget], trees: list[TokenTree | None]
     ) -> dict[int, tuple[int, Guess]]:
-        """Fill in the trees whose best guess is good enough; the members and guesses of the others that have any."""
+        """Set the trees whose best draft is good enough; return the members and drafts of the others that have any."""
         spare: dict[int, tuple[int, Guess]] = {}
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
             if budget.member is not None or budget.max_depth < 1 or budget.max_nodes < 1:
@@ -148,7 +148,7 @@ class RouterDrafter(GroupDrafter):
         return self._owned(context, index, tree)
 
     def _order(self, budget: Budget) -> list[tuple[int, Budget]]:
-        """The members to ask, the first one first, each with its budget."""
+        """The members in order of preference, each with its budget."""
         if budget.member is None and self.rule is not None:
             return [] if self.rule.fallback is None else [(self.rule.fallback, budget)]
         if budget.member is None:
@@ -163,7 +163,7 @@ class RouterDrafter(GroupDrafter):
         return chosen
 
     def _owned(self, context: Context, index: int, tree: TokenTree) -> TokenTree:
-        """A member's tree with its name on it; what becomes of it is of interest to members that look."""
+        """A member's tree marked with its index; the proposal is kept if any member observes it."""
         owned = tree.guessed_by(index)
         if self._observers:
             context.state[self] = Proposal(owned, {index: MemberTree(tree, range(len(tree)))})

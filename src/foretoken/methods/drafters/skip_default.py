@@ -1,8 +1,9 @@
-"""Which sublayers a target drafts best without: measured on a few hundred tokens of its own text.
+"""The set of sublayers whose omission makes the best draft model, measured on a few hundred tokens of the target's
+text.
 
-A sublayer's sensitivity is how far the distribution moves when it alone is left out (Kullback-Leibler divergence, nats
-per token).  The least sensitive ones are left out together, more and more of them, while the speed that acceptance and
-cost promise rises.
+A sublayer's sensitivity is the divergence (Kullback-Leibler, nats per token) between the distributions with and without
+it.  The least sensitive ones are left out together, in growing numbers, while the speed promised by acceptance and cost
+rises.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ PROMPTS = (
     "Write a short letter to a friend about a new job.",
     "How do I sort a list of names in JavaScript?",
 )
-"""What the target answers, to be measured on its answers."""
+"""Prompts for the answers that are measured."""
 TOKENS, SENSED = 32, 4
-"""Tokens of every answer, and how many of them, the last ones, tell single sublayers apart."""
+"""Tokens per answer, and the number of last tokens that sensitivity is measured on."""
 LONGEST = 8
-"""Longest draft that a set is judged by."""
+"""Longest draft considered for a set."""
 STEPS = 8
-"""Steps by which the cost of a sublayer is measured."""
+"""Timed steps per measured cost."""
 STALE = 2
-"""Larger sets that are tried after the best one."""
-KEPT = KeptResults("skips", lambda: "quiet")  # earlier versions kept what a busy machine had told
+"""Larger sets to try after the best one."""
+KEPT = KeptResults("skips", lambda: "quiet")  # earlier versions kept results of a busy machine
 
 
 class NothingToSkipWarning(UserWarning):
@@ -56,11 +57,11 @@ class NothingToSkipWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Choice:
-    """A set and what it promises.
+    """A set and its expected performance.
 
     Attributes:
-        acceptance: share of the target's own tokens that are likeliest without these sublayers.
-        speed: tokens per second over plain decoding's, by acceptance, size and the cost of the target's calls.
+        acceptance: share of the target's tokens that are likeliest without these sublayers.
+        speed: tokens per second relative to plain decoding, by acceptance, size and the costs of the target's calls.
     """
 
     skips: SkipSet
@@ -69,14 +70,14 @@ class Choice:
 
 
 def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
-    """The set that promises most, remembered with the model's fingerprint.
+    """The set with the highest expected speed, cached under the model's fingerprint.
 
     Args:
         target: a model of more than two layers.
-        tokenizer: its own; without one the prompts are ids spread over its vocabulary.
+        tokenizer: the target's; without one the prompts are ids spread over its vocabulary.
 
     Warns:
-        NothingToSkipWarning: it promises less than plain decoding.
+        NothingToSkipWarning: the set is expected to be slower than plain decoding.
     """
     owner: Any = target
     key = fingerprint(owner.model)
@@ -106,7 +107,7 @@ def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
 
 @torch.inference_mode()
 def measured_set(target: LanguageModel, prompts: Sequence[Sequence[int]], tokens: int = TOKENS) -> Choice:
-    """The set that promises most, by the target's own greedy continuations of the prompts.
+    """The set with the highest expected speed on the target's greedy continuations of the prompts.
 
     Args:
         target: a model of more than two layers.
@@ -125,7 +126,7 @@ def measured_set(target: LanguageModel, prompts: Sequence[Sequence[int]], tokens
 
 
 def _longest_that_pays(text: _OwnText, base: SkipSet, more: Sequence[SkipSet], best: Choice | None = None) -> Choice:
-    """The base with the first ones of ``more``, as many as promise most; in steps of an eighth of the layers."""
+    """``base`` plus the best number of first items of ``more``, in steps of an eighth of the layers."""
     step = max(1, len(more) // 8)
     worse = 0
     for count in range(step, len(more) + 1, step):
@@ -143,7 +144,7 @@ def _longest_that_pays(text: _OwnText, base: SkipSet, more: Sequence[SkipSet], b
 
 
 class _OwnText:
-    """Texts that the target has written, and what it says of them with sublayers left out."""
+    """Texts that the target has written, and its logits for them with sublayers left out."""
 
     def __init__(self, target: LanguageModel, prompts: Sequence[Sequence[int]], tokens: int) -> None:
         self.target = target
@@ -160,7 +161,7 @@ class _OwnText:
         self.log_p = self._logits(target.forward, min(SENSED, tokens)).log_softmax(-1)
 
     def _continued(self, texts: list[list[int]], tokens: int) -> list[list[int]]:
-        """The texts with so many of the target's own tokens behind them."""
+        """The texts, each with ``tokens`` greedy tokens appended."""
         for _ in range(tokens):
             rows = self.target.forward([Feed(s, [text[-1]]) for s, text in zip(self.sequences, texts, strict=True)])
             for sequence, text, row in zip(self.sequences, texts, rows, strict=True):
@@ -169,8 +170,8 @@ class _OwnText:
         return texts
 
     def _logits(self, forward: Callable[[Sequence[Feed]], Any], count: int) -> Tensor:
-        """[b * count, V] about the last ``count`` tokens of every text; what is before them is kept as the whole model
-        reads it."""
+        """[b * count, V] for the last ``count`` tokens of every text; earlier positions keep the whole model's KV
+        cache."""
         feeds = []
         for sequence, text in zip(self.sequences, self.texts, strict=True):
             first = len(text) - 1 - count
@@ -190,7 +191,7 @@ class _OwnText:
         return float((self.log_p.exp() * (self.log_p - log_q)).sum(-1).mean())
 
     def judged(self, skips: SkipSet) -> Choice:
-        """A set's acceptance over all tokens, and the speed that it promises."""
+        """A set's acceptance over all tokens, and its expected speed."""
         count = len(self.texts[0]) - 1 - self.starts[0]
         logits = self._logits(lambda feeds: self.target.forward_part(feeds, skips.plan), count)
         tokens = torch.tensor([token for text in self.texts for token in text[-count:]], device=logits.device)
@@ -199,7 +200,7 @@ class _OwnText:
         return Choice(skips, acceptance, promised_speed(acceptance, step, self.costs))
 
     def _saved(self) -> tuple[float, float]:
-        """What leaving out an attention and an MLP saves of a step: the quickest of steps that take turns, without any,
+        """Share of a step saved by leaving out an attention and an MLP: the fastest of interleaved steps without any,
         without attention and without MLPs."""
         layers = num_layers_of(self.target)
         middle = frozenset(range(1, layers - 1))
@@ -209,7 +210,7 @@ class _OwnText:
             for place, skips in enumerate(sets):
                 quickest[place] = min(quickest[place], self._step_s(skips))
         attention, mlp = (max(1.0 - quickest[place] / quickest[0], 0.0) / len(middle) for place in (1, 2))
-        most = 1.0 / layers  # of a layer: what says more is noise
+        most = 1.0 / layers  # a larger saving than a layer's share is noise
         scale = min(1.0, most / max(attention + mlp, 1e-9))
         return attention * scale, mlp * scale
 
@@ -223,7 +224,7 @@ class _OwnText:
         return spent
 
     def close(self) -> None:
-        """Free the texts."""
+        """Release the sequences."""
         for sequence in self.sequences:
             with suppress(ValueError):
                 self.target.release(sequence)
@@ -233,7 +234,7 @@ def promised_speed(acceptance: float, step: float, costs: TargetCost) -> float:
     """Tokens per second over plain decoding's at the best draft length: (1 + a + .. + a^k) / (k c + v(k + 1)).
 
     Args:
-        acceptance: a, of one draft.
+        acceptance: a, of one draft token.
         step: c, a draft step in target steps.
     """
     speeds = (
@@ -250,7 +251,7 @@ def _prompt_ids(target: LanguageModel, tokenizer: Any | None) -> list[list[int]]
     for prompt in PROMPTS:
         text: str = prompt
         if getattr(tokenizer, "chat_template", None):
-            with suppress(Exception):  # a template that refuses a plain question: the question alone is a text, too
+            with suppress(Exception):  # a template may reject a plain question; the question alone works as a text, too
                 text = tokenizer.apply_chat_template(
                     [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
                 )

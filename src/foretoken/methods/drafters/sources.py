@@ -1,8 +1,9 @@
-"""What the drafters that copy from text have in common: a source that knows a text and guesses how it goes on.
+"""Base of the drafters that copy from text: a source that knows a text and predicts its continuation.
 
-A :class:`NgramSource` is fed the text of one request (``extend``) and asked for a :class:`Guess` (``propose``): a tree
-of tokens, each with an estimate of the probability that the whole path to it is right.  The sum of these estimates is
-the expected number of accepted tokens, by which several sources are compared (SuffixDecoding, arXiv 2411.04975).
+A :class:`NgramSource` receives the tokens of one request (``extend``) and returns a :class:`Guess` (``propose``): a
+tree of tokens, each with an estimate of the probability that the whole path to it is right.  The sum of these estimates
+is the expected number of accepted tokens, by which sources are compared (SuffixDecoding, arXiv 2411.04975).
+
 All guesses are deterministic, so the point rule makes them lossless.
 """
 
@@ -25,9 +26,9 @@ class Guess:
 
     Attributes:
         tokens: N token ids, parents before children.
-        parents: N indices into ``tokens``; ``-1`` hangs from the root.
+        parents: N indices into ``tokens``; ``-1`` is the root.
         scores: N estimates of the probability that the path down to this token is right.
-        match: length of the n-gram that was found.
+        match: length of the matched n-gram.
         counted: whether the scores are relative frequencies (only then may a confidence threshold cut the draft).
     """
 
@@ -39,7 +40,7 @@ class Guess:
 
     @classmethod
     def copied(cls, tokens: Sequence[int], match: int) -> Guess:
-        """A chain that was copied from one place: the longer the match, the surer every token."""
+        """A chain copied from one match; its probability per token grows with the match's length."""
         sure = match / (match + 1)
         return cls(tokens, range(-1, len(tokens) - 1), [sure ** (i + 1) for i in range(len(tokens))], match)
 
@@ -49,7 +50,7 @@ class Guess:
         return sum(self.scores)
 
     def within(self, budget: Budget) -> Guess:
-        """What the budget allows: depth, number of nodes (parents come first), and confidence when it was counted."""
+        """The part within the budget: depth, number of nodes (parents come first), and confidence if it was counted."""
         asks = self.counted and (budget.min_confidence > 0 or budget.stop is not None)
         if not asks and len(self.tokens) <= min(budget.max_depth, budget.max_nodes):
             return self
@@ -75,7 +76,6 @@ class Guess:
         )
 
     def tree(self, root: int) -> TokenTree:
-        """The guess as a token tree."""
         return TokenTree((root, *self.tokens), (-1, *(parent + 1 for parent in self.parents)))
 
 
@@ -83,7 +83,7 @@ NOTHING = Guess()
 
 
 class NgramSource(ABC):
-    """Knows the text of one request and guesses how it goes on.
+    """Knows the tokens of one request and predicts their continuation.
 
     Attributes:
         text: the request's tokens so far, the root last.
@@ -93,15 +93,15 @@ class NgramSource(ABC):
         self.text: list[int] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text has grown by ``tokens``."""
+        """Append new tokens of the request."""
         self.text.extend(tokens)
 
     @abstractmethod
     def propose(self, budget: Budget) -> Guess:
-        """Guess what follows ``text``."""
+        """Predict the tokens after ``text``."""
 
     def rewind(self, length: int) -> None:
-        """The text was cut back to its first ``length`` tokens (asked only where the drafter ``rewinds``)."""
+        """Cut the text to its first ``length`` tokens (called only if the drafter ``rewinds``)."""
         del self.text[length:]
 
     def close(self) -> None:  # noqa: B027
@@ -109,16 +109,17 @@ class NgramSource(ABC):
 
 
 class SourceDrafter(Drafter):
-    """A drafter with one :class:`NgramSource` per request.  Of rounds it learns for the sake of other requests only."""
+    """A drafter with one :class:`NgramSource` per request.  It learns from rounds only for the sake of other
+    requests."""
 
     traits = Traits(learns=False)
 
     @abstractmethod
     def open(self, context: Context) -> NgramSource:
-        """A source for a new request; it is fed ``context.tokens`` afterwards."""
+        """A source for a new request, without tokens yet."""
 
     def source(self, context: Context) -> NgramSource:
-        """The request's source, fed with all that was committed."""
+        """The request's source, after reading all committed tokens."""
         source: NgramSource | None = context.state.get(self)
         if source is None:
             with reading(context):
@@ -129,19 +130,19 @@ class SourceDrafter(Drafter):
         return source
 
     def start(self, context: Context) -> None:
-        """Read the prompt, if other requests may want it; else the first proposal does, if there is one."""
+        """Read the prompt if other requests may use it; otherwise the first proposal does."""
         if self.traits.shares_state:
             self.source(context)
 
     def guess(self, context: Context, budget: Budget) -> Guess:
-        """What :meth:`propose` drafts, with the estimates that a router compares."""
+        """The draft of :meth:`propose`, with the estimates that a router compares."""
         return self.source(context).propose(budget).within(budget)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         return self.guess(context, budget).tree(context.root)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Read the new tokens, if other requests may want them; else the next proposal does, if there is one."""
+        """Read the new tokens if other requests may use them; otherwise the next proposal does."""
         if self.traits.shares_state:
             self.source(context)
 
@@ -151,7 +152,7 @@ class SourceDrafter(Drafter):
             source.rewind(length)
 
     def finish(self, context: Context) -> None:
-        """Forget the request, its last tokens read if other requests may want them."""
+        """Remove the request's source, which first reads the last tokens if other requests may use them."""
         if self in context.state:
             source: NgramSource = self.source(context) if self.traits.shares_state else context.state[self]
             source.close()
@@ -159,16 +160,16 @@ class SourceDrafter(Drafter):
 
 
 class Automaton:
-    """A suffix automaton over one or several texts, grown token by token.
+    """A suffix automaton over one or several texts, built token by token.
 
-    A state stands for all strings that end at the same places of the texts; ``length`` is that of its longest string
+    A state represents all strings that end at the same positions of the texts; ``length`` is that of its longest string
     and ``link`` the state of the longest suffix that also ends elsewhere.  State 0 is the empty string.  Appending
-    costs amortised constant time; a state is six integers, and a dictionary only where the text branches.
-    Blumer et al. 1985; several texts as in Mohri, Moreno, Weinstein 2009.
+    takes amortised constant time; a state is six integers, plus a dictionary if the text branches there. Blumer et al.
+    1985; several texts as in Mohri, Moreno, Weinstein 2009.
 
     Args:
-        depth: longest string that must be kept apart (0: any); bounds the time of counting.
-        counted: keep in ``count`` how often each state's strings of at most ``depth`` tokens occur.
+        depth: longest string that must be distinguished (0: any); bounds the time of counting.
+        counted: keep the number of occurrences of each state's strings of at most ``depth`` tokens in ``count``.
     """
 
     def __init__(self, depth: int = 0, counted: bool = False) -> None:
@@ -180,7 +181,7 @@ class Automaton:
         self._branches: dict[int, dict[int, int]] = {}
 
     def append(self, last: int, token: int) -> int:
-        """Append ``token`` to the text whose end is state ``last`` (0: a new text); returns the new end."""
+        """Append ``token`` to the text that ends in state ``last`` (0: a new text); return the new end."""
         length, link = self.length, self.link
         if self.depth:
             while last and length[link[last]] >= self.depth:
@@ -203,7 +204,7 @@ class Automaton:
         return state
 
     def add_text(self, tokens: Iterable[int]) -> None:
-        """Append a whole text and a separator, which matches nothing."""
+        """Append a whole text and a separator that matches nothing."""
         last = 0
         for token in tokens:
             last = self.append(last, token)
@@ -223,14 +224,14 @@ class Automaton:
         return state, matched
 
     def go(self, state: int, token: int) -> int:
-        """The state after ``token``, -1 when that never followed."""
+        """The state after ``token``, -1 if it never followed."""
         if self._next[state] >= 0:
             return self._next[state] if self._token[state] == token else -1
         branches = self._branches.get(state)
         return -1 if branches is None else branches.get(token, -1)
 
     def goes_on(self, state: int) -> bool:
-        """Whether anything ever followed."""
+        """Whether any token ever followed."""
         return self._next[state] >= 0 or state in self._branches
 
     def children(self, state: int) -> Iterator[tuple[int, int]]:
@@ -257,7 +258,8 @@ class Automaton:
         return len(self.length) - 1
 
     def _exactly(self, state: int, token: int) -> int:
-        """The state after ``token`` whose longest string is that of ``state`` plus the token; split off if needed."""
+        """The state after ``token`` whose longest string is that of ``state`` plus the token; split off if
+        necessary."""
         following = self.go(state, token)
         if self.length[following] == self.length[state] + 1:
             return following

@@ -1,6 +1,5 @@
-"""Staged speculative decoding (Spector, Ré 2023, https://arxiv.org/abs/2308.04623): the draft is a tree, and the draft
-model that writes it is itself sped up by a cheaper drafter.
-"""
+"""Staged speculative decoding (Spector, Ré 2023, https://arxiv.org/abs/2308.04623): the draft is a tree, and a cheaper
+drafter accelerates the draft model that writes it."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from foretoken.methods.trees.specs import places_of
 from foretoken.models.base import LanguageModel
 
 MOST_NODES = 256
-"""Nodes of a tree at most."""
+"""Maximum nodes of a tree."""
 
 
 @dataclass
@@ -30,7 +29,7 @@ class StagedNode:
 
     Attributes:
         place: its ranks from the root downwards.
-        distribution: what it was drawn from, [V]; ``None`` for a point.
+        distribution: distribution [V] that it was drawn from; ``None`` for a point.
     """
 
     place: Choice
@@ -43,7 +42,7 @@ class Spine(Chain):
     """The chain of first children below the root, and the tree around it.
 
     Attributes:
-        counts: children per place, as planned before anything is drawn.
+        counts: children per node, as planned before tokens are drawn.
         nodes: the whole tree so far, parents and earlier siblings first.
     """
 
@@ -51,7 +50,7 @@ class Spine(Chain):
     nodes: list[StagedNode] = field(default_factory=list)
 
     def first_children(self, place: Choice) -> int:
-        """How many of them are planned one below the other."""
+        """Planned length of the chain of first children below ``place``."""
         length = 0
         while self.counts.get(place, 0):
             place, length = (*place, 0), length + 1
@@ -63,35 +62,35 @@ class SiblingChain(Chain):
     """A chain of first children below a sibling.
 
     Attributes:
-        path: the drafts down to that sibling, which is the root of the first guesses.
+        path: draft tokens down to that sibling, which is the root of the first inner drafts.
     """
 
     path: tuple[int, ...] = ()
 
     def enter(self) -> None:
-        """The inner text is the request's, the path, and what the branch has of its own."""
+        """Set the inner context to the request's tokens, the path and this chain's tokens."""
         self.inside.imagine((*self.path, *self.tokens))
 
 
 Stage = list[tuple[Spine, Choice, tuple[int, ...], Chain]]
-"""Chains of one stage: the tree, the place that the chain hangs from, the drafts down to that place, and the chain."""
+"""Chains of one stage: the tree, the node that the chain follows, the draft tokens down to that node, and the chain."""
 
 
 class StagedDrafter(CascadeDrafter):
     """A tree whose chains of first children are each written as in ``cascade``, one stage after the other.
 
-    The first stage is the chain below the root, the spine.  The model has scored every place of a chain to write it, so
-    the siblings of its tokens cost no forward.  The next stage are the chains below these siblings, all of them in the
-    same forwards, and so on: a tree of d levels takes as many forwards as its stages take rounds, not d of them.
+    The first stage is the chain below the root, the spine.  The model has scored every node of a chain to write it, so
+    the siblings of its tokens cost no forward.  The next stage writes the chains below these siblings, all in the same
+    forwards, and so on: a tree of d levels takes as many forwards as its stages take rounds, not d of them.
 
     Args:
-        inner: guesses what the model will write.
-        rule: verifies these guesses, for example :func:`foretoken.methods.verifiers.compatibility.inner_rule`.
-        k: length of the spine, when no tree is asked for.
-        width: tokens per place, that of the spine included; the others are leaves.
-        target: the model that is drafted for, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
-        tree: a static tree instead of these two, whose siblings may have children: children per level, ``"3x2x1"``, a
-            file of ``foretoken tune tree``, or a spec such as ``"sequoia,nodes=16"``.
+        inner: drafts for the model.
+        rule: verifies these inner drafts, for example :func:`foretoken.methods.verifiers.compatibility.inner_rule`.
+        k: length of the spine without ``tree``.
+        width: tokens per position, that of the spine included; the others are leaves.
+        target: the target model, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
+        tree: a static tree that replaces these two, whose siblings may have children: children per level, ``"3x2x1"``,
+            a file of ``foretoken tune tree``, or a spec such as ``"sequoia,nodes=16"``.
     """
 
     name = "staged"
@@ -121,8 +120,8 @@ class StagedDrafter(CascadeDrafter):
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _begin(self, context: Context, budget: Budget) -> Chain:
-        """The spine, and how many children every place gets: by the length that is planned and not by the one that a
-        stop leaves, so that it depends on nothing that is drawn."""
+        """The spine, and the number of children per node, by the planned length and not by the one that a stop rule
+        leaves, so that it is independent of drawn tokens."""
         chain = super()._begin(context, budget)
         ranks = 1 + max(choice[-1] for choice in self.choices)
         counts: dict[Choice, int] = {}
@@ -141,7 +140,7 @@ class StagedDrafter(CascadeDrafter):
             self._write_rounds([chain for *_, chain in stage])
 
     def _settle(self, spine: Spine, place: Choice, path: tuple[int, ...], chain: Chain) -> Stage:
-        """Put a chain that was written into the tree, and draw the siblings of its tokens; the chains below these."""
+        """Add a written chain to the tree, draw the siblings of its tokens, and return the chains below these."""
         pairs = list(zip(chain.tokens, chain.distributions, strict=True))
         for depth, (token, distribution) in enumerate(pairs, 1):
             spine.nodes.append(StagedNode((*place, *[0] * depth), token, distribution))
@@ -162,7 +161,7 @@ class StagedDrafter(CascadeDrafter):
         return branches
 
     def _siblings(self, chain: Chain, depth: int, count: int) -> list[int]:
-        """``count`` more tokens beside one of a chain, none twice."""
+        """``count`` distinct tokens beside the chain's token at ``depth``."""
         token, distribution = chain.tokens[depth], chain.distributions[depth]
         if count <= 0:
             return []
@@ -182,7 +181,7 @@ class StagedDrafter(CascadeDrafter):
         parents = (-1, *(numbers[node.place[:-1]] for node in nodes))
         if not nodes or nodes[0].distribution is None:
             return TokenTree(tokens, parents)
-        rows: dict[int, int] = {}  # siblings share what they were drawn from
+        rows: dict[int, int] = {}  # siblings share a distribution
         drawn = [node.distribution for node in nodes if node.distribution is not None]
         q_rows = (-1, *(rows.setdefault(id(distribution), len(rows)) for distribution in drawn))
         each = {id(distribution): distribution for distribution in drawn}
@@ -197,8 +196,8 @@ def sped_up(
     make: Callable[..., LanguageModel],
     width: int = 1,
 ) -> CascadeDrafter:
-    """The drafter ``name`` over the model that ``make`` makes of its options, sped up by the drafter ``inner``: a
-    cascade, or with ``width`` tokens per place a staged one.
+    """The drafter ``name`` over the model that ``make`` builds from its options, with the inner drafter ``inner``: a
+    cascade, or a staged drafter of ``width`` tokens per position.
 
     Raises:
         ValueError: an inner drafter that does not fit, or options for another tree.
@@ -215,8 +214,8 @@ def sped_up(
 
 
 def comb(k: int, width: int) -> list[Choice]:
-    """A chain of ``k`` whose every place has ``width - 1`` leaves beside it, the early ones first: they are reached
-    oftener."""
+    """A chain of ``k`` tokens with ``width - 1`` leaves beside each, the early ones first because they are reached more
+    often."""
     spine = [(0,) * depth for depth in range(1, k + 1)]
     return [*spine, *((*(0,) * depth, rank) for depth in range(k) for rank in range(1, width))]
 
@@ -228,7 +227,7 @@ def listed(places: StaticTree) -> list[Choice]:
         nodes = list(places.choices)
     else:
         nodes = [(rank,) for rank in range(counts(()))]
-        for place in nodes:  # level by level: it grows while it is read
+        for place in nodes:  # level by level: the list grows during the iteration
             if len(nodes) > MOST_NODES:
                 break
             nodes += [(*place, rank) for rank in range(counts(place))]

@@ -1,7 +1,8 @@
-"""SuffixDecoding: frequencies of all suffixes of this text and of past outputs (https://arxiv.org/abs/2411.04975).
+"""SuffixDecoding: frequencies of all suffixes of a request's tokens and past outputs
+(https://arxiv.org/abs/2411.04975).
 
-The paper keeps a tree of all suffixes with a count per node.  Here the counts are in a suffix automaton: the same
-counts for every string, in memory linear in the text instead of ``depth`` nodes per token.
+The paper keeps a tree of all suffixes with a count per node.  The suffix automaton here has the same counts for every
+string, in memory linear in the text instead of ``depth`` nodes per token.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from foretoken.methods.drafters.tenants import Tenants
 
 @dataclass(frozen=True)
 class MatchLimits:
-    """How far a match is trusted.
+    """Limits of a draft after a match.
 
     Attributes:
-        most: most draft tokens.
-        depth: longest match plus draft.
-        factor, offset: draft tokens per matched token, and besides.
-        min_prob: least estimated probability of a draft token.
-        tree: best tokens first, branching, instead of the most frequent path.
-        levels: deepest draft of a tree.
+        most: maximum draft tokens.
+        depth: maximum length of match plus draft.
+        factor, offset: draft tokens per matched token, and an additional constant.
+        min_prob: minimum estimated probability of a draft token.
+        tree: draft a tree, best tokens first, instead of the most frequent path.
+        levels: maximum depth of a tree.
     """
 
     most: int
@@ -40,13 +41,13 @@ class MatchLimits:
     levels: int = 64
 
     def allowed(self, matched: int) -> int:
-        """Draft tokens after a match of this length."""
+        """Maximum draft tokens after a match of this length."""
         most = min(self.most, int(matched * self.factor + self.offset + 1e-6))
         return most if self.tree else min(most, self.depth - matched)
 
 
 def speculate(automaton: Automaton, context: Sequence[int], limits: MatchLimits) -> Guess:
-    """The suffix of ``context`` whose continuation has the largest expected number of accepted tokens."""
+    """The draft after the suffix of ``context`` with the largest expected number of accepted tokens."""
     tail = context[max(0, len(context) - limits.depth + 1) :]
     return speculate_from(automaton, *automaton.match(tail), limits)
 
@@ -54,8 +55,8 @@ def speculate(automaton: Automaton, context: Sequence[int], limits: MatchLimits)
 def speculate_from(automaton: Automaton, state: int, matched: int, limits: MatchLimits) -> Guess:
     """:func:`speculate` for a context whose last ``matched`` tokens lead to ``state``.
 
-    All suffixes are tried; longer ones win ties.  Suffixes of one state continue alike, so only the one that allows
-    most tokens is followed, and states that cannot win any more are left out.
+    All suffixes are tried; longer ones win ties.  Suffixes of one state have equal continuations, so only the one that
+    allows most tokens is followed, and states that cannot win are skipped.
     """
     best = NOTHING
     for allowed, length, at in _candidates(automaton, state, matched, limits):
@@ -91,7 +92,7 @@ Nodes = tuple[list[int], list[int], list[float]]
 
 
 def _path(automaton: Automaton, state: int, allowed: int, min_prob: float) -> Nodes:
-    """The most frequent token after the most frequent token ..."""
+    """The path that follows the most frequent token of every state."""
     tokens: list[int] = []
     scores: list[float] = []
     count, sure = automaton.count, 1.0
@@ -136,7 +137,7 @@ def _tree(automaton: Automaton, state: int, allowed: int, levels: int, min_prob:
 
 
 class _Document:
-    """One text that is being added to an automaton."""
+    """A text that is added to an automaton token by token."""
 
     def __init__(self, automaton: Automaton) -> None:
         self.automaton, self.end = automaton, 0
@@ -147,14 +148,14 @@ class _Document:
 
 
 class Outputs:
-    """The outputs of running and finished requests: two automata, and the older one is dropped when the newer is full.
+    """The outputs of running and finished requests in two automata; the older one is dropped when the newer is full.
 
-    So the last ``requests / 2`` outputs at least and ``requests`` at most are known, without a pause for removing them.
+    At least the last ``requests / 2`` and at most ``requests`` outputs are kept, and removal causes no pause.
 
     Args:
-        depth: longest string to count.
-        requests: most requests (0: none).
-        tokens: most tokens.
+        depth: longest counted string.
+        requests: maximum requests (0: none).
+        tokens: maximum tokens.
     """
 
     def __init__(self, depth: int, requests: int, tokens: int) -> None:
@@ -164,11 +165,11 @@ class Outputs:
 
     @property
     def size(self) -> int:
-        """Tokens that are kept."""
+        """Number of kept tokens."""
         return sum(len(automaton.text) for automaton in self.generations)
 
     def open(self) -> _Document:
-        """A new output."""
+        """Begin a new output."""
         newest = self.generations[-1]
         if self._opened >= max(1, self.requests // 2) or len(newest.text) >= self.tokens // 2:
             self.generations = [newest, Automaton(self.depth, counted=True)]
@@ -178,7 +179,7 @@ class Outputs:
 
 
 class _SuffixSource(NgramSource):
-    """One request: its own text, and where its output goes among the tenant's others."""
+    """One request's tokens, and its output among the tenant's others."""
 
     def __init__(self, drafter: SuffixDrafter, context: Context) -> None:
         super().__init__()
@@ -214,8 +215,8 @@ class SuffixDrafter(SourceDrafter):
     Args:
         k, depth, factor, offset, min_prob, tree: as in :class:`MatchLimits`.
         share: learn from the outputs of other requests with the same salt.
-        cached: how many outputs to keep of one salt.
-        tokens: how many of their tokens to keep in all (about 130 bytes each).
+        cached: maximum outputs kept per salt.
+        tokens: maximum tokens of all kept outputs (about 130 bytes each).
     """
 
     name = "suffix"

@@ -1,4 +1,4 @@
-"""The target drafts with some sublayers left out, and finds out which ones while it writes.
+"""The target drafts with some sublayers skipped, and searches for the best set while it generates.
 
 SWIFT, Xia et al. 2024 (arXiv 2410.06916).
 """
@@ -23,12 +23,12 @@ from foretoken.methods.drafters.tenants import Tenants
 from foretoken.models.base import Feed, LanguageModel
 
 GREEDY_WIDTHS, SAMPLED_WIDTHS = (3, 5, 8, 10), (1, 3, 5, 10)
-"""Children of a chain node when its best one has more than .95, more than .8, more than .5, or less."""
+"""Children of a chain node whose best token has a probability above .95, above .8, above .5, or less."""
 LONGEST_WINDOW = 512
 
 
 def num_children(confidence: float, greedy: bool) -> int:
-    """How many tokens are tried at a place whose best one has this probability."""
+    """Number of tokens tried at a position whose best one has this probability."""
     level = sum(confidence <= bound for bound in (0.95, 0.8, 0.5))
     return (GREEDY_WIDTHS if greedy else SAMPLED_WIDTHS)[level]
 
@@ -36,24 +36,24 @@ def num_children(confidence: float, greedy: bool) -> int:
 class SwiftDrafter(OwnLayersDrafter):
     """Drafts a chain of most likely tokens with siblings; measures another set of skipped sublayers before rounds.
 
-    A set is measured by how many of the last ``window`` generated tokens it would have predicted, in one parallel pass
-    over them; the better set stays.
+    A set's score is the number of the last ``window`` generated tokens that it would have predicted, in one parallel
+    pass over them; the better set is kept.
 
     Args:
         k: longest chain.
-        threshold: the chain ends after a token that the draft gives less than this.
-        nodes: most draft nodes; the chain comes first, then the likeliest siblings.
-        skip_ratio: share of all sublayers that a set leaves out.
-        window: generated tokens that a measurement looks at.
+        threshold: the chain ends after a token of lower draft probability.
+        nodes: maximum draft nodes; the chain comes first, then the likeliest siblings.
+        skip_ratio: share of all sublayers that a set skips.
+        window: generated tokens per measurement.
         every: rounds between measurements.
         goal: share of the window above which the search ends.
         keep: layers at each end that always run.
-        share: one search for all requests of a salt; else every request begins anew.
+        share: one search for all requests of a salt; else one per request.
     """
 
     name = "swift"
     traits = replace(OwnLayersDrafter.traits, prefers_noise=True)
-    draws_together = False  # every node of the chain has siblings of its own
+    draws_together = False  # every node of the chain has its own siblings
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class SwiftDrafter(OwnLayersDrafter):
         self.traits = replace(self.traits, draws_trees=True, shares_state=share)  # siblings branch off the chain
 
     def search(self, context: Context) -> SkipSearch:
-        """The search that a request takes part in."""
+        """The request's search."""
         if self.traits.shares_state:
             return self.tenants.of(context.salt)
         return context.state[self, "search"]
@@ -125,18 +125,18 @@ class SwiftDrafter(OwnLayersDrafter):
         return super().propose_batch(contexts, budgets)
 
     def matchness(self, context: Context, skips: SkipSet) -> float:
-        """The share of the last ``window`` tokens that are most likely with these sublayers left out."""
+        """The share of the last ``window`` tokens that are most likely with these sublayers skipped."""
         sequence, window = context.sequence, context.tokens[-self.window - 1 :]
         feed = Feed(sequence, window[:-1], after=len(context.tokens) - len(window))
         rows = self.model.forward_part([feed], skips.plan)[0]
-        self.model.commit(sequence, ())  # they were looked at, no more
+        self.model.commit(sequence, ())  # drop the scratch
         predicted = rows.logits.argmax(-1).tolist()
         return sum(a == b for a, b in zip(predicted, window[1:], strict=True)) / self.window
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
-        """The best token is the next of the chain; the distribution is kept for siblings."""
+        """Add the best token to the chain and keep the distribution for siblings."""
         distribution = chances_of(tree.sampler, logits, tree.prefix(parent), tree.length(parent))
         if distribution is None:
             return
@@ -149,8 +149,8 @@ class SwiftDrafter(OwnLayersDrafter):
             tree.frontier.append(node)
 
     def _finished(self, tree: Growing) -> TokenTree:
-        """The chain, and in what room is left the likeliest siblings."""
-        spare: list[tuple[float, int, int]] = []  # (chance of the path, parent, token)
+        """The chain, and the likeliest siblings that still fit."""
+        spare: list[tuple[float, int, int]] = []  # (probability of the path, parent, token)
         chance = 1.0
         for parent, ranking in enumerate(tree.distributions):
             token = tree.tokens[parent + 1]

@@ -1,8 +1,8 @@
-"""What a PARD-2 draft model reads beside every token: a projection of the target's states at the token before it.
+"""Additional input of a PARD-2 draft model: a projection of the target's states at the token before each token.
 
 An et al. 2026 (arXiv 2605.08632).  Row t of the draft model reads ``embed(x_t) + scale * project(h_(t-1))``: h are
-hidden states of several layers of the target side by side, zero before the first token; masks behind the text read the
-state that its last token has.  Models are trained with and without the states.
+hidden states of several layers of the target side by side, zero before the first token; masks after the sequence read
+the state of its last token.  Models are trained with and without the states.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.models.variants.conditioned import ConditionedModel
 
 FILE = "warp_model.safetensors"
-"""Beside a draft model its projection: ``target_proj.weight`` [D, m D_target], perhaps ``target_proj.bias`` [D]."""
+"""File of the projection beside a draft model: ``target_proj.weight`` [D, m D_target], perhaps ``target_proj.bias``
+[D]."""
 NAME = "target_proj"
 SCALE = 0.02
-"""Of the published models."""
+"""Scale of the published models."""
 LAYERS = (-1, -8, -16, -24)
-"""Theirs, as Transformers counts hidden states: 0 the embedding, -1 the output of the final norm."""
+"""Layers of the published models, as Transformers counts hidden states: 0 the embedding, -1 the output of the final
+norm."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class StateProjection:
     Attributes:
         weight: [D, m D_target].
         bias: [D], or ``None``.
-        scale: of what is added to an embedding.
-        taps: m hidden states of the target by name, in the order in which they stand side by side.
+        scale: factor of the result that is added to an embedding.
+        taps: names of m hidden states of the target, in concatenation order.
     """
 
     weight: Tensor
@@ -59,16 +61,16 @@ class StateProjection:
         return self.weight.shape[1] // len(self.taps)
 
     def __call__(self, states: Tensor) -> Tensor:
-        """[n, D] of states [n, m D_target] side by side."""
+        """[n, D] of concatenated states [n, m D_target]."""
         return F.linear(states.to(self.weight), self.weight, self.bias) * self.scale
 
 
 def taps_of(layers: Sequence[int], num_layers: int) -> tuple[str, ...]:
-    """Names of hidden states that Transformers counts from 0, the embedding, to ``num_layers``, behind the final norm;
-    or from the end, by negative numbers.
+    """Names of hidden states by Transformers' index: from 0, the embedding, to ``num_layers``, after the final norm, or
+    a negative number from the end.
 
     Raises:
-        ValueError: a number that is none of them.
+        ValueError: an index out of range.
     """
     names = []
     for layer in layers:
@@ -82,15 +84,15 @@ def taps_of(layers: Sequence[int], num_layers: int) -> tuple[str, ...]:
 
 
 def projection_of(network: Any, target: LanguageModel) -> StateProjection | None:
-    """The projection of a draft model: one that is being trained, or that of its folder; ``None`` where it has none.
+    """The projection of a draft model: its module in training, else the file in its folder; ``None`` if it has none.
 
     Args:
-        network: the draft model, whose configuration says which states it reads (``pard2_target_layers``,
+        network: the draft model, whose configuration lists the states that it reads (``pard2_target_layers``,
             ``pard2_scale``).
 
     Raises:
         ValueError: a damaged file, or a projection of another target's states.
-        CapabilityError: the target hands out no hidden states.
+        CapabilityError: the target exposes no hidden states.
     """
     config = getattr(network, "config", None)
     projection = getattr(network, NAME, None)
@@ -122,7 +124,7 @@ def projection_of(network: Any, target: LanguageModel) -> StateProjection | None
 
 
 def read_projection(file: Path) -> dict[str, Tensor]:
-    """The tensors of a projection's file.  Raises ``ValueError`` where it is damaged, or holds none."""
+    """The tensors of a projection's file.  Raises ``ValueError`` if it is damaged or holds none."""
     try:
         tensors: dict[str, Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -134,14 +136,14 @@ def read_projection(file: Path) -> dict[str, Tensor]:
 
 
 class TargetStates(MaskedReader):
-    """Reads the text for a draft model, with the projected state of the token before beside every token.
+    """Reads tokens for a draft model, each with the projected state of the token before it.
 
     Args:
         mask: id of the mask token.
         vocab_size: V of the target.
 
     Attributes:
-        head: the vocabulary projection that takes the place of the draft model's, if one does.
+        head: a vocabulary projection that replaces the draft model's, or ``None``.
     """
 
     skipped = 0
@@ -153,7 +155,7 @@ class TargetStates(MaskedReader):
         self.head: DraftHead | None = None
 
     def start(self, context: Context) -> None:
-        """Put the prompt's states aside; the first token has none before it, which reads as zero."""
+        """Store the prompt's states, with zeros before the first token."""
         nothing = self.projection.weight.new_zeros(1, self.projection.width)
         unread = context.state[self, "pending"] = UnreadStates(-1)
         unread.states.add(HiddenStates.of(dict.fromkeys(self.taps, nothing)))
@@ -166,7 +168,7 @@ class TargetStates(MaskedReader):
         return readable(context.tokens, self.model.vocab_size, self.vocab_size)
 
     def mask_states(self, count: int, last: Tensor | None) -> Tensor:
-        """The state of the last token, again."""
+        """Repeat the state of the last token."""
         if last is None:
             raise ValueError("a mask stands behind a token that was read")
         return last.expand(count, -1)

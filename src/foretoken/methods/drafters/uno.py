@@ -1,10 +1,10 @@
-"""The target drafts for itself: one forward over noise behind the text, with low-rank updates in the noise's rows.
+"""The target drafts for itself: one forward over noise after the sequence, with low-rank updates in the noise's rows.
 
 UNO 2026 (arXiv 2609.04010).  A round is two forwards of the target::
 
     draft:   root  z1   z2  ...  z(k-1)        the root's row is the target's own, the others go through the updates
               |    |    |          |
-             d1   d2   d3   ...   dk           d1 is what the target says: it is always accepted
+             d1   d2   d3   ...   dk           d1 is the target's token: it is always accepted
     verify:  root  d1   d2  ...   dk
 """
 
@@ -35,16 +35,16 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.variants.gated import GatedModel
 
 TYPICAL = (0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2)
-"""Chances that the guesses of noise rows are right, where training did not measure them."""
+"""Accuracies of noise rows if training did not measure them."""
 
 
 def paying_rows(accuracies: Sequence[float], most: int, cost: Callable[[int], float]) -> int:
-    """How many tokens a forward should guess, for most tokens per time.
+    """The number of tokens per draft forward with the most tokens per time.
 
     Args:
-        accuracies: chance that each row of noise guesses right, given that the rows before it did.
-        most: places that were trained.
-        cost: v(n), what scoring n nodes costs; a round scores k nodes to draft and k + 1 to verify.
+        accuracies: probability that each row of noise is right, provided that the rows before it are.
+        most: number of trained positions.
+        cost: v(n), cost of scoring n nodes; a round scores k nodes to draft and k + 1 to verify.
     """
 
     def rate(k: int) -> float:
@@ -55,10 +55,10 @@ def paying_rows(accuracies: Sequence[float], most: int, cost: Callable[[int], fl
 
 
 class UnoGuesses(Guesses):
-    """The target's own row fixes the first place: where the request's next token is fixed, it is the only candidate."""
+    """The target's own row fixes the first position: if the request's next token is fixed, it is the only candidate."""
 
     def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
-        """The ``width`` best candidates behind a path; in the first place the target's token."""
+        """The ``width`` best candidates after a path; at the first position the target's token."""
         certain = not path and (self.races or self.context.sampler.greedy)
         if not certain or self.head.vocab_size != self.logits.shape[-1]:
             return super().place(path, state, width, budget)
@@ -72,7 +72,7 @@ class UnoGuesses(Guesses):
 
 
 class _OneFirst:
-    """A tree of which only one node hangs from the root: siblings of a token that is certain are of no use."""
+    """A tree whose root has one child, because siblings of a certain token are useless."""
 
     def __init__(self, below: StaticTree) -> None:
         self.below, self.max_depth, self.branches = below, 1 + below.max_depth, below.branches
@@ -91,10 +91,10 @@ class UnoDrafter(ParallelDrafter):
 
     Args:
         net: the updates of its linear layers; they move to its device.
-        k: tokens that a forward guesses, at most; 0: as many as were trained.
+        k: maximum tokens per draft forward; 0: as many as were trained.
         tree: the shape of a drawn tree: children per level, ``"1x3x2"``, or the spec of a static tree; by default
             Sequoia's of ``nodes`` nodes below the first token, which is always accepted.
-        head: the vocabulary projection that takes the place of the target's, over the tokens that can be guessed.
+        head: the vocabulary projection over the draft vocabulary that replaces the target's.
     """
 
     name = "uno"
@@ -133,7 +133,7 @@ class UnoDrafter(ParallelDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """From a spec ``uno[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed."""
+        """Build from a spec ``uno[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary."""
         net, _, measured = load_net(context, cls.name, path, UnoConfig, UnoNet)
         if "k" not in options:
             accuracies, costs = measured.get("accuracies") or TYPICAL, quick_costs(context.target)
@@ -142,7 +142,7 @@ class UnoDrafter(ParallelDrafter):
         return cls.sized(context.target, options, context.target, net, head=head)
 
     def fit(self, costs: TargetCost) -> None:
-        """Keep as many nodes of every tree as pay; the first token of a drawn one always does."""
+        """Keep as many nodes of every tree as pay off; the first token of a drawn one always does."""
         places = self.places
         if isinstance(places, _OneFirst):
             self.places = places.below
@@ -152,7 +152,7 @@ class UnoDrafter(ParallelDrafter):
             super().fit(costs)
 
     def cost_beside(self, target_bytes: int) -> float:
-        """One forward of the target and the updates: a share of every level."""
+        """A share for every level of one target forward with the updates."""
         return (1 + self.model.weights.nbytes / target_bytes if target_bytes else 1.0) / self.max_depth
 
     def describe(self) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ class UnoDrafter(ParallelDrafter):
         return [{**entry, "vocabulary": size} for entry in super().describe()]
 
     def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
-        """The forward leaves the target's sequences as they were."""
+        """Run the forward, which leaves the target's sequences unchanged."""
         ready = [i for i, depth in enumerate(depths) if depth > 0]
         if not ready:
             return {}
@@ -174,12 +174,12 @@ class UnoDrafter(ParallelDrafter):
         return {i: UnoGuesses(context, logits, self.ids, self._races(context)) for i, context, logits in each}
 
     def _depth(self, context: Context, budget: Budget) -> int:
-        """Rows of the pass; none where the target has not read all but the root."""
+        """Rows of the pass; 0 unless the target has read all tokens but the root."""
         if len(context.sequence.tokens) != len(context.tokens) - 1:
             return 0
         return min(self.max_depth, budget.max_depth, budget.max_nodes, self.model.target.room(context.sequence))
 
     def _feed(self, context: Context, depth: int) -> Feed:
         context.sequence.clear_scratch()
-        behind = len(context.tokens) + torch.arange(depth - 1)  # positions of what is not known
+        behind = len(context.tokens) + torch.arange(depth - 1)  # positions of the unknown tokens
         return Feed(context.sequence, [context.root, *self.net.config.filler(behind).tolist()], wanted=depth)

@@ -1,8 +1,8 @@
-"""What the tokens of a tokenizer spell, for draft models whose tokenizer is not the target's.
+"""Byte spellings of a tokenizer's tokens, for draft models whose tokenizer is not the target's.
 
 Everything is compared as bytes.  A byte-level token ``Ġname``, a sentencepiece token ``▁name`` and a plain `` name``
 all spell ``b" name"``; half a character is a token like any other; and the spellings of a text's tokens add up to the
-text, so that places in two tokenizations of one text can be compared by counting bytes.
+text, so that positions in two tokenizations of one text can be compared by counting bytes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from itertools import takewhile
 from typing import Any
 
 ROLES = ("eos", "bos")
-"""Special tokens that mean the same in every tokenizer, whatever they are called."""
+"""Special tokens with the same meaning in every tokenizer, whatever their names."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass
 class ReadText:
-    """One request's text in the ids of a draft model with another tokenizer.
+    """One request's tokens in the ids of a draft model with another tokenizer.
 
     Attributes:
-        count: how many of the request's tokens it covers.
-        characters: holds back a half-written character, which is not in ``ids`` yet.
+        count: number of the request's tokens that it covers.
+        characters: holds back an incomplete character, which is not in ``ids`` yet.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -40,8 +40,8 @@ class Vocabulary:
     """The spellings of a tokenizer's tokens.
 
     Args:
-        spellings: per id the bytes that the token adds to a text; a special token spells its own name, and an id that
-            is never used nothing.
+        spellings: per id the bytes that the token adds to a text; a special token spells its own name, and an unused id
+            nothing.
         roles: id of the special token of each role (``"eos"``, ``"bos"``) that the tokenizer has.
         encode: text to ids without special tokens around it; by default the longest tokens from left to right.
         prefix: ids that the tokenizer puts before every text.
@@ -64,9 +64,8 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int) -> Vocabulary:
-        """The vocabulary of a Transformers tokenizer or of a GGUF file's; ids from ``size`` on, which the model lacks,
-        are left out."""
-        spelling = getattr(tokenizer, "spelling", None)  # a GGUF file's knows the bytes itself
+        """The vocabulary of a Transformers or GGUF tokenizer, without ids from ``size`` on, which the model lacks."""
+        spelling = getattr(tokenizer, "spelling", None)  # a GGUF tokenizer knows the bytes itself
         spell, added = _speller(tokenizer), {} if spelling else tokenizer.added_tokens_decoder
         spellings = [b""] * size
         for name, index in tokenizer.get_vocab().items():
@@ -96,21 +95,20 @@ class Vocabulary:
         return [index for index in self._encode(text) if index < len(self.spellings)]
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a whole text, with what the tokenizer puts before it (once, if the text brings it along)."""
+        """Ids of a whole text after the tokenizer's prefix, which is not repeated if the text contains it."""
         ids, prefix = self.encode(text), list(self.prefix)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def spell(self, text: str) -> list[int]:
         """Ids that spell exactly ``text``, as far as the vocabulary can: the end of a text, not its beginning.
 
-        The tokenizer's own ids if they do; it may also put a space before, or change or drop characters, and then it
-        is the longest tokens from left to right.  Bytes that no token spells are left out.
+        These are the tokenizer's own ids if they match.  Otherwise (it may add a space, or change or drop characters)
+        they are the longest tokens from left to right.  Bytes that no token spells are left out.
         """
         ids, expected = self.encode(text), text.encode()
         return ids if self.bytes_of(ids) == expected else self.longest_pieces(expected)
 
     def bytes_of(self, ids: Sequence[int]) -> bytes:
-        """The text that ids spell."""
         return spelled(self.spellings, ids)
 
     def longest_pieces(self, text: bytes) -> list[int]:
@@ -139,10 +137,10 @@ class Vocabulary:
 
 
 def common_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    """Target id -> draft id of every token that both vocabularies have, each id at most once.
+    """Target id -> draft id of every token in both vocabularies, each id at most once.
 
-    Ordinary tokens are the same when they spell the same bytes (the first id wins where several do), special tokens
-    when they have the same role, else when they have the same name.
+    Ordinary tokens are the same if they spell the same bytes (the first id wins if several do), special tokens if they
+    have the same role, else the same name.
     """
     pairs = {t: draft.first[spelling] for spelling, t in target.first.items() if spelling in draft.first}
     used_ids: set[int] = set()
@@ -163,20 +161,21 @@ def common_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
 
 
 def spelled(spellings: Sequence[bytes], ids: Sequence[int]) -> bytes:
-    """What ids spell; ids beyond the vocabulary (padding of the model's logits) spell nothing."""
+    """Bytes that ids spell; ids beyond the vocabulary (padding of the model's logits) spell nothing."""
     return b"".join(spellings[index] for index in ids if index < len(spellings))
 
 
 def common_border(vocabulary: Vocabulary, old: Sequence[int], new: Sequence[int], added: int) -> tuple[int, int]:
-    """Where two tokenizations can be joined: ``old`` of a text, ``new`` of the same text and ``added`` bytes more.
+    """Indices at which two tokenizations can be joined: ``old`` of a text, ``new`` of the same text and ``added`` bytes
+    more.
 
-    Returns places ``(i, j)``: ``old[:i]`` and ``new[:j]`` end at the same byte with the same token, and nothing later
-    does.  Bytes are counted from the end, so that a space which a tokenizer puts before a text does not matter, nor
-    does repeated text, in which the longest run of equal tokens could be found at a wrong place.  Without such a
-    border, where ``old`` begins if ``new`` has a border there; else behind both.
+    Returns ``(i, j)``: ``old[:i]`` and ``new[:j]`` end at the same byte with the same token, and nothing later does.
+    Bytes are counted from the end, so that a space which a tokenizer puts before a text does not matter, nor does
+    repeated text, in which the longest run of equal tokens could be at a wrong index.  Without such a border, the
+    beginning of ``old`` if ``new`` has a border there; else the ends of both.
     """
     i, j = len(old), len(new)
-    lead = added  # bytes behind new[:j] short of those behind old[:i]
+    lead = added  # bytes after new[:j] minus bytes after old[:i]
     while True:
         if lead > 0 and j:
             j -= 1
@@ -191,9 +190,9 @@ def common_border(vocabulary: Vocabulary, old: Sequence[int], new: Sequence[int]
 
 
 def translated_spellings(source: Vocabulary, other: Vocabulary) -> list[bytes]:
-    """The spellings of ``source`` with special tokens named as ``other`` names those of the same role.
+    """The spellings of ``source``, with special tokens named like those of the same role in ``other``.
 
-    A role that ``other`` does not have spells nothing.
+    A role that ``other`` lacks spells nothing.
     """
     spellings = list(source.spellings)
     for role in reversed(ROLES):  # where one token has both roles, the first one counts
@@ -204,7 +203,7 @@ def translated_spellings(source: Vocabulary, other: Vocabulary) -> list[bytes]:
 
 
 def whole_characters(text: bytes) -> bytes:
-    """The longest beginning that is valid UTF-8: without a half-written character at the end."""
+    """The longest beginning that is valid UTF-8, without an incomplete character at the end."""
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -213,7 +212,7 @@ def whole_characters(text: bytes) -> bytes:
 
 
 def speller(tokenizer: Any) -> Callable[[int], bytes]:
-    """From an id to the bytes that its token adds to a text; a special token spells its own name."""
+    """A function from an id to the bytes that its token adds to a text; a special token spells its own name."""
     spelling: Callable[[int], bytes] | None = getattr(tokenizer, "spelling", None)
     if spelling is not None:
         return spelling
@@ -227,7 +226,7 @@ def speller(tokenizer: Any) -> Callable[[int], bytes]:
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    """From a text to ids, without special tokens around it."""
+    """A function from a text to ids, without special tokens around it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
 
     def encode(text: str) -> Sequence[int]:
@@ -240,7 +239,7 @@ def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
 
 
 def _speller(tokenizer: Any) -> Callable[[str], bytes]:
-    """From a token's string in the vocabulary to the bytes that it spells."""
+    """A function from a token's string in the vocabulary to the bytes that it spells."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if "ByteLevel" in repr(getattr(backend, "decoder", None)):
         return _byte_level
@@ -256,7 +255,7 @@ def _sentencepiece(name: str) -> bytes:
 
 
 def _byte_level(name: str) -> bytes:
-    """Every sign stands for a byte."""
+    """Each character represents a byte."""
     try:
         return bytes(_BYTE_OF_SIGN[sign] for sign in name)
     except KeyError:
@@ -264,7 +263,7 @@ def _byte_level(name: str) -> bytes:
 
 
 def _byte_signs() -> dict[str, int]:
-    """Signs of byte-level tokenizers: printable Latin-1 bytes are themselves, the others follow from U+0100 on."""
+    """Characters of byte-level tokenizers: printable Latin-1 bytes are themselves, the others follow from U+0100 on."""
     themselves = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in themselves]
     return {chr(b): b for b in themselves} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Learning while serving: a draft model is corrected where the target rejected it.
+"""Online learning: a draft model is corrected where the target rejected its tokens.
 
 Online speculative decoding, Liu et al. 2023 (arXiv 2310.07177).
 """
@@ -30,20 +30,20 @@ from foretoken.models.linear.product import QuantisedLinear
 
 @dataclass(frozen=True)
 class LearnConfig:
-    """How a draft model learns.
+    """Settings for learning a draft model online.
 
     Attributes:
         every: finished requests between two updates.
-        lr: learning rate of AdamW, constant.
-        loss: the divergence between the target's distribution and the draft model's: ``fkl``, ``rkl``, ``jsd`` or
-            ``tvd``.
+        lr: constant learning rate of AdamW.
+        loss: divergence between the target's and the draft model's distributions: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.
         beta: the target's share of the mixture of ``jsd``.
         budget: largest share of the serving time that learning may take; 1 sets no limit.
-        keep: requests that wait for an update; older ones fall out.
+        keep: maximum number of requests that wait for an update; older ones are dropped.
         window: tokens that the draft model reads before the first rejection of a request when it learns from it.
-        top: tokens of a distribution that are stored, the most likely ones; 0 stores the whole distribution.
-        thread: learn in a thread of its own, on one processor, while requests are served, from the next draft on by
-            what was learnt; else between two rounds, which wait for it, so that a run can be repeated to the token.
+        top: number of most likely tokens stored per distribution; 0 stores the whole distribution.
+        thread: learn in a separate thread on one processor while requests are served; an update takes effect at the
+            next draft after it is done.  Otherwise learn between two rounds, which wait, so that a run can be repeated
+            to the token.
     """
 
     every: int = 8
@@ -69,17 +69,17 @@ class LearnConfig:
 
 @dataclass
 class LearningReport:
-    """What was learnt so far.
+    """Counters of the learning so far.
 
     Attributes:
         requests: finished requests.
         mistakes: rejected positions that were stored.
-        dropped: updates that were thrown away because they were not finite.
-        postponed: times that an update was due but would have cost more than the budget.
+        dropped: updates that were discarded because they failed or were not finite.
+        postponed: times that an update was due but would have exceeded the budget.
         positions: rejected positions that the updates learnt from.
         loss: mean divergence at the positions of the last update, before it.
         learning_s: seconds spent on storing, updating and saving.
-        serving_s: seconds in which there was a request, learning included.
+        serving_s: seconds with at least one active request, learning included.
     """
 
     requests: int = 0
@@ -95,13 +95,13 @@ class LearningReport:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """What came of an update.
+    """Result of an update.
 
     Attributes:
-        model: the served model over the new weights; ``None`` where they are not finite.
-        loss: mean divergence before it.
-        positions: that it learnt from.
-        spent_s: seconds that it took.
+        model: the served model with the new weights; ``None`` if they are not finite.
+        loss: mean divergence before the update.
+        positions: positions that it learnt from.
+        spent_s: duration in seconds.
     """
 
     model: HuggingFaceModel | None
@@ -113,22 +113,22 @@ class WeightUpdate:
 class Learner:
     """A trainable copy of a draft model, and the served model that takes over its weights.
 
-    Updates are made in a thread of their own: the new weights are written to a network that nobody runs, and between
-    two rounds (:meth:`take`) the served model goes on with that one.
+    In a separate thread, the new weights are written to a spare network, to which :meth:`take` switches the served
+    model between two rounds.
 
     Args:
         model: the draft model; it is not changed.
         save: folder that every update is written to; empty for none.
         tokenizer: saved beside the weights.
-        clock: seconds, for the budget.
+        clock: returns seconds, for the budget.
 
     Attributes:
-        served: the model to draft with; its network and a spare one change places with every update.
-        student: the copy that is trained, in float32.
-        lessons: what the next update will be made of.
+        served: the model to draft with; each update swaps its network with the spare one.
+        student: the trained copy, in float32.
+        lessons: training data of the next update.
 
     Raises:
-        CapabilityError: the model is no network whose weights can be learnt.
+        CapabilityError: the model has no trainable weights.
     """
 
     def __init__(
@@ -154,40 +154,40 @@ class Learner:
         self.lessons: deque[Lesson] = deque(maxlen=config.keep)
         self._report = LearningReport()
         self._since = 0  # requests since the last update
-        self._last_s = 0.0  # what the last update cost
+        self._last_s = 0.0  # cost of the last update
         self._thread: ThreadPoolExecutor | None = None
-        self._coming: Future[WeightUpdate] | None = None  # an update that is being made
-        self._active = 0  # requests that are being served
+        self._coming: Future[WeightUpdate] | None = None  # an update in progress
+        self._active = 0  # active requests
         self._joined_s = 0.0
 
     # -- the clock ---------------------------------------------------------------------------------------------------
 
     def joined(self) -> None:
-        """A request begins: time runs while there is one."""
+        """Count a new request; serving time passes while any request is active."""
         if self._active == 0:
             self._joined_s = self.clock()
         self._active += 1
 
     def left(self) -> None:
-        """A request has ended."""
+        """Count the end of a request."""
         self._active -= 1
         if self._active == 0:
             self._report.serving_s += self.clock() - self._joined_s
 
     @property
     def serving_s(self) -> float:
-        """Seconds in which there was a request."""
+        """Seconds with at least one active request."""
         return self._report.serving_s + (self.clock() - self._joined_s if self._active else 0.0)
 
     def report(self) -> dict[str, Any]:
-        """Counts and seconds so far, see :class:`LearningReport`."""
+        """The fields of :class:`LearningReport`."""
         return {**asdict(self._report), "serving_s": self.serving_s}
 
     # -- collecting --------------------------------------------------------------------------------------------------
 
     def mistake(self, position: int, logits: Tensor) -> Mistake:
-        """The target's own distribution from its logits [V]: temperature 1, no filters, whatever the request draws
-        with."""
+        """The target's distribution from its logits [V] at temperature 1 without filters, whatever the request's
+        sampling."""
         start_s = self.clock()
         distribution = torch.softmax(logits[: self.served.vocab_size].float(), -1)
         best = distribution.topk(min(self.config.top or len(distribution), len(distribution)))
@@ -197,7 +197,7 @@ class Learner:
         return mistake
 
     def finished(self, tokens: Sequence[int], mistakes: Sequence[Mistake]) -> None:
-        """A request ended: keep what it teaches; learn when an update is due and affordable."""
+        """Store the mistakes of a finished request; start an update if one is due and affordable."""
         self._report.requests += 1
         self._since += 1
         if mistakes:
@@ -216,16 +216,16 @@ class Learner:
             self._report.learning_s += self._last_s
 
     def take(self, wait: bool = False) -> None:
-        """Serve what was learnt meanwhile, if an update is done; asked between two rounds.
+        """Serve the finished update, if any; called between two rounds.
 
         Args:
-            wait: until the update that is being made is done.
+            wait: block until an update in progress is done.
         """
         if self._coming is not None and (wait or self._coming.done()):
             coming, self._coming = self._coming, None
             try:
                 learned = coming.result()
-            except Exception as error:  # full memory, for one: what is served goes on as it is
+            except Exception as error:  # out of memory, for example: the served model stays as it is
                 self._report.dropped += 1
                 warnings.warn(f"the draft model could not be updated: {error}", stacklevel=2)
                 return
@@ -234,25 +234,25 @@ class Learner:
             self._report.learning_s += learned.spent_s
 
     def _own_thread(self) -> ThreadPoolExecutor:
-        """One thread on one processor, so that it takes no more from the rounds that run beside it."""
+        """A single thread on one processor, to take no more from the concurrent rounds."""
         if self._thread is None:
             threads = torch.get_num_threads()
             self._thread = ThreadPoolExecutor(1, "foretoken-online", _use_one_processor)
             self._thread.submit(int).result()
-            torch.set_num_threads(threads)  # what threads that are made later begin with
+            torch.set_num_threads(threads)  # the default for threads created later
         return self._thread
 
     def _affordable(self) -> bool:
-        """Whether another update like the last one keeps to the budget."""
+        """Whether another update like the last one stays within the budget."""
         expected_s = self._report.learning_s + self._last_s
         return self.config.budget == 1 or expected_s <= self.config.budget * self.serving_s
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def update(self) -> bool:
-        """One step on all lessons, which are then forgotten; true when its result is served from now on.
+        """One step on all lessons, which are then discarded; returns whether its result is served.
 
-        Nothing that is served changes before the whole update is known to be finite.
+        The served model changes only after the whole update is known to be finite.
         """
         return self._serve(self._learned(self._taken_lessons()))
 
@@ -262,11 +262,11 @@ class Learner:
         return lessons
 
     def _learned(self, lessons: Sequence[Lesson]) -> WeightUpdate:
-        """Make an update ready; beside the serving, where it has a thread."""
+        """Compute an update, in the learning thread if there is one."""
         start_s = self.clock()
-        # The engine runs in inference mode, in which nothing can be differentiated.
+        # The engine runs in inference mode, which does not allow gradients.
         with torch.inference_mode(False), torch.enable_grad():
-            self.optimizer.zero_grad(set_to_none=True)  # an update that has failed may have left some
+            self.optimizer.zero_grad(set_to_none=True)  # a failed update may have left some
             loss = self._backward(lessons)
             norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
             good = bool(torch.isfinite(norm)) and loss < float("inf")
@@ -287,7 +287,7 @@ class Learner:
         return WeightUpdate(model, loss, sum(len(lesson.mistakes) for lesson in lessons), self.clock() - start_s)
 
     def _serve(self, learned: WeightUpdate) -> bool:
-        """Go on with the weights of an update; true if there are any."""
+        """Switch to the weights of an update; return whether there are any."""
         if learned.model is None:
             self._report.dropped += 1
             return False
@@ -300,7 +300,7 @@ class Learner:
         return True
 
     def _backward(self, lessons: Sequence[Lesson]) -> float:
-        """Gradients of the mean divergence over all positions; returns that mean."""
+        """Accumulate gradients of the mean divergence over all positions; return that mean."""
         count = sum(len(lesson.mistakes) for lesson in lessons)
         total = 0.0
         for lesson in lessons:
@@ -312,8 +312,8 @@ class Learner:
     def losses(self, lesson: Lesson) -> Tensor:
         """The divergence at every mistake of a request, [n].
 
-        The token at index t is predicted by the position before it: the student's logits there are compared with the
-        distribution that the target had there.
+        The token at index t is predicted by the position before it, so the student's logits there are compared with the
+        target's distribution.
         """
         rows = [mistake.position - 1 for mistake in lesson.mistakes]
         first = max(0, rows[0] - self.config.window)
@@ -331,7 +331,7 @@ class Learner:
         return divergence(self.config.loss, targets, logits[:, : targets.shape[-1]], self.config.beta)
 
     def _restore(self) -> None:
-        """Back to what is served, with a fresh optimizer."""
+        """Reset the student to the served weights, with a fresh optimizer."""
         with torch.no_grad():
             for mine, good in zip(self.student.parameters(), self.served.model.parameters(), strict=True):
                 mine.copy_(good)
@@ -346,7 +346,7 @@ class Learner:
             warnings.warn(f"the learnt draft model was not saved: {error}", stacklevel=2)
 
     def save(self, folder: str | Path) -> None:
-        """Write the draft model as it is served: a model folder, every file of which appears whole or not at all.
+        """Write the served draft model as a model folder in which each file appears complete or not at all.
 
         Raises:
             OSError: the folder cannot be written.
@@ -355,7 +355,10 @@ class Learner:
 
 
 def _use_one_processor() -> None:
-    """For the thread that calls: PyTorch gives a thread the number of the process when it first asks, so it asks
-    first."""
+    """Limit the calling thread to one processor.
+
+    PyTorch sets a thread's number of processors to the process's at the thread's first query, so query before setting
+    it.
+    """
     torch.get_num_threads()
     torch.set_num_threads(1)

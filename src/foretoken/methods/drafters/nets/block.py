@@ -1,7 +1,7 @@
-"""A network that guesses a whole block of places in one pass: DFlash, and what is built on it (arXiv 2602.06036).
+"""A network that predicts a block of positions in one pass: DFlash, and methods built on it (arXiv 2602.06036).
 
-The target's hidden states of a text become keys and values of every layer; the block's rows, the last token and masks,
-look at them and at each other.
+The target's hidden states of a sequence become keys and values of every layer.  The block's rows, the last token and
+masks, attend to them and to each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foretoken.methods.drafters.nets.decoder import LayerConfig, LayerKeep, RmsN
 from foretoken.models.forward.heads.pieces import BlockNetParts, LayerParts
 
 LARGEST_BLOCK = 256
-"""Rows of a block: more than any published network has, fewer than the scratch of a text holds."""
+"""Maximum rows of a block: more than any published network has, fewer than the scratch of a sequence holds."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class BlockConfig(LayerConfig):
         layers: decoder layers.
         taps: depths of the target that are fused, joined by commas; k is the output of the first k layers.
         block: rows of a block: the last token, and masks.
-        mask_token: id whose embedding stands in the places that are guessed.
-        own_mask: a learned embedding stands there instead.
-        from_anchor: row 0, the last token, guesses too: as many drafts as rows, and row k guesses the token behind
-            its own place instead of its own.
-        reach: how far a row sees in tokens, 0 for the whole text: one number for all layers, or one each.
-        causal: whether a row sees only earlier rows of its block, 0 or 1: one for all layers, or one each.
-        sinks: a learned logit for every head in its softmax, for nothing.
-        draft_vocab: V_d, the tokens that can be guessed; 0 means all.
-        own_head: a vocabulary projection of its own instead of the target's.
-        input_scale: what embeddings are multiplied with.
+        mask_token: id whose embedding is the input of the predicted positions.
+        own_mask: use a learned embedding instead.
+        from_anchor: row 0, the last token, predicts too: as many draft tokens as rows, and every row predicts the token
+            after its position instead of the one at it.
+        reach: attention distance of a row in tokens, 0 for no limit: one number for all layers, or one each.
+        causal: whether a row attends only to earlier rows of its block, 0 or 1: one for all layers, or one each.
+        sinks: whether every head has a learned logit in its softmax without a value.
+        draft_vocab: V_d, size of the draft vocabulary; 0 means all.
+        own_head: whether it has a vocabulary projection instead of the target's.
+        input_scale: factor of the embeddings.
     """
 
     vocab_size: int = 0
@@ -82,7 +82,7 @@ class BlockConfig(LayerConfig):
 
     @property
     def tap_names(self) -> tuple[str, ...]:
-        """Names of the hidden states that are fused, one per depth (a depth may occur twice)."""
+        """Names of the fused hidden states, one per depth (a depth may occur twice)."""
         return tuple(f"layer:{int(part)}" for part in self.taps.split(","))
 
     @property
@@ -97,7 +97,7 @@ class BlockConfig(LayerConfig):
 
     @property
     def drafts(self) -> int:
-        """Tokens that a block guesses."""
+        """Number of tokens that a block predicts."""
         return self.block - (not self.from_anchor)
 
     @property
@@ -106,12 +106,12 @@ class BlockConfig(LayerConfig):
         return self.draft_vocab or self.vocab_size
 
     def rows_for(self, drafts: int) -> int:
-        """Rows that must run for so many drafts: all where rows see later ones."""
+        """Number of rows that must run for ``drafts`` tokens: all if rows attend to later ones."""
         return drafts + (not self.from_anchor) if all(self.causals) else self.block
 
 
 class BlockAttention(nn.Module):
-    """Attention of a block's rows over the text and each other, with normed queries and keys (Qwen3)."""
+    """Attention of a block's rows to the sequence and each other, with normed queries and keys (Qwen3)."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class BlockAttention(nn.Module):
         self.attention_sink_bias = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
 
     def keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [b, H', n, d] of places x [b, n, D]."""
+        """Rotated keys and values [b, H', n, d] of positions x [b, n, D]."""
         key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.config.head_dim))).transpose(1, 2)
         value = self.v_proj(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
         return turned(key, cos, sin), value
@@ -183,10 +183,10 @@ class BlockLayer(nn.Module):
 
 
 class BlockNet(nn.Module):
-    """The network: places of the text by :meth:`context` and :meth:`keys`, rows of blocks by :meth:`forward`.
+    """The network: :meth:`context` and :meth:`keys` process positions of the sequence, :meth:`forward` rows of blocks.
 
-    The buffers ``d2t`` and ``t2d`` are those of :class:`~foretoken.methods.drafters.nets.eagle3.Eagle3Net`, where there
-    is a draft vocabulary.
+    With a draft vocabulary, the buffers ``d2t`` and ``t2d`` are those of
+    :class:`~foretoken.methods.drafters.nets.eagle3.Eagle3Net`.
     """
 
     def __init__(self, config: BlockConfig) -> None:
@@ -212,24 +212,24 @@ class BlockNet(nn.Module):
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """[V_d] the tokens that can be guessed; ``None``: all."""
+        """[V_d] ids of the draft vocabulary; ``None``: all."""
         if not self.config.draft_vocab:
             return None
         offsets: Tensor = self.get_buffer("d2t")
         return offsets + torch.arange(len(offsets), device=offsets.device)
 
     def context(self, taps: Sequence[Tensor]) -> Tensor:
-        """Places [..., D] from the target's hidden states at the tapped depths, each [..., D]."""
+        """Fused states [..., D] from the target's hidden states at the tapped depths, each [..., D]."""
         return self.hidden_norm(self.fc(torch.cat(list(taps), -1)))
 
     def keys(self, context: Tensor, positions: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [b, H', n, d] of places [b, n, D] at positions [b, n]."""
+        """A layer's keys and values [b, H', n, d] of fused states [b, n, D] at positions [b, n]."""
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, context)
         attention: BlockAttention = self.layers[layer].self_attn  # type: ignore[assignment]
         return attention.keys(context, cos, sin)
 
     def embedded(self, tokens: Tensor, embedding: Tensor) -> Tensor:
-        """Rows [..., D] of a block's ids, by the target's embedding [V, D]."""
+        """Embeddings [..., D] of a block's ids, by the target's embedding [V, D]."""
         rows = F.embedding(tokens, embedding.detach()).to(self.fc.weight.dtype) * self.config.input_scale
         if self.mask_embedding is None:
             return rows
@@ -257,9 +257,9 @@ class BlockNet(nn.Module):
 
 
 def block_mask(starts: Tensor, rows: int, used: int, reach: int, causal: bool) -> Tensor:
-    """Additive [b, 1, rows, used]: what the rows of one block per text may look at.
+    """Additive [b, 1, rows, used]: attention mask of the rows of one block per sequence.
 
-    Slot s of a text's cache is position s, of the text before ``starts`` [b] and of the block from there on.
+    Slot s of a sequence's cache is position s; the block begins at ``starts`` [b].
     """
     slots = torch.arange(used, device=starts.device)
     query = starts[:, None] + torch.arange(rows, device=starts.device)  # [b, rows]

@@ -1,4 +1,4 @@
-"""One Llama-style decoder layer, written plainly: what feature-level drafters are made of."""
+"""A plain Llama-style decoder layer, the component of feature-level drafters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from foretoken.models.forward.heads.lean import HeadRun
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Stores new keys and values [b, H, n, d] and returns all that may be looked at [b, H, m, d]."""
+"""Stores new keys and values [b, H, n, d] and returns all visible ones [b, H, m, d]."""
 LayerKeep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""The same for a layer of several, whose index comes first."""
+"""The same for one of several layers, whose index comes first."""
 
 Mask = Tensor | None
-"""Additive, broadcast to [b, 1, n, m]; ``None``: with a cache all may be seen, without one attention is causal."""
+"""Additive, broadcast to [b, 1, n, m]; ``None``: no mask with a cache, causal without one."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LayerConfig:
 
     @classmethod
     def of_target(cls, config: Any) -> LayerConfig:
-        """The shape of the target's own layers."""
+        """The shape of the target's layers."""
         rope = getattr(config, "rope_parameters", None) or {}
         heads = int(config.num_attention_heads)
         return cls(
@@ -70,7 +70,7 @@ class LayerConfig:
 
 
 class RmsNorm(nn.RMSNorm):
-    """In the input's dtype: under autocast the input is bfloat16 and the weight is not."""
+    """Uses the input's dtype: under autocast the input is bfloat16 and the weight is not."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D]."""
@@ -94,7 +94,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * config.head_dim, size, bias=False)
 
     def mixed(self, inputs: Tensor, positions: Tensor, mask: Mask, keep: Keep | None = None) -> Tensor:
-        """[b, n, D] of normalised inputs [b, n, width]; the other arguments as in :class:`DecoderLayer`."""
+        """[b, n, D] of normalised inputs [b, n, width]; other arguments as in :class:`DecoderLayer`."""
         if isinstance(keep, HeadRun):
             return keep.mixed(inputs)
         query, key, value = self.heads_of(inputs, positions)
@@ -113,7 +113,7 @@ class Attention(nn.Module):
         return turned(query, cos, sin), turned(key, cos, sin), value
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, causal: bool) -> Tensor:
-        """[b, n, D]: attention and its output projection."""
+        """Attention and its output projection, [b, n, D]."""
         out = F.scaled_dot_product_attention(
             query,
             key,
@@ -152,7 +152,7 @@ class DecoderLayer(Attention):
         Args:
             x: the residual stream.
             positions: [b, n].
-            keep: a cache; one that runs the layer itself (``HeadRun``) has rows [n, D] instead of [b, n, D].
+            keep: a cache; one that runs the layer itself (``HeadRun``) takes rows [n, D] instead of [b, n, D].
             beside: for a wide layer, the already normalised attention input [b, n, 2 D].
         """
         if isinstance(keep, HeadRun):

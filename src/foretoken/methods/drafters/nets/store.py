@@ -35,11 +35,11 @@ def save_drafter(
     measured: Mapping[str, Any] | None = None,
     bits: int = 16,
 ) -> None:
-    """Write a drafter's weights and what they belong to; every file appears whole or not at all.
+    """Write a drafter's weights and description; every file appears complete or not at all.
 
     Args:
-        folder: created when it is missing.
-        measured: what training measured, for the drafter to start from (acceptance tables).
+        folder: created if missing.
+        measured: measurements of training that the drafter starts from (acceptance tables).
         bits: of a weight, 16 (bfloat16) or 8 (:mod:`~foretoken.methods.drafters.nets.eight_bits`).
 
     Raises:
@@ -64,7 +64,8 @@ def save_drafter(
 def load_net(
     context: BuildContext, name: str, path: str | None, config: type[Any], make: Callable[[Any], nn.Module]
 ) -> tuple[Any, TargetParts, dict[str, Any]]:
-    """The trained network of a spec ``NAME[:FOLDER]``, what it borrows from the target, and what training measured.
+    """The trained network of a spec ``NAME[:FOLDER]``, the target's modules that it borrows, and training's
+    measurements.
 
     Raises:
         ValueError: no folder, one trained for another target, or damaged files.
@@ -78,10 +79,10 @@ def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str
     """The stored description, checked against the method and the target.
 
     Raises:
-        ValueError: no drafter there, another method, another target, or a damaged file.
+        ValueError: no drafter in the folder, another method, another target, or a damaged file.
 
     Warns:
-        QuantisedTargetWarning: the target is the right one, but its weights are quantised otherwise than in training.
+        QuantisedTargetWarning: the target's weights are quantised differently than in training.
     """
     description, for_target = read_stored(folder, method)
     difference = for_target.difference(target)
@@ -97,7 +98,7 @@ def read_stored(folder: Path, method: str, kind: str = "drafter") -> tuple[dict[
     """The stored description, and the fingerprint of the network that it was trained for.
 
     Raises:
-        ValueError: nothing there, another method, or a damaged file.
+        ValueError: nothing in the folder, another method, or a damaged file.
     """
     file = folder / CONFIG
     if not file.exists():
@@ -133,17 +134,17 @@ def build_net(
     description: Mapping[str, Any],
     what: str = "drafter",
 ) -> Any:
-    """The network that a description is of, with the stored weights; PyTorch's random generator stays as it was.
+    """The described network with the stored weights; PyTorch's random generator is unchanged.
 
     Args:
-        make: the network of a configuration.
-        description: what :func:`read_description` gave.
+        make: constructs the network from a configuration.
+        description: result of :func:`read_description`.
 
     Raises:
         ValueError: the description is damaged, or :func:`load_weights` refuses the weights.
     """
     try:
-        with torch.random.fork_rng(devices=[]):  # a new network draws weights, which the stored ones replace
+        with torch.random.fork_rng(devices=[]):  # a new network draws random weights, which the stored ones replace
             net = make(config(**description["config"]))
     except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         reason = str(error).strip().splitlines()[:1]
@@ -156,7 +157,7 @@ def load_weights(folder: Path, net: nn.Module) -> None:
     """Fill ``net`` with the stored weights.
 
     Raises:
-        ValueError: a damaged file, or missing, superfluous or misshapen tensors, or numbers that are not finite.
+        ValueError: a damaged file, or missing, superfluous, misshapen or non-finite tensors.
     """
     file = folder / WEIGHTS
     try:
