@@ -1,6 +1,6 @@
-"""What all drafters share that guess a block of places in one pass of a network over the target's hidden states.
+"""Base of drafters that predict a block of positions in one pass of a network over the target's hidden states.
 
-What is drafted from a block is said in :mod:`foretoken.methods.drafters.parallel`.
+Drafts are built from a block in :mod:`foretoken.methods.drafters.parallel`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from foretoken.models.forward.parts import TargetParts
 
 
 class OnePassDrafter(FeatureReader, ParallelDrafter):
-    """A network over the target's hidden states that runs once a draft, and a vocabulary projection."""
+    """A network over the target's hidden states that runs once per draft, and a vocabulary projection."""
 
     model: FeatureModel
 
     @property
     def head(self) -> DraftHead:
-        """The vocabulary projection."""
         return self.model.project
 
     def describe(self) -> list[dict[str, Any]]:
@@ -42,7 +41,7 @@ class OnePassDrafter(FeatureReader, ParallelDrafter):
         return [{**entry, "vocabulary": self.head.size, **runs} for entry in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
-        """The network and the vocabulary projection, which run once, as a share of every level."""
+        """A share for every level of one run of the network and the vocabulary projection."""
         return share_of_bytes((self.model.weight_bytes + self.head.weight_bytes) // self.max_depth, target_bytes)
 
 
@@ -51,8 +50,8 @@ class BlockDrafter(OnePassDrafter):
 
     Args:
         model: the network over the target's hidden states.
-        depth: most tokens of a path; 0: all that a block guesses.
-        window, sink: as for the drafter ``eagle``, of layers without a reach of their own.
+        depth: maximum tokens of a path; 0: all that a block predicts.
+        window, sink: as for the drafter ``eagle``, for layers without their own reach.
     """
 
     model: BlockModel
@@ -81,7 +80,7 @@ class BlockDrafter(OnePassDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """From a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default."""
+        """Build from a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, by default the trained one."""
         net, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         if vocab and net.vocabulary is not None:
             raise ValueError(f"this {cls.name} has a draft vocabulary of its own: leave vocab out")
@@ -93,16 +92,16 @@ class BlockDrafter(OnePassDrafter):
     def of(
         cls, net: BlockNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None, **options: Any
     ) -> Self:
-        """A drafter over a network as it is now.
+        """Construct the drafter over a network in its current state.
 
         Args:
-            ids: [V_d] the tokens that can be guessed, if the network has no draft vocabulary; all by default.
+            ids: [V_d] the draft vocabulary, if the network has none; all tokens by default.
         """
         return cls(block_model(net, parts, target, ids), **options)
 
     @property
     def _candidates(self) -> int:
-        """The most tokens of a place that are looked at."""
+        """Maximum candidates per position."""
         return self.width
 
     @torch.inference_mode()
@@ -113,7 +112,8 @@ class BlockDrafter(OnePassDrafter):
         return min(self.max_depth, budget.max_depth, budget.max_nodes)
 
     def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
-        """One call for what was committed, one for the blocks of all requests; one without a text waits."""
+        """Predict with one call for the committed tokens and one for all blocks; requests without read tokens are left
+        out."""
         level, _ = self.follow(contexts)
         ready = [i for i, c in enumerate(contexts) if level[i] and depths[i] > 0 and c.state[self].tokens]
         if not ready:

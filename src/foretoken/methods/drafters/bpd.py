@@ -1,4 +1,4 @@
-"""Heads on the target's last hidden state guess the rest of a block at once; the target checks it and starts the next.
+"""Heads on the target's last hidden state draft the rest of a block at once; the target checks it and starts the next.
 
 Blockwise parallel decoding, Stern, Shazeer, Uszkoreit 2018 (arXiv 1811.03115).
 """
@@ -23,13 +23,13 @@ from foretoken.models.linear.packing import weight_bytes
 class BpdDrafter(BatchDrafter):
     """Point proposals: below the root, which is what head 1 said, the best tokens of heads 2 to k.
 
-    The state that the heads read comes out of the call that verified the block before: prediction and verification
-    are one call, and the heads are the only other work of a round.
+    The state that the heads read is a result of the call that verified the previous block, so prediction and
+    verification are one call, and the heads are the only other work of a round.
 
     Args:
         heads: the trained heads; they move to the target's device.
-        parts: what they borrow from the target.
-        k: block size, head 1 (the target) counted; all trained heads by default.
+        parts: the modules that they borrow from the target.
+        k: block size, including head 1 (the target); all trained heads by default.
     """
 
     name = "bpd"
@@ -46,18 +46,19 @@ class BpdDrafter(BatchDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> BpdDrafter:
-        """From a spec ``bpd[:FOLDER]``."""
+        """Build from a spec ``bpd[:FOLDER]``."""
         heads, parts, _ = load_net(context, cls.name, path, BpdConfig, BpdHeads)
         return cls(heads, parts, **options)
 
     def cost_beside(self, target_bytes: int) -> float:
-        """A head of so many, and the target's vocabulary projection."""
+        """Cost of one head, with the target's vocabulary projection."""
         size = weight_bytes(self.heads) // max(1, self.k - 1)
         return share_of_bytes(size + weight_bytes(self.parts.head), target_bytes)
 
     @torch.inference_mode()
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """One call of the heads for all requests; a request without a state yet (a prompt of one token) waits."""
+        """One call of the heads for all requests; one without hidden states (a prompt of one token) gets no draft
+        tokens."""
         trees = [TokenTree.root_only(context.root) for context in contexts]
         lengths = [min(self.max_depth, budget.max_depth, budget.max_nodes) for budget in budgets]
         ready = [i for i, c in enumerate(contexts) if lengths[i] > 0 and len(c.hidden.get("last", ()))]
@@ -75,6 +76,6 @@ class BpdDrafter(BatchDrafter):
         return trees
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """[depth, n, V]: what the heads from the second on say of states [n, D]."""
+        """[depth, n, V]: logits of the heads from the second on for states [n, D]."""
         hidden = self.heads(states, range(2, 2 + depth))
         return self.parts.draft_logits(hidden.flatten(0, 1)).view(depth, len(states), -1)

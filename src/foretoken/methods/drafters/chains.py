@@ -1,4 +1,4 @@
-"""Drafts that are chains of the tokens that follow one another, whatever their chances, by one call of their model."""
+"""Drafts that are chains without stop rules, grown by a single call of their model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.native_chain import Pick
 
 Next = tuple[int | None, Tensor | None]
-"""A token, ``None`` where the request lets nothing follow; and the distribution [V] that it was drawn from, if it was
-drawn."""
+"""A token, ``None`` if the request allows none; and the distribution [V] that it was drawn from, if it was drawn."""
 
 
 def grow_chains(
@@ -28,11 +27,11 @@ def grow_chains(
     feeds: Sequence[Feed],
     vocab_size: int,
 ) -> bool:
-    """Grow them all, if all are such chains and the model has such a call; whether that was so.
+    """Grow all trees, if all are such chains and the model has such a call; return whether it did.
 
     Args:
-        head: the vocabulary projection that takes the place of its own, if any does.
-        feeds: what the model must be fed of each.
+        head: a vocabulary projection that replaces the model's.
+        feeds: the model's feed for each.
     """
     fits = head is not None or model.vocab_size == vocab_size
     if not fits or not all(map(_follows, trees)):
@@ -63,21 +62,21 @@ def grow_chains(
 
 
 def _follows(tree: Growing) -> bool:
-    """Whether every token is the one that follows the last: no choice of nodes, no stop."""
+    """Whether every token simply follows the last one, without a choice of nodes or a stop rule."""
     stops = tree.budget.asks_for_confidence or tree.budget.path_stop is not None
     chooses = tree.branches or tree.candidates is not None
     return (tree.draws or tree.races or tree.sampler.greedy) and not (stops or chooses)
 
 
 def _asks_sampler(tree: Growing) -> bool:
-    """Whether the token that follows is not just the likeliest."""
+    """Whether the next token is not simply the likeliest."""
     return tree.races or tree.draws or not tree.sampler.context_free
 
 
 def _chosen(
     trees: Sequence[Growing], drafts: Sequence[Sequence[Next]], logits: Tensor, head: DraftHead | None, vocab_size: int
 ) -> list[Next]:
-    """The tokens behind the drafts of each, from logits [n, V'] of what can be guessed."""
+    """The next token of each draft, from logits [n, V'] over the draft vocabulary."""
     asking = [i for i, tree in enumerate(trees) if _asks_sampler(tree)]
     likeliest = [i for i, tree in enumerate(trees) if not _asks_sampler(tree)]
     chosen: dict[int, Next] = {}
@@ -96,10 +95,10 @@ def _chosen(
 
 
 def _behind(tree: Growing, draft: Sequence[Next], row: Tensor) -> Next:
-    """The token behind a draft of a request whose pipeline reads the text before, from logits [1, V]."""
+    """The token after a draft of a request with a context-dependent sampler, from logits [1, V]."""
     prefix = [*tree.context.tokens]
     for token, _ in draft:
-        if token is None:  # nothing follows, and the request's rules are not asked what comes behind it
+        if token is None:  # no token follows, so the request's rules are not applied after it
             return None, None
         prefix.append(token)
     if tree.draws:
@@ -111,14 +110,14 @@ def _behind(tree: Growing, draft: Sequence[Next], row: Tensor) -> Next:
 
 
 def following(trees: Sequence[Growing], logits: Sequence[Tensor], lengths: Sequence[int]) -> list[Next]:
-    """The token behind a node of each tree that draws or races, of requests whose pipelines are context-free.
+    """The token after a node of each tree that draws or races, for requests with context-free samplers.
 
-    Those that sample alike share a call unless rows are long: one by one that takes longer to call than to run, and a
-    draft model's step is short.
+    Requests that sample alike share a call unless rows are long, because call overhead exceeds the work of a single
+    request in a draft model's short step.
 
     Args:
         logits: [1, V] for each.
-        lengths: tokens before the one that follows.
+        lengths: number of tokens before the next one.
     """
     alike: dict[Hashable, list[int]] = {}
     for i, (tree, row) in enumerate(zip(trees, logits, strict=True)):

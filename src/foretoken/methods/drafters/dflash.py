@@ -1,4 +1,4 @@
-"""One pass of a small network over the target's hidden states guesses a whole block of tokens.
+"""One pass of a small network over the target's hidden states predicts a whole block of tokens.
 
 DFlash, Chen, Liang, Liu 2026 (arXiv 2602.06036); with a causal block JetSpec (arXiv 2606.18394).
 """

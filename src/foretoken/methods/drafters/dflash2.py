@@ -1,4 +1,4 @@
-"""DFlash with convolutions along the block, and a lattice of candidates that are scored in pairs.
+"""DFlash with convolutions along the block, and a lattice of candidates scored in pairs.
 
 DFlash2, z-lab 2026; its trees are those of the lattice, as in JetSpec (arXiv 2606.18394).
 """

@@ -1,8 +1,8 @@
 """Trees whose siblings are drawn without replacement, for requests that sample without noise.
 
-How many children a place gets is decided before any of them is drawn: by a static tree of ranks, and by stop rules that
-look at the tokens above.  What hangs below a node is drawn for that node alone, never shared with another one:
-traversal verification comes back from one subtree to the next, and its exactness rests on what it has not seen yet.
+The number of a node's children is fixed before any of them is drawn, by a static tree of ranks and by stop rules that
+depend on the tokens above.  Tokens below a node are drawn for that node alone and never shared: traversal verification
+moves from one subtree to the next, and is exact only if it has not seen the next one.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from foretoken.methods.trees.shapes import Choice
 from foretoken.methods.trees.specs import places_of
 
 DRAWS = ("iid", "without_replacement", "greedy")
-"""How requests that sample without noise get their drafts: a drawn chain, a drawn tree, or the likeliest tokens."""
+"""Proposals of requests that sample without noise: a drawn chain, a drawn tree, or the likeliest tokens."""
 
 
 def check_draw(name: str, draw: str) -> None:
-    """Refuse what is none of :data:`DRAWS`, by a ``ValueError``."""
+    """Raise ``ValueError`` unless ``draw`` is one of :data:`DRAWS`."""
     if draw not in DRAWS:
         raise ValueError(f"{name} needs draw={', '.join(DRAWS[:-1])} or {DRAWS[-1]}, not {draw!r}")
 
 
 def drawn_places(draw: str, tree: str, name: str, nodes: int, depth: int) -> StaticTree:
-    """The shape of what is drawn: a chain, or a tree of distinct siblings, Sequoia's where none is asked for.
+    """The shape of drawn proposals: a chain, or a tree of distinct siblings, by default Sequoia's.
 
     Raises:
-        ValueError: a tree for what is not drawn as one, or no static tree.
+        ValueError: a tree for another ``draw``, or no static tree.
     """
     if draw != "without_replacement":
         if tree:
@@ -46,9 +46,10 @@ def drawn_places(draw: str, tree: str, name: str, nodes: int, depth: int) -> Sta
 
 
 def paying_places(places: StaticTree, costs: TargetCost) -> StaticTree:
-    """As much of a tree as pays on this machine, by typical chances of its ranks; a shape by levels stays whole.
+    """The part of a tree that pays off on this machine, by typical probabilities of its ranks; a shape by levels stays
+    whole.
 
-    One request counts, since a text that is drawn must not depend on who shares the call.
+    The cost is that of a single request, because drawn tokens must not depend on the other requests of a call.
     """
     if not isinstance(places, Ranks) or not places.branches:
         return places
@@ -56,7 +57,7 @@ def paying_places(places: StaticTree, costs: TargetCost) -> StaticTree:
 
 
 def traits_of(draw: str, points_branch: bool, drawn_branch: bool) -> Traits:
-    """Of a drafter that makes point proposals, and for requests that sample without noise what ``draw`` says."""
+    """Traits of a drafter with point proposals and, for requests that sample without noise, those of ``draw``."""
     points = (Kind.POINT, points_branch)
     if draw == "greedy":
         return Traits(*points, frozenset({points}))
@@ -65,16 +66,16 @@ def traits_of(draw: str, points_branch: bool, drawn_branch: bool) -> Traits:
 
 
 class DrawnTree:
-    """A tree, or chain, under construction whose shape is decided before its tokens are; node 0 is the root.
+    """A tree or chain under construction whose shape is fixed before its tokens; node 0 is the root.
 
     Args:
         places: the shape.
-        most: nodes that the drafter makes at most.
+        most: the drafter's maximum number of nodes.
 
     Attributes:
         places: ranks of every node below the root.
         path_of: tokens from below the root to every node.
-        distributions: what was drawn from [V], if anything was; ``q_rows`` are each node's place in it.
+        distributions: distributions [V] of drawn tokens; ``q_rows`` are each node's index in it.
     """
 
     def __init__(self, context: Context, places: StaticTree, budget: Budget, most: int) -> None:
@@ -88,15 +89,15 @@ class DrawnTree:
         self.distributions: list[Tensor] = []
 
     def width(self, node: int) -> int:
-        """How many children a node gets."""
+        """Number of children of a node."""
         return max(0, min(self.counts(self.places[node]), self.most - (len(self.tokens) - 1)))
 
     def prefix(self, node: int) -> Sequence[int]:
-        """The text and the path, where a distribution depends on them."""
+        """The committed tokens and the path, if a distribution depends on them."""
         return () if self.sampler.context_free else [*self.context.tokens, *self.path_of[node]]
 
     def add(self, node: int, tokens: Sequence[int], distribution: Tensor | None = None) -> range:
-        """Children of a node, and what they were drawn from [V] if they were drawn; their numbers."""
+        """Add children to a node, with their distribution [V] if they were drawn; return their indices."""
         if distribution is not None:
             self.distributions.append(distribution)
         row, first = -1 if distribution is None else len(self.distributions) - 1, len(self.tokens)
@@ -109,14 +110,14 @@ class DrawnTree:
         return range(first, len(self.tokens))
 
     def draw(self, node: int, distribution: Tensor | None) -> list[int]:
-        """Draw the children of a node from ``distribution`` [V] (``None``: the request allows nothing); those that get
-        children themselves."""
+        """Draw the children of a node from ``distribution`` [V] (``None``: the request allows no token); return those
+        that will have children themselves."""
         width = self.width(node)
         if distribution is None or not width:
             return []
         draw = draw_iid if width == 1 else draw_without_replacement
         children = self.add(node, draw(distribution, width, self.context), distribution)
-        # A stop may only suppress what comes after a token: the token itself stays in the draft.
+        # A stop may only suppress the tokens after a child, which itself stays in the draft.
         return [child for child in children if not self._ends(child, distribution) and self.width(child)]
 
     def _ends(self, node: int, distribution: Tensor) -> bool:
@@ -124,15 +125,15 @@ class DrawnTree:
         return confident and self.budget.stops_after(distribution, float(distribution[self.tokens[node]]))
 
     def grow(self, distribution_after: Callable[[int], Tensor | None]) -> TokenTree:
-        """The whole tree, level by level, by the distribution [V] behind every node."""
+        """Draw the whole tree, level by level, from the distribution [V] after every node."""
         frontier = [0] if self.width(0) else []
         while frontier:
             frontier = [child for node in frontier for child in self.draw(node, distribution_after(node))]
         return self.finished()
 
     def finished(self, kind: Kind | None = None) -> TokenTree:
-        """All nodes, with what they were drawn from, if they were: siblings as ``kind`` says, without replacement by
-        default."""
+        """The tree of all nodes; drawn siblings have the given ``kind``, by default without replacement if they
+        branch."""
         if not self.distributions:
             return TokenTree(tuple(self.tokens), tuple(self.parents))
         if len(self.tokens) == 1:

@@ -1,4 +1,5 @@
-"""A block whose guesses see the token before through a head of low rank, and a head that says where to stop.
+"""A block whose predictions depend on the previous token through a low-rank head, and a head that decides where to
+stop.
 
 DSpark 2026 (arXiv 2607.05147).
 """
@@ -20,16 +21,16 @@ from foretoken.models.forward.heads.native_net import BlockRows
 
 
 class SparkGuesses(PairGuesses):
-    """Beside the scores the chance that a path survives so far, by the confidence head.
+    """Scores, and the probability by the confidence head that a path survives so far.
 
-    The confidence of a place is told from the tokens before it, so that stopping there is exact for drawn chains.
+    A position's confidence depends only on the tokens before it, so that stopping there is exact for drawn chains.
     """
 
     net: DsparkNet
     stop: float = 0.0
 
     def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
-        """The place's candidates; nothing where its path is not likely enough to get there and be right."""
+        """The position's candidates; none if its path is not likely enough to get there and be right."""
         memory, survival = state or (None, 1.0)
         if self.stop > 0:
             with torch.no_grad():
@@ -46,8 +47,8 @@ class DsparkDrafter(PairDrafter):
 
     Args:
         model: the network over the target's hidden states.
-        stop: nothing is drafted at a place that is reached, and right, with a lower chance than this, by the confidence
-            head; 0 asks it nothing.
+        stop: the draft ends before a position that is reached, and right, with a lower probability than this, by the
+            confidence head; 0 does not use the head.
     """
 
     name = "dspark"

@@ -1,8 +1,7 @@
-"""Trees that a draft model grows by its own confidence: for requests whose tokens are fixed, greedy ones and those with
-noise.
+"""Trees that a draft model grows by its confidence, for greedy requests and those with noise.
 
-What is drawn must not be chosen by its own probability (:class:`foretoken.methods.trees.base.Growth`), so that a
-request that samples without noise gets a drawn chain.
+Drawn tokens must not be selected by their own probability (:class:`foretoken.methods.trees.base.Growth`), so a request
+that samples without noise gets a drawn chain.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.draft_head import DraftHead
 
 WIDTH = 4
-"""Children that an expanded node gets, and with ``eagle2`` nodes that are expanded per level."""
+"""Children of an expanded node, and with ``eagle2`` expanded nodes per level."""
 MOST_NODES = 60
-"""Nodes of a tree where the machine scores them for nothing: EAGLE-2's."""
+"""Nodes of EAGLE-2's tree, for machines that score them at no extra cost."""
 
 
 def is_dynamic(tree: str) -> bool:
-    """Whether an option ``tree`` asks for a tree that follows the draft's confidence."""
+    """Whether an option ``tree`` specifies a tree that follows the draft's confidence."""
     return tree.partition(",")[0] in trees_of(Growth)
 
 
 class DynamicTree:
-    """How a tree grows by the draft's confidence, and how much of it the target scores.
+    """Growth of a tree by the draft's confidence, and selection of the nodes that the target scores.
 
     Args:
-        growth: what is read next, and what is kept.
-        costs: what a call of the target costs by its nodes; ``None``: that does not count.
-        width: children that an expanded node gets, and with ``eagle2`` nodes that are expanded per level.
+        growth: selects the nodes to expand and to keep.
+        costs: cost of a target call by its number of nodes; ``None``: ignore costs.
+        width: children of an expanded node, and with ``eagle2`` expanded nodes per level.
     """
 
     def __init__(self, growth: Growth, costs: TargetCost | None, width: int = WIDTH) -> None:
@@ -50,12 +49,13 @@ class DynamicTree:
 
     @classmethod
     def of(cls, spec: str, target: LanguageModel, step_cost: float) -> DynamicTree:
-        """By the costs of the target's calls on this machine, which ``cost_aware`` without options uses too.
+        """Construct with the costs of the target's calls on this machine, which ``cost_aware`` without options uses
+        too.
 
         Args:
             spec: ``eagle2``, ``opt_tree`` or ``cost_aware``, with their options.
             target: the model that scores the nodes.
-            step_cost: what a level of drafts costs, in target calls.
+            step_cost: cost of a draft level, in target calls.
 
         Raises:
             ValueError: an unknown option.
@@ -74,15 +74,15 @@ class DynamicTree:
         sure: Tensor | None,
         levels: int,
     ) -> list[int]:
-        """Give every node of the frontier its best children, and choose which of these are read next.
+        """Give every node of the frontier its best children, and select the nodes to expand next.
 
         Args:
-            tokens: per node of the frontier its best ones.
-            values: the log-probabilities of these.
-            sure: all log-probabilities [n, V'] of the frontier; ``None`` where no stop rule looks at them.
+            tokens: best tokens per node of the frontier.
+            values: their log-probabilities.
+            sure: all log-probabilities [n, V'] of the frontier; ``None`` if no stop rule needs them.
 
         Returns:
-            Per node that is read next, the place of its parent in the frontier before.
+            For every node of the new frontier, its parent's index in the previous one.
         """
         first, row_of = len(candidates), {node: row for row, node in enumerate(tree.frontier)}
         for node, chosen, chances in zip(tree.frontier, tokens, values, strict=True):
@@ -97,7 +97,9 @@ class DynamicTree:
         if len(candidates) > first and candidates.depths[-1] < levels:
             frontier = self.growth.frontier(candidates, first, self.width, tree.most)
         if frontier and self.costs is not None:
-            paying = set(self._best_nodes(tree, candidates))  # behind other nodes nothing is worth its score either
+            paying = set(
+                self._best_nodes(tree, candidates)
+            )  # the children of other nodes are not worth their scores either
             frontier = [node for node in frontier if node in paying]
         tree.frontier = [
             node for node in frontier if not _ends(tree, candidates, node, sure, row_of[candidates.parents[node]])
@@ -105,11 +107,11 @@ class DynamicTree:
         return [row_of[candidates.parents[node]] for node in tree.frontier]
 
     def finished(self, tree: Growing, candidates: Candidates) -> TokenTree:
-        """The likeliest nodes, as many as give most tokens per time."""
+        """The likeliest nodes, as many as give the most tokens per time."""
         return candidates.tree(self._best_nodes(tree, candidates))
 
     def _best_nodes(self, tree: Growing, candidates: Candidates) -> list[int]:
-        """The nodes that are worth their scores, of those that were looked at so far."""
+        """The candidates so far that are worth their scores."""
         nodes = self.growth.kept(candidates, tree.most)
         return (
             nodes if self.costs is None else nodes[: paying_count(candidates.values(nodes), self.costs, tree.sharing)]
@@ -117,8 +119,7 @@ class DynamicTree:
 
 
 def beliefs(tree: Growing, logits: Tensor) -> Tensor:
-    """Log-probabilities [n, V] of the tokens behind the frontier's nodes from their logits [n, V], with noise those of
-    the race; what the best tokens are the largest of."""
+    """Log-probabilities [n, V] after the frontier's nodes from their logits [n, V], with noise those of the race."""
     if not tree.sampler.fixed:
         return log_beliefs(logits.float())  # the likeliest tokens of a request that samples (draw=greedy)
     lengths = [tree.length(node) for node in tree.frontier]
@@ -126,14 +127,14 @@ def beliefs(tree: Growing, logits: Tensor) -> Tensor:
 
 
 def best_of(sure: Tensor, width: int, head: DraftHead | None = None) -> tuple[list[list[int]], list[list[float]]]:
-    """Per row of log-probabilities [n, V'] of a head (of the target's vocabulary by default) its ``width`` best tokens,
-    and the values of these."""
+    """The ``width`` best tokens of every row of a head's log-probabilities [n, V'], with their values; by default the
+    head is the target's."""
     values, tokens = largest(sure, min(width, sure.shape[-1]))
     return (tokens if head is None else head.mapped(tokens)).tolist(), values.tolist()
 
 
 def _ends(tree: Growing, candidates: Candidates, node: int, sure: Tensor | None, row: int) -> bool:
-    """Whether a stop rule ends the path with this node, by the row of the log-probabilities [n, V] that it was chosen
+    """Whether a stop rule ends the path at this node, by the row of the log-probabilities [n, V] that it was chosen
     from."""
     if ends_path(tree, candidates.parents[node]):
         return True

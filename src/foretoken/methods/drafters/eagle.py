@@ -1,4 +1,4 @@
-"""One decoder layer predicts the target's next feature; its drafts grow as a tree by their own confidence.
+"""One decoder layer predicts the target's next feature; its drafts grow as a tree by their confidence.
 
 EAGLE, Li et al. 2024 (arXiv 2401.15077), with the dynamic trees of EAGLE-2 (arXiv 2406.16858).
 """
@@ -23,7 +23,8 @@ class EagleDrafter(FeatureDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> EagleDrafter:
-        """From a spec ``eagle[:FOLDER]``; ``vocab=N|FILE``: the tokens that can be guessed, as trained by default."""
+        """Build from a spec ``eagle[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, by default the trained
+        one."""
         net, parts, measured = load_net(context, cls.name, path, EagleConfig, EagleNet)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
         return cls.sized(FeatureModel(net, parts, context.target, head), context.target, options)

@@ -1,4 +1,4 @@
-"""A layer over three depths of the target guesses from a small vocabulary; its drafts grow as a tree.
+"""A layer over three depths of the target drafts from a small vocabulary, as a growing tree.
 
 EAGLE-3, Li et al. 2025 (arXiv 2503.01840).
 """
@@ -25,7 +25,7 @@ from foretoken.models.forward.parts import TargetParts
 class Eagle3Drafter(FeatureDrafter):
     """A dynamic tree over the draft vocabulary.
 
-    The network reads fused features for committed tokens and its own outputs for drafted ones.
+    The network reads fused features for committed tokens and its own outputs for draft tokens.
     """
 
     name = "eagle3"
@@ -37,13 +37,13 @@ class Eagle3Drafter(FeatureDrafter):
 
     @property
     def taps(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The depths that are fused, each once."""
+        """The fused depths, each once."""
         return tuple(dict.fromkeys(self.net.config.taps))
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Eagle3Drafter:
-        """From a spec ``eagle3[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, of those that the head
-        was trained for: all of these by default."""
+        """Build from a spec ``eagle3[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, a subset of the trained
+        one."""
         net, parts, _ = load_net(context, cls.name, path, Eagle3Config, Eagle3Net)
         trained = net.vocabulary.tolist()
         ids = chosen_ids(vocab, context, parts.vocab_size, trained) if vocab else None
@@ -52,7 +52,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @classmethod
     def of(cls, net: Eagle3Net, parts: TargetParts, target: LanguageModel, **options: Any) -> Eagle3Drafter:
-        """A drafter over a network as it is now: the projection is a copy."""
+        """Construct the drafter over a network in its current state; the projection is a copy."""
         return cls(FeatureModel(net, parts, target, vocabulary_head(net, parts)), **options)
 
     @torch.inference_mode()
@@ -61,7 +61,7 @@ class Eagle3Drafter(FeatureDrafter):
 
 
 def vocabulary_head(net: Eagle3Net, parts: TargetParts, ids: Tensor | None = None) -> DraftHead:
-    """The projection to ``ids`` [V_d] of the network's tokens, all of them by default, on the target's device."""
+    """The projection to ``ids`` [V_d], by default all of the network's tokens, on the target's device."""
     net = net.to(parts.device)
     weight = None if net.lm_head is None else net.lm_head.weight.detach()
     if ids is not None and weight is not None:
@@ -71,7 +71,7 @@ def vocabulary_head(net: Eagle3Net, parts: TargetParts, ids: Tensor | None = Non
 
 
 def draft_logits(net: Eagle3Net, parts: TargetParts, states: Tensor) -> Tensor:
-    """Logits [m, V_d] of states [m, D] behind the network's norm; gradients flow through."""
+    """Logits [m, V_d] of states [m, D] after the network's norm; gradients flow through."""
     if net.lm_head is not None:
         return net.lm_head(states)
     return parts.logits(states, net.vocabulary)

@@ -1,4 +1,4 @@
-"""Several drafters guess at once: their trees are verified as one.
+"""Several drafters draft at once, and their trees are verified as one.
 
 SpecInfer, Miao et al. 2023 (https://arxiv.org/abs/2305.09781): the merged token tree of several draft models, every
 node with the distribution that it was really drawn from.
@@ -18,13 +18,12 @@ from foretoken.methods.trees.operations import merge
 class EnsembleDrafter(GroupDrafter):
     """The union of its members' trees.
 
-    Each member guesses on the same text.  Nodes of deterministic members that say the same become one; a drawn node
-    stays a trial of its own, with its own distribution.  The nodes of the budget are shared evenly in the members'
-    order, and what one does not use is left to those after it.
+    Equal nodes of deterministic members become one; a drawn node stays a separate trial with its own distribution.  The
+    nodes of the budget are shared evenly in the members' order, and a member's unused nodes go to those after it.
 
     Args:
-        drafters: the members, those that are tried first at every node first.  The members of an ensemble among them
-            become members of this one.
+        drafters: the members, in the order of their trials at every node.  The members of an ensemble among them become
+            members of this one.
     """
 
     name = "ensemble"
@@ -39,13 +38,14 @@ class EnsembleDrafter(GroupDrafter):
                 )
         self.max_nodes = sum(member.max_nodes for member in self.drafters)
         branches = len(self.drafters) > 1 or self.traits.draws_trees  # two members make two branches
-        # Point trees are those of rounds in which no drawing member had anything to say.
+        # In rounds in which no drawing member has a draft, the tree is a point tree.
         sorts = frozenset({(self.traits.kind, branches), (Kind.POINT, branches)})
         self.traits = replace(self.traits, draws_trees=branches, sorts=sorts)
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, drafters: str | None = None) -> EnsembleDrafter:
-        """From a spec ``ensemble[,drafters=(A|B|...)]``; by default the target's default drafter and a copying one."""
+        """Build from a spec ``ensemble[,drafters=(A|B|...)]``; by default with the target's default drafter and a
+        copying one."""
         if path is not None:
             raise ValueError("drafter 'ensemble' takes no path: ensemble,drafters=(model:PATH|ngram)")
         return cls(context.members(drafters, most=2))

@@ -1,4 +1,4 @@
-"""Drafts while they grow on a model: a tree under construction, and what a draft model must be able to do for it."""
+"""Trees under construction by a draft model, and the capabilities that they require of it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from foretoken.models.base import CapabilityError, LanguageModel, Rows, Sequence
 
 
 class Growing(DrawnTree):
-    """A tree that grows level by level, for whose nodes a model is asked.
+    """A tree that a model grows level by level.
 
     Args:
         places: the shape, unless it grows by confidence.
-        most: nodes that the drafter makes at most.
+        most: the drafter's maximum number of nodes.
         sequence: the model's, whose scratch holds the nodes that it has read.
-        draws: whether tokens are drawn, and what they are drawn from is kept; else the best ones are taken.
-        races: whether the best ones are those of a race on the request's noise.
-        text: the committed tokens in the model's own ids.
-        candidates: what a tree that grows by confidence has looked at; ``tokens`` and ``parents`` are its own.
+        draws: whether tokens are drawn, with their distributions recorded; otherwise the best ones are taken.
+        races: whether the best tokens are the winners of the race on the request's noise.
+        text: the committed tokens in the model's ids.
+        candidates: candidates of a tree that grows by confidence; ``tokens`` and ``parents`` are theirs.
         sharing: requests whose nodes are scored by the same call, as far as the tree may depend on that.
 
     Attributes:
         frontier: nodes whose children come next.
-        states: features that the model reads with them, if it reads any.
-        scratch_of: the place of a node in the sequence's scratch.
-        likelihood: of the path down to a node, where a stop rule reads hidden states.
-        ready: made for the whole batch: by node its children, and what they were drawn from [V] if they were drawn.
-        looked: likewise, of a tree that grows by confidence: log-probabilities [n, V] of the frontier's rows, their
-            best tokens, and theirs.
+        states: features that the model reads with them, if any.
+        scratch_of: a node's index in the sequence's scratch.
+        likelihood: of the path down to a node, if a stop rule reads hidden states.
+        ready: children chosen for the whole batch, by node, with the distribution [V] of drawn ones.
+        looked: the same for a tree that grows by confidence: log-probabilities [n, V] of the frontier's rows, their
+            best tokens, and those tokens' values.
     """
 
     def __init__(
@@ -65,47 +65,48 @@ class Growing(DrawnTree):
         self.looked: tuple[Tensor, list[list[int]], list[list[float]]] | None = None
 
     def length(self, node: int) -> int:
-        """Tokens before the one that follows a node."""
+        """Number of tokens before a node's children."""
         return len(self.context.tokens) + len(self.path_of[node])
 
     def prefixes(self, nodes: Sequence[int]) -> list[Sequence[int]] | None:
-        """The texts down to nodes; ``None`` where no distribution depends on them."""
+        """The tokens down to each node; ``None`` if no distribution depends on them."""
         return None if self.sampler.context_free else [self.prefix(node) for node in nodes]
 
     def enter(self, root: int) -> list[int]:
-        """Put the frontier behind what is in the scratch; the scratch nodes that it hangs from, ``root`` for the
-        tree's root."""
+        """Append the frontier to the scratch; return the scratch indices of its parents, ``root`` for the tree's
+        root."""
         first = len(self.sequence.scratch_tokens)
         self.scratch_of.update({node: first + i for i, node in enumerate(self.frontier)})
         return [self.scratch_of[self.parents[node]] if self.parents[node] else root for node in self.frontier]
 
 
 def check_growth(model: LanguageModel, branches: bool) -> None:
-    """Raise ``CapabilityError`` for a model that cannot draft chains, or trees where ``branches``."""
+    """Raise ``CapabilityError`` for a model that cannot draft chains, or trees if ``branches``."""
     for need in ("rollback", "tree_mask", "keep_path")[: 3 if branches else 1]:
         if not getattr(model.capabilities, need):
             raise CapabilityError(f"this model cannot draft so: {model.capabilities.missing.get(need, need)}")
 
 
 def cut_back(model: LanguageModel, sequence: SequenceState | None, length: int) -> None:
-    """Follow a text that was cut back to ``length`` tokens; the last one is always fed again, so it is not kept."""
+    """Cut the model's sequence for a request of ``length`` tokens; its last token is always fed again, so it is dropped
+    too."""
     if sequence is not None and len(sequence.tokens) >= length:
         model.rewind(sequence, max(length - 1, 0))
 
 
 def readable(tokens: list[int], size: int, wide: int) -> list[int]:
-    """A text over ``wide`` ids for a model that has ``size``: token 0 stands for ids that it lacks."""
+    """Tokens over ``wide`` ids for a model that has ``size``, with 0 in place of ids that it lacks."""
     return tokens if size >= wide else [token if token < size else 0 for token in tokens]
 
 
 def widened(logits: Tensor, wide: int) -> Tensor:
-    """Logits [n, V'] over ``wide`` tokens: added ones are impossible, surplus ones go."""
+    """Logits [n, V'] over ``wide`` tokens, padded with -inf or cut."""
     missing = wide - logits.shape[-1]
     return logits if missing == 0 else functional.pad(logits, (0, missing), value=-torch.inf)
 
 
 def follow(tree: Growing, row: Rows) -> None:
-    """Tell a rule that reads hidden states what the draft model makes of the tokens that it was just fed."""
+    """Update the paths' likelihoods with a stop rule that reads the draft model's hidden states."""
     rule = tree.budget.path_stop
     if rule is None or rule.tap not in row.taps or tree.frontier == [0]:  # the root is committed: it is accepted
         return

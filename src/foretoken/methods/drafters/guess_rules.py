@@ -1,8 +1,8 @@
-"""Which of several guesses is drafted: rules over the estimates that sources give with them.
+"""Rules that select one of several drafts by the estimates of their sources.
 
-``expected``: the one with the largest expected number of accepted tokens, as SuffixDecoding chooses between its trees
-and a model (arXiv 2411.04975, section 4).  ``match``: the one that was found behind the longest n-gram, as SAM-Decoding
-chooses between its automata and another drafter (arXiv 2411.10666, section 3.3).
+``expected``: the largest expected number of accepted tokens, as SuffixDecoding chooses between its trees and a model
+(arXiv 2411.04975, section 4).  ``match``: the longest matching n-gram, as SAM-Decoding chooses between its automata and
+another drafter (arXiv 2411.10666, section 3.3).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.sources import Guess, SourceDrafter
 
 RULES = ("cost", "expected", "match")
-"""``cost`` weighs no guesses: the cheapest member is asked first."""
+"""``cost`` compares no drafts; the cheapest member drafts first."""
 
 
 @dataclass(frozen=True)
 class GuessRule:
-    """A rule over the guesses of some members.
+    """A rule over the drafts of some members.
 
     Attributes:
         name: ``"expected"`` or ``"match"``.
-        least: the estimate that a guess must reach, or the fallback drafts.
-        bias: per member, by how many tokens its match must be longer than those of others (``match`` only).
-        weighed: the members whose guesses are weighed.
-        fallback: the index of the member that drafts where no guess reaches ``least``; ``None``: nobody does.
+        least: minimum estimate of a draft, below which the fallback drafts.
+        bias: per member the number of tokens by which its match must be longer than those of others (``match`` only).
+        weighed: the members whose drafts are compared.
+        fallback: index of the fallback member; ``None``: there is none.
     """
 
     name: str
@@ -39,8 +39,8 @@ class GuessRule:
 
     @classmethod
     def over(cls, name: str, least: float, bias: Sequence[float], drafters: Sequence[Drafter]) -> GuessRule | None:
-        """A rule over members; ``None`` for ``cost``.  The last member is the fallback with ``least`` above 0, and
-        where it gives no estimates."""
+        """A rule over members; ``None`` for ``cost``.  The last member is the fallback if ``least`` is above 0 or it
+        gives no estimates."""
         if name not in RULES:
             raise ValueError(f"router needs rule={', '.join(RULES[:-1])} or {RULES[-1]}, not {name!r}")
         if not (math.isfinite(least) and least >= 0):
@@ -65,13 +65,13 @@ class GuessRule:
         return cls(name, least, tuple(bias) or (0.0,) * len(drafters), weighed, fallback)
 
     def value(self, index: int, guess: Guess) -> float:
-        """What is compared."""
+        """The compared estimate."""
         if not guess.tokens:
             return -math.inf
         return guess.expected if self.name == "expected" else guess.match - self.bias[index]
 
     def best(self, context: Context, budget: Budget) -> tuple[int, Guess, bool]:
-        """The member with the best guess (the first one wins ties), that guess, and whether it reaches ``least``."""
+        """The member with the best draft (the first one wins ties), that draft, and whether it reaches ``least``."""
         guesses = [member.guess(context, budget) for member in self.weighed]
         values = [self.value(index, guess) for index, guess in enumerate(guesses)]
         index = max(range(len(values)), key=values.__getitem__)

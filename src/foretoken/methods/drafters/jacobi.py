@@ -1,7 +1,7 @@
-"""Jacobi decoding: guess a window, score it at once, and let the target's own predictions be the next guesses.
+"""Jacobi decoding: score a window of guesses at once; the target's predictions are the next guesses.
 
-Santilli et al. 2023, https://arxiv.org/abs/2305.10427.  The greedy text is the fixed point of that iteration, and every
-round fixes at least one more token.
+Santilli et al. 2023, https://arxiv.org/abs/2305.10427.  The greedy output is the fixed point of that iteration, and
+every round fixes at least one more token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from foretoken.methods.drafters.base import Drafter, Traits
 
 @dataclass
 class _Window:
-    """What is guessed to follow the root, and the proposal that was made of it."""
+    """Guesses for the tokens after the root, and the proposal made from them."""
 
     guesses: list[int]
     proposed: TokenTree | None = None
@@ -24,13 +24,13 @@ class _Window:
 class JacobiDrafter(Drafter):
     """A chain of ``m`` guesses that is improved in every round.
 
-    The guesses follow from earlier rounds alone, so they are point masses when the request samples, too.  With noise
-    the iteration has a fixed point as in greedy decoding: the text of the seed.
+    The guesses follow from earlier rounds alone, so they are point masses for sampled requests, too.  With noise the
+    iteration has a fixed point as in greedy decoding: the output of the seed.
 
     Args:
         m: guesses per round.
-        init: the guess for a position that was never predicted: ``"repeat"`` (the token before it once more) or
-            ``"prompt"`` (the prompt's tokens one after another, from the start again at its end).
+        init: the guess for a position that was never predicted: ``"repeat"`` (the token before it) or ``"prompt"`` (the
+            prompt's tokens one after another, cyclically).
     """
 
     name = "jacobi"
@@ -44,7 +44,7 @@ class JacobiDrafter(Drafter):
         self.init = init
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """The window as a chain, as much of it as the budget allows."""
+        """The window as a chain, within the budget."""
         window = self._window(context)
         self._refill(window, context)
         length = min(self.max_depth, budget.max_depth, budget.max_nodes)
@@ -52,7 +52,7 @@ class JacobiDrafter(Drafter):
         return window.proposed
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Replace every guess that was scored by the target's prediction, and drop those that are now text."""
+        """Replace every scored guess by the target's prediction, and drop those that are now committed."""
         window = self._window(context)
         count = len(verdict.path) + 1
         later = window.guesses[count:]
@@ -79,6 +79,6 @@ class JacobiDrafter(Drafter):
 
 def predictions(scores: Scores, first: int, end: int) -> list[int]:
     """The target's most likely token after each of the nodes ``first`` to ``end - 1``, from the raw logits."""
-    if scores.sampler.greedy and scores.sampler.context_free:  # the greedy walk has looked all of them up already
+    if scores.sampler.greedy and scores.sampler.context_free:  # the greedy walk has computed all of them already
         return [scores.choice(node) for node in range(first, end)]
     return argmaxes(scores.logits[first:end])[0]

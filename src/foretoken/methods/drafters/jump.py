@@ -1,7 +1,7 @@
 """A small predictor jumps from an upper layer's state into the middle of the target; a few layers there draft.
 
-"Jump", the drafter of the package economize 0.3.2.  The first layers are skipped, too: what they would make of the next
-token is predicted.  The layers that run are the target's own, on the target's own keys and values.
+"Jump", the drafter of the package economize 0.3.2.  The first layers are skipped, too: the predictor replaces their
+output for the next token.  The layers that run are the target's, on the target's keys and values.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from foretoken.models.network.layers import LayerPlan
 class JumpDrafter(OwnLayersDrafter):
     """Drafts with the layers from ``start`` to ``stop`` of the target, whose input is predicted.
 
-    The first draft of a round starts from the target's own state of the token before the root, later ones from the
-    draft's.  Layers outside the window have no keys and values of drafted tokens; the verification writes all of them.
+    The first draft token of a round starts from the target's state of the token before the root, later ones from the
+    draft's.  Layers outside the window have no keys and values of draft tokens; verification writes all of them.
 
     Args:
-        net: the trained predictor, whose configuration names the layers.
+        net: the trained predictor, whose configuration lists the layers.
         k, tree, draw: as for the drafter ``model``.
-        head: the vocabulary projection; ``None``: the target's own.
+        head: the vocabulary projection; ``None``: the target's.
     """
 
     name = "jump"
@@ -64,22 +64,21 @@ class JumpDrafter(OwnLayersDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> JumpDrafter:
-        """From a spec ``jump:FOLDER``; ``vocab=N|FILE`` are the tokens that can be guessed; by default those that
-        it was trained to guess."""
+        """Build from a spec ``jump:FOLDER``; ``vocab=N|FILE`` is the draft vocabulary, by default the trained one."""
         net, parts, measured = load_net(context, cls.name, path, JumpConfig, JumpNet)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
         return cls(context.target, net, head=head, **options)
 
     def cost_beside(self, target_bytes: int) -> float:
-        """The share of the layers that runs, with the predictor's weights."""
+        """Cost of the share of layers that runs, with the predictor's weights."""
         size = sum(weight.numel() * weight.element_size() for weight in self.net.parameters())
         return super().cost_beside(target_bytes) + (share_of_bytes(size, target_bytes) if target_bytes else 0.0)
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether the state of the token before the root is there: it is not for a text of one token, nor where
-        the whole prompt was taken over from another request."""
+        """Whether the state of the token before the root is available; not for a prompt of one token, nor if the whole
+        prompt's KV cache came from another request."""
         for context in contexts:
-            if context.sequence.scratch_tokens:  # a draft that was never verified may still be there
+            if context.sequence.scratch_tokens:  # scratch of a draft that was never verified
                 self.model.commit(context.sequence, ())
         return [self._state_before(context) is not None for context in contexts]
 
@@ -90,7 +89,7 @@ class JumpDrafter(OwnLayersDrafter):
         return None if rows is None or not 0 <= place < len(rows) else rows[place : place + 1]
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
-        """Predict the states of all new nodes, run the window, read out."""
+        """Predict the states of all new nodes, run the window, and compute the logits."""
         above = torch.cat([self._states_above(feed, tree.context) for feed, tree in zip(feeds, trees, strict=True)])
         counts = [len(feed.tokens) for feed in feeds]
         tokens = [token for feed in feeds for token in feed.tokens]
@@ -100,7 +99,7 @@ class JumpDrafter(OwnLayersDrafter):
             inputs = [replace(feed, states=part, wanted=0) for feed, part in zip(feeds, parts, strict=True)]
             rows = self.model.forward_part(inputs, self.plan, tuple({*self.taps, self.ends}))
             for tree, row, part in zip(trees, rows, parts, strict=True):
-                # The state at ``start`` is what was predicted; no layer hands it out.
+                # The state at ``start`` is the predicted one; no layer returns it.
                 states = part if self.net.config.state == self.net.config.start else row.taps[self.taps[0]]
                 self._remember(tree.context, states)
             logits = self.logits(torch.cat([row.taps[self.ends] for row in rows])).split(counts)
@@ -111,12 +110,12 @@ class JumpDrafter(OwnLayersDrafter):
         ]
 
     def logits(self, states: Tensor) -> Tensor:
-        """[n, V_d] of states [n, D] behind the last layer of the window."""
+        """Logits [n, V_d] of states [n, D] after the last layer of the window."""
         wide = self.net.read_out(states)
         return self.head(self.norm(wide.to(self.norm_dtype)))
 
     def _states_above(self, feed: Feed, context: Context) -> Tensor:
-        """[n, D] of the nodes that a feed's nodes hang from, behind layer ``state``."""
+        """[n, D] states after layer ``state`` of the parents of a feed's nodes."""
         if feed.parents is None:  # the root
             context.state.pop((self, "states"), None)
             state = self._state_before(context)
@@ -127,6 +126,6 @@ class JumpDrafter(OwnLayersDrafter):
         return drafted[list(feed.parents)]
 
     def _remember(self, context: Context, states: Tensor) -> None:
-        """Add the states [n, D] of new nodes, which stand in the order of the scratch tree."""
+        """Append the states [n, D] of new nodes, in the order of the scratch tree."""
         earlier = context.state.get((self, "states"))
         context.state[self, "states"] = states.float() if earlier is None else torch.cat([earlier, states.float()])

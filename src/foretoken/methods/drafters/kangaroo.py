@@ -1,4 +1,4 @@
-"""The target's first layers and a small trained adapter draft; verification goes on from what those layers made.
+"""The target's first layers and a small trained adapter draft; verification continues from those layers' states.
 
 Kangaroo, Liu et al. 2024 (arXiv 2404.18911).
 """
@@ -26,22 +26,21 @@ from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.network.layers import LayerPlan
 
 ETA = 0.4
-"""A chain ends after a token that the draft gives less than this."""
+"""Default minimum draft probability of a token that the chain continues after."""
 
 
 class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
     """Drafts with the first E layers of the target and an adapter with a cache of its own.
 
-    The states that the adapter reads while it drafts are the target's own, so that what it has cached of accepted
-    drafts stays.  States of tokens that it has not read (the last of a fully accepted draft, rounds of other drafters)
-    come from the target's hidden states of the round and are read before the next draft.
+    While drafting, the adapter reads the target's own states, so its cache of accepted tokens stays valid.  States of
+    unread tokens (the last of a fully accepted draft, rounds of other drafters) come from the target's hidden states of
+    the round and are read before the next draft.
 
     Args:
-        adapter: the trained adapter over the states of layer E, which its configuration names.
+        adapter: the trained adapter over the states of layer E, which is in its configuration.
         k, tree, draw: as for the drafter ``model``.
-        eta: nothing is drafted below a token whose draft probability is under this (the token itself stays in the
-            draft); 0.4 by default, and 0 for trees, where siblings are unlikely by design.  A controller's threshold
-            counts when it is higher.
+        eta: the draft ends after a token of lower draft probability; 0.4 by default, and 0 for trees, where siblings
+            are unlikely by design.  A controller's threshold applies if it is higher.
         window, sink: as for the drafter ``eagle``.
     """
 
@@ -74,11 +73,11 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> KangarooDrafter:
-        """From a spec ``kangaroo[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, all by default."""
+        """Build from a spec ``kangaroo[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, all tokens by default."""
         net, parts, _ = load_net(context, cls.name, path, KangarooConfig, KangarooNet)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
         built = cls(context.target, FeatureModel(net, parts, context.target, head), **options)
-        built.head = head  # what the adapter's logits are of
+        built.head = head  # the head of the adapter's logits
         return built
 
     def describe(self) -> list[dict[str, Any]]:
@@ -86,13 +85,13 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
         return [{**entry, **runs} for entry in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
-        """The share of the layers that runs, with the adapter as one more sublayer."""
+        """Cost of the share of layers that runs, with the adapter as one more sublayer."""
         return super().cost_beside(target_bytes) + 0.5 / num_layers_of(self.model)
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """Let the adapter read the states that were put aside, which are those of all tokens but the root."""
+        """Let the adapter read the stored states, which are those of all tokens but the root."""
         for context in contexts:
-            if context.sequence.scratch_tokens:  # a draft that was never verified may still be there
+            if context.sequence.scratch_tokens:  # scratch of a draft that was never verified
                 self.model.commit(context.sequence, ())
         return self.reader.follow(contexts)[0]
 
@@ -102,7 +101,7 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
         return super().propose_batch(contexts, stricter)
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
-        """The first layers make the states (their own logits are not asked for), the adapter reads them."""
+        """Run the first layers (without logits) and the adapter on their states."""
         exits = self.model.forward_part([replace(feed, wanted=0) for feed in feeds], self.plan, self.taps)
         return self.adapter.forward(
             [
@@ -113,7 +112,7 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
 
 
 class ExitReader(FeatureReader):
-    """Reads a token and its own exit state at every place."""
+    """Reads every token with its exit state."""
 
     skipped = 0
 
@@ -125,14 +124,14 @@ class ExitReader(FeatureReader):
         return hidden[self.taps[0]]
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """After this the adapter's text and the unread states are all committed tokens but the last."""
+        """After this, the adapter's tokens and the unread states are all committed tokens but the last."""
         super().observe(context, tree, scores, verdict)
         if self in context.state:
             self.settle(context.state[self], context.tokens)
             self.skip_read(context)
 
     def settle(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
-        """Keep what was read of accepted drafts: their states are the target's own."""
+        """Keep the cache of accepted draft tokens, whose states are the target's own."""
         self.model.catch_up(sequence, tokens)
 
     def skip_read(self, context: Context) -> None:

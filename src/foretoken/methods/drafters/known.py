@@ -1,8 +1,8 @@
-"""What is known of an answer is drafted first: what a grammar forces, then what the caller predicts, then the rest.
+"""Known tokens are drafted first: those that a grammar forces, then the caller's prediction, then an inner draft.
 
-Forced tokens ("fast-forward", as llguidance and XGrammar's jump-forward call them) and predictions cost nothing to
-draft and are nearly always accepted, so they are drafted even where a controller would decode plainly.  Verification
-treats them as any other guess, so the output's distribution does not change.
+Forced tokens ("fast-forward" in llguidance, jump-forward in XGrammar) and predictions cost nothing to draft and are
+nearly always accepted, so they are drafted even if a controller would decode plainly.  Verification treats them as any
+other draft, so the output's distribution does not change.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from foretoken.methods.trees.operations import select
 
 @runtime_checkable
 class Rule(Protocol):
-    """A constraint that knows which drafts it lets through."""
+    """A constraint that can test draft tokens."""
 
     def fits(self, output: Sequence[int], drafts: Sequence[int]) -> int:
-        """How many of the drafts may follow the output one after the other."""
+        """Number of draft tokens that may follow the output in sequence."""
 
 
 class KnownDrafter(GroupDrafter):
     """Forced tokens, a prediction, or the guess of another drafter.
 
     Args:
-        inner: drafts where nothing is known; ``None`` leaves that to plain decoding.
-        k: most tokens of what is known in one draft.
+        inner: drafts where no tokens are known; ``None`` for plain decoding.
+        k: maximum number of known tokens in a draft.
     """
 
     name = "known"
@@ -52,16 +52,17 @@ class KnownDrafter(GroupDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, inner: str = "none", k: int = 8) -> KnownDrafter:
-        """From a spec ``known[,inner=SPEC]``; in brackets where the inner spec has options: ``inner=(model,k=4)``."""
+        """Build from a spec ``known[,inner=SPEC]``; an inner spec with options needs brackets:
+        ``inner=(model,k=4)``."""
         if path is not None:
             raise ValueError("drafter 'known' takes no path: known,inner=(model:PATH,k=4)")
-        built = cls(context.drafter(inner.strip()), k)  # the brackets around it went when the outer spec was read
+        built = cls(context.drafter(inner.strip()), k)  # parsing the outer spec has removed the brackets
         built.prediction.vocab_size = context.target.vocab_size
         return built
 
     @property
     def limits(self) -> Limits:
-        """The inner drafter's: what a controller decides about."""
+        """The inner drafter's limits, which a controller decides on."""
         return super().limits if self.inner is None else replace(self.inner.limits, name=self.spec or self.name)
 
     @property
@@ -69,7 +70,7 @@ class KnownDrafter(GroupDrafter):
         return self
 
     def minimum_budget(self, context: Context, budget: Budget) -> Budget:
-        """Room for what is known, whatever a controller would spend on guesses."""
+        """The budget, enlarged to the number of known tokens."""
         tokens, predicted = self._certain(context)
         context.state[self, "known"] = (tokens, predicted)
         if not tokens:
@@ -78,7 +79,7 @@ class KnownDrafter(GroupDrafter):
         return replace(budget, max_depth=max(budget.max_depth, size), max_nodes=max(budget.max_nodes, size))
 
     def predicted_from(self, context: Context) -> int | None:
-        """Where in the prediction the last draft began, if it was the caller's."""
+        """Index in the caller's prediction where the last draft began, if it came from there."""
         return self.prediction.predicted_from(context) if context.source == self.prediction.name else None
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
@@ -101,7 +102,7 @@ class KnownDrafter(GroupDrafter):
         return trees
 
     def _certain(self, context: Context) -> tuple[list[int], bool]:
-        """Tokens that are known to follow, and whether the caller said so."""
+        """Known next tokens, and whether they come from the caller's prediction."""
         if context.constraint is not None:
             forced = context.constraint.forced(context.tokens[context.prompt_length :])
             if forced:
@@ -113,10 +114,10 @@ class KnownDrafter(GroupDrafter):
 
 
 def _allowed(tree: TokenTree, context: Context) -> TokenTree:
-    """A tree of points without what a grammar refuses: scoring it would be wasted.
+    """A tree of points without nodes that a grammar refuses, whose scores would be wasted.
 
-    Points are guesses that depend on the text alone, so any of them may be left out.  Draws may not be chosen among,
-    and need no cut: they were made through the same grammar.
+    Points depend on the tokens alone, so any of them may be left out.  Drawn nodes must not be selected, and need not
+    be, because they were drawn under the same grammar.
     """
     if tree.kind is not Kind.POINT or len(tree) == 1 or not isinstance(context.constraint, Rule):
         return tree
@@ -124,7 +125,7 @@ def _allowed(tree: TokenTree, context: Context) -> TokenTree:
 
 
 def _fitting(tree: TokenTree, rule: Rule, output: Sequence[int]) -> TokenTree:
-    """The nodes whose whole path a rule lets through, and the probes below them."""
+    """The nodes whose whole path a rule allows, and the probes below them."""
     nodes = {0}
     for node in range(1, len(tree)):
         if not tree.children[node]:
@@ -137,7 +138,7 @@ def _fitting(tree: TokenTree, rule: Rule, output: Sequence[int]) -> TokenTree:
 
 
 def _hangs(tree: TokenTree, probe: int, real: set[int]) -> bool:
-    """Whether a probe's nearest node that is none stays."""
+    """Whether a probe's nearest ancestor that is no probe is in ``real``."""
     while tree.probes[probe]:
         probe = tree.parents[probe]
     return probe in real

@@ -1,4 +1,4 @@
-"""The target drafts for itself with some of its attention and MLP sublayers left out.
+"""The target drafts for itself with some of its attention and MLP sublayers skipped.
 
 Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168).
 """
@@ -20,18 +20,18 @@ from foretoken.methods.drafters.skip_sets import SkipSet, load_skips
 from foretoken.models.base import LanguageModel
 
 AIM = 0.9
-"""Acceptance rate that the threshold steers to."""
+"""Acceptance rate that the threshold aims at."""
 STEP, RATE_SMOOTHING, SMOOTHING = 0.01, 0.5, 0.9
 
 
 @dataclass
 class Threshold:
-    """When a draft ends: after a token whose draft distribution had no probability as high as ``value``.
+    """Adaptive stop: a draft ends after a token whose draft distribution has no probability of at least ``value``.
 
     Attributes:
         value: gamma.
         rate: smoothed acceptance rate.
-        limit: how deep the draft under way may become; 0 when there is none.
+        limit: maximum depth of the current draft; 0 without one.
     """
 
     value: float
@@ -39,7 +39,7 @@ class Threshold:
     limit: int = 0
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Learn from a round: stop earlier while too little is accepted, later when a stop was too careful."""
+        """Learn from a round: stop earlier if too little is accepted, later if a stop was too early."""
         self.rate = RATE_SMOOTHING * self.rate + (1 - RATE_SMOOTHING) * accepted / drafted
         if self.rate < AIM:
             goal = self.value + STEP
@@ -53,12 +53,11 @@ class LayerSkipDrafter(OwnLayersDrafter):
 
     Args:
         attention: layers whose attention is skipped, ``1+3+6-8`` or ``none``.
-        mlp: layers whose MLP is skipped.  When neither is given, the set is measured on the target's own text with
-            the first request, and remembered (:mod:`foretoken.methods.drafters.skip_default`).
-        adaptive: end a draft where its distribution is unsure; the threshold follows the acceptance rate of the
-            request.
+        mlp: layers whose MLP is skipped.  By default the set is measured on the target's own text with the first
+            request, and cached (:mod:`foretoken.methods.drafters.skip_default`).
+        adaptive: end a draft whose distribution is unsure; the threshold follows the request's acceptance rate.
         k, tree, draw: as for the drafter ``model``.
-        tokenizer: the target's, whose text the default set is measured on.
+        tokenizer: the target's, for the text that the default set is measured on.
     """
 
     name = "layer_skip"
@@ -83,7 +82,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
             skips.check(target)
         elif layers > 2:
             skips = SkipSet.middle(layers)
-            SkipSet.odd(layers).check(target)  # any sublayer may be left out
+            SkipSet.odd(layers).check(target)  # any sublayer may be skipped
         else:
             raise ValueError(f"with {layers} layers nothing is skipped by default: say what, for example attention=1")
         super().__init__(target, skips.plan, k, tree, draw)
@@ -91,7 +90,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> LayerSkipDrafter:
-        """From a spec; ``layer_skip:FILE`` takes the set from a file of ``foretoken tune layer-skip``.
+        """Build from a spec; ``layer_skip:FILE`` takes the set from a file of ``foretoken tune layer-skip``.
 
         Raises:
             ValueError: a file that is damaged or for another target, both a file and a set, or no such draft
@@ -106,17 +105,17 @@ class LayerSkipDrafter(OwnLayersDrafter):
         return cls(context.target, **{**options, **skips.options}).narrowed(vocab, context)
 
     def start(self, context: Context) -> None:
-        """A request begins with the threshold of its temperature; the first one with the choice of a set.
+        """Set the request's threshold by its temperature; the first request also selects the set.
 
         Warns:
-            NothingToSkipWarning: no set pays.
+            NothingToSkipWarning: no set pays off.
         """
         self.decide()
         super().start(context)
         context.state[self, "threshold"] = Threshold(0.8 if context.sampler.greedy else 0.5)
 
     def decide(self) -> None:
-        """Measure which set promises most, if none was given."""
+        """Measure the best set, if the options have none."""
         if not self.is_decided:
             self.is_decided = True
             self.skips = default_set(self.model, self.tokenizer).skips
@@ -128,7 +127,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
         return super().propose_batch(contexts, budgets)
 
     def _stopping(self, context: Context, budget: Budget) -> Budget:
-        """The budget with the request's threshold added to its own stop."""
+        """The budget with the request's threshold added to its stop rule."""
         threshold: Threshold = context.state[self, "threshold"]
         threshold.limit = min(self.max_depth, budget.max_depth, budget.max_nodes)
         gamma = threshold.value
@@ -140,7 +139,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
         return replace(budget, stop=stop)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Move the threshold (rounds that this drafter had no part in say nothing)."""
+        """Update the threshold, unless this drafter had no part in the round."""
         threshold: Threshold = context.state[self, "threshold"]
         if threshold.limit and tree.num_drafts:
             threshold.update(max(tree.depths), len(verdict.path))

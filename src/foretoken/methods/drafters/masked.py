@@ -1,4 +1,5 @@
-"""Masks behind a text that is read with features: one pass reads what is new and guesses all places of a draft."""
+"""Masks after a sequence that is read with features: one pass reads new tokens and predicts all positions of a
+draft."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from foretoken.models.base import Feed, Rows
 
 
 class MaskedReader(FeatureReader):
-    """Keeps the places of the text, and drops those of the masks.
+    """Keeps the positions of the sequence, and drops those of the masks.
 
     Attributes:
         mask: id of the mask token.
@@ -24,15 +25,14 @@ class MaskedReader(FeatureReader):
 
     @abstractmethod
     def mask_states(self, count: int, last: Tensor | None) -> Tensor:
-        """Features [count, D] of masks behind a text, whose last place has the feature ``last`` [1, D]."""
+        """Features [count, D] of masks after a sequence whose last position has the feature ``last`` [1, D]."""
 
     def scored(self, feeds: Sequence[Feed]) -> list[Rows]:
-        """The network's rows."""
         return self.model.forward(feeds)
 
     def guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Tensor]:
-        """Logits [depth, V_d] of the places behind every text, by ``id`` of its request; texts without any are left
-        out."""
+        """Logits [depth, V_d] of the positions after every sequence, by ``id`` of its request; requests without any are
+        left out."""
         feeds, fed = [], []
         for context, depth in zip(contexts, depths, strict=True):
             count = len(context.state[self, "pending"])
@@ -53,7 +53,7 @@ class MaskedReader(FeatureReader):
         return logits
 
     def _with_masks(self, context: Context, count: int, masks: int) -> Feed:
-        """The next ``count`` places of the text, and masks behind them."""
+        """A feed of the next ``count`` positions of the sequence, and masks after them."""
         if not count:
             states = self.mask_states(masks, context.state[self, "first"][1])
             return Feed(context.state[self], [self.mask] * masks, wanted=masks, states=states)

@@ -1,4 +1,4 @@
-"""Extra heads on the target's last hidden state guess the next K tokens at once; their best products form a tree.
+"""Extra heads on the target's last hidden state predict the next K tokens at once; their best products form a tree.
 
 Medusa, Cai et al. 2024 (arXiv 2401.10774).
 """
@@ -47,7 +47,7 @@ class MedusaDrafter(HeadsDrafter):
         return filled
 
     def draw_all(self, states: Tensor, trees: Sequence[DrawnTree]) -> None:
-        """Every place of a level is drawn from the same distribution, unless the request's depends on the path."""
+        """All nodes of a level share a distribution, unless the request's sampler depends on the path."""
         logits = self.scored(0, states).unflatten(0, (-1, len(states)))  # [K, n, V_d]
         for i, tree in enumerate(trees):
             of_level: dict[int, Tensor | None] = {}
@@ -64,7 +64,7 @@ class MedusaDrafter(HeadsDrafter):
         return [NativeBlocks(self.heads, self.heads.pieces, self.projections(), self.head)]
 
     def rows(self, head: int, inputs: Tensor) -> Tensor:
-        """Those of all heads, one head's behind the other's."""
+        """The rows of all heads, concatenated head by head."""
         return self.logits(inputs).flatten(0, 1)
 
     def logits(self, states: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""A multi-token prediction module, fed its own output again and again, or several in a row; also those in the target's
-own checkpoint.
+"""Multi-token prediction modules, a recursive one or several in sequence; also those of the target's checkpoint.
 
 DeepSeek-V3 (arXiv 2412.19437); one module used recursively as in FastMTP.
 """
@@ -27,22 +26,27 @@ from foretoken.models.forward.parts import TargetParts
 
 
 def has_head(context: BuildContext) -> bool:
-    """Whether the target's own checkpoint holds a head that can be run; not of a network that the caller hands in,
-    whose files would be read with every request."""
+    """Whether the target's checkpoint holds a head that can run.
+
+    False for a network passed by the caller, whose files would be read with every request.
+    """
     if not isinstance(context.source, str | Path) or not context.target.capabilities.taps:
         return False
     try:
         if context.has_native_head():
             MtpDrafter.build(None, context)
             return True
-    except (ValueError, OSError):  # tensors are missing or are of another shape: the target loads without its head
+    except (ValueError, OSError):  # tensors are missing or of another shape: the target loads without its head
         pass
     return False
 
 
 class MtpDrafter(FeatureDrafter):
-    """A chain of the module's best guesses; a tree with ``width`` above 1.  Of several modules the first one fills the
-    first level, the second one the second, and the last one all that follow."""
+    """A chain of the module's best guesses; a tree with ``width`` above 1.
+
+    Of several modules the first one fills the first level, the second one the second, and the last one all further
+    levels.
+    """
 
     name = "mtp"
     traits = replace(FeatureDrafter.traits, free_for=has_head)
@@ -65,10 +69,11 @@ class MtpDrafter(FeatureDrafter):
     def build(
         cls, path: str | None, context: BuildContext, *, feed: str = "", vocab: str = "", **options: Any
     ) -> MtpDrafter:
-        """From a spec ``mtp[:FOLDER]``; without a folder the head of the target's own checkpoint.
+        """Build from a spec ``mtp[:FOLDER]``; without a folder from the head of the target's checkpoint.
 
-        ``feed`` is what a step hands to the next: ``post_norm`` or ``pre_norm``; as the module was trained by default
-        (``post_norm`` for those of checkpoints).  ``vocab=N|FILE`` are the tokens that can be guessed, all by default.
+        ``feed`` is the state that a step passes to the next: ``post_norm`` or ``pre_norm``; by default as the module
+        was trained (``post_norm`` for those of checkpoints).  ``vocab=N|FILE`` is the draft vocabulary, all tokens by
+        default.
         """
         if feed not in ("", *FEEDS):
             raise ValueError(f"mtp: feed must be {' or '.join(FEEDS)}, not {feed!r}")
@@ -87,6 +92,6 @@ class MtpDrafter(FeatureDrafter):
 
     @staticmethod
     def model_of(net: nn.Module, parts: TargetParts, target: LanguageModel, head: DraftHead) -> FeatureModel:
-        """One module, or several in a row, as a model."""
+        """The model of one module, or of several in sequence."""
         kind = StackedModel if isinstance(net, StackedModules) else FeatureModel
         return kind(net, parts, target, head)  # type: ignore[arg-type]

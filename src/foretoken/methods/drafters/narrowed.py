@@ -1,7 +1,7 @@
-"""Draft models whose vocabulary projection is another: over fewer tokens, or in fewer bits.
+"""Draft models with a replaced vocabulary projection: over fewer tokens, or in fewer bits.
 
-The model is asked for the states behind its final norm instead of logits, whatever forward it runs on, and a
-:class:`~foretoken.models.forward.heads.draft_head.DraftHead` multiplies these.
+The model returns the states after its final norm instead of logits, with any forward, and a
+:class:`~foretoken.models.forward.heads.draft_head.DraftHead` projects them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ STATES = "last"
 
 
 def reduced_head(vocab: str, model: LanguageModel, context: BuildContext, quantised: bool = False) -> DraftHead | None:
-    """The projection of an option ``vocab``, in 8 bits where the layers are quantised; ``None`` for all tokens.
+    """The projection of an option ``vocab``, in 8 bits if the layers are quantised; ``None`` for all tokens.
 
     Args:
         vocab: the option, see :func:`~foretoken.methods.drafters.draft_vocabulary.chosen_ids`.
-        quantised: whether the model's layers are run by other weights than those of its network, in few bits.
+        quantised: whether quantised weights outside the network run the model's layers.
 
     Raises:
         ValueError: no such draft vocabulary.
-        CapabilityError: a draft vocabulary for a model that hands out no hidden states.
+        CapabilityError: a draft vocabulary for a model that returns no hidden states.
     """
     ids = chosen_ids(vocab, context, min(model.vocab_size, context.target.vocab_size))
     if ids is None:
@@ -42,8 +42,8 @@ def reduced_head(vocab: str, model: LanguageModel, context: BuildContext, quanti
 
 
 def light_head(model: LanguageModel) -> DraftHead | None:
-    """The projection in 8 bits of a model with quantised layers whose own shares the weight of the embedding, which
-    stays as it is; ``None`` for other models."""
+    """An 8-bit projection for a model with quantised layers whose projection shares the embedding's unquantised weight;
+    ``None`` for other models."""
     network = getattr(model, "model", None)
     if network is None or not model.capabilities.taps or not storage_of(network).startswith("int"):
         return None
@@ -52,13 +52,12 @@ def light_head(model: LanguageModel) -> DraftHead | None:
 
 
 def bytes_read(model: LanguageModel, head: DraftHead | None) -> int:
-    """Bytes of a draft model, with the vocabulary projection that it is given instead of its own; 0: not known."""
+    """Bytes of a draft model, with ``head`` in place of its vocabulary projection; 0 if unknown."""
     num_bytes = model.weight_bytes
     return num_bytes if head is None or not num_bytes else max(num_bytes - head.replaced_bytes, 0) + head.weight_bytes
 
 
 def described(model: LanguageModel, head: DraftHead | None) -> dict[str, Any]:
-    """``weights`` and ``vocabulary`` of a draft model."""
     network = getattr(model, "model", None)
     stored = "" if network is None else storage_of(network)
     vocabulary = model.vocab_size if head is None else head.size
@@ -71,8 +70,7 @@ def projected(
     feeds: Sequence[Feed],
     taps: Sequence[str] = (),
 ) -> list[Rows]:
-    """The rows of a forward of feeds and taps, with logits [wanted, V_d] of ``head``, if there is one, in place of the
-    model's own."""
+    """The rows of a forward, with logits [wanted, V_d] of ``head``, if any, in place of the model's."""
     if head is None:
         return forward(feeds, taps)
     rows = forward([replace(feed, wanted=0) for feed in feeds], tuple(dict.fromkeys((*taps, STATES))))

@@ -1,6 +1,5 @@
-"""What a drafter needs that lets other drafters guess for its own draft model: a text that grows by drafts and shrinks
-again when they are rejected.
-"""
+"""The context of drafters inside another drafter: a sequence that grows by draft tokens and shrinks when they are
+rejected."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ from foretoken.methods.drafters.texts import DraftTexts
 
 
 class Nested:
-    """One request as the drafters inside another drafter see it.
+    """One request as drafters inside another drafter see it.
 
     Args:
-        sampler: the sampling pipeline of the inner text.
+        sampler: the sampler of the inner context.
 
     Attributes:
-        text: a context whose tokens are the request's and the drafts after them; it draws with the request's ``rng``.
-        shared: how many leading tokens are known to be the request's own.
+        text: a context whose tokens are the request's and the draft tokens after them; it uses the request's ``rng``.
+        shared: number of leading tokens that are known to be the request's own.
     """
 
     def __init__(self, context: Context, drafters: Sequence[Drafter], sampler: Any) -> None:
@@ -39,17 +38,16 @@ class Nested:
         )
 
     def start(self) -> None:
-        """The request joined."""
         for drafter in self.drafters:
             drafter.start(self.text)
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Make the inner text the request's ``tokens`` again.  Only what came after the last time is compared."""
+        """Reset the inner tokens to the request's ``tokens``, comparing only those after the last call."""
         self.imagine(tokens[self.shared :])
         self.shared = len(tokens)
 
     def imagine(self, path: Sequence[int]) -> None:
-        """Make the inner text the request's own and the drafts ``path`` behind it."""
+        """Set the inner tokens to the request's own and the draft tokens ``path`` after them."""
         drafted, same = self.text.tokens, self.shared
         while same < min(self.shared + len(path), len(drafted)) and path[same - self.shared] == drafted[same]:
             same += 1
@@ -57,7 +55,7 @@ class Nested:
         drafted.extend(path[same - self.shared :])
 
     def rewind(self, length: int) -> bool:
-        """The request's own text was cut back to ``length`` tokens; tells whether that touches the inner text."""
+        """Follow a request that was cut back to ``length`` tokens; return whether the inner tokens change."""
         if length >= self.shared:
             return False
         self._cut(length)
@@ -65,7 +63,7 @@ class Nested:
         return True
 
     def finish(self, tokens: Sequence[int]) -> None:
-        """The request ended with ``tokens``: drafts that were rejected are no text to learn from."""
+        """End the request with ``tokens``, without rejected draft tokens, which are not to be learnt from."""
         self.follow(tokens)
         for drafter in self.drafters:
             drafter.finish(self.text)
@@ -78,5 +76,6 @@ class Nested:
 
 
 def works_nested(drafter: Drafter | type[Drafter]) -> bool:
-    """Whether a drafter can guess for a draft model: its text can be cut back, and it does not look into the target."""
+    """Whether a drafter can work inside another: its tokens can be cut back, and it does not read the target's
+    states."""
     return drafter.traits.rewinds and not drafter.traits.runs_target and not drafter.taps

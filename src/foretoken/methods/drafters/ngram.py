@@ -1,6 +1,6 @@
-"""Prompt lookup: copy what followed the most recent occurrence of the longest matching n-gram.
+"""Prompt lookup: copy the tokens after the most recent occurrence of the longest matching n-gram.
 
-Saxena, "Prompt lookup decoding" (2023).  The index of n-grams grows with the text, so a proposal costs a few
+Saxena, "Prompt lookup decoding" (2023).  The index of n-grams grows with the sequence, so a proposal costs a few
 dictionary look-ups whatever the length of the context.
 """
 
@@ -16,9 +16,9 @@ Places = dict[tuple[int, ...], list[int]]
 
 
 class PromptSource(NgramSource):
-    """Where every n-gram of a text ended.
+    """End positions of every n-gram of a request's tokens.
 
-    The n-gram that ends the text is always its own last occurrence, so the one before is the match.
+    The n-gram at the end of the tokens is always its own last occurrence, so the previous one is the match.
     """
 
     def __init__(self, sizes: range, match: str, most: int) -> None:
@@ -35,7 +35,7 @@ class PromptSource(NgramSource):
                     places.setdefault(tuple(self.text[end - n : end]), []).append(end)
 
     def rewind(self, length: int) -> None:
-        """Take the n-grams that end behind ``length`` out of the index."""
+        """Remove the n-grams that end after ``length`` from the index."""
         for end in range(len(self.text), length, -1):
             for n, places in zip(self.sizes, self.places, strict=True):
                 if end >= n:
@@ -63,7 +63,7 @@ class NgramDrafter(SourceDrafter):
     Args:
         n: longest n-gram that is looked up; shorter ones are tried after it.
         min_n: shortest n-gram.
-        k: most tokens that are copied.
+        k: maximum copied tokens.
         match: ``"recent"`` (the most recent occurrence) or ``"first"`` (the earliest, as Transformers and vLLM do).
     """
 

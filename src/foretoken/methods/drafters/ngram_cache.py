@@ -29,7 +29,7 @@ STATIC = LAX[1]
 def best_follower(
     cache: NgramCache, text: Sequence[int], thresholds: Sequence[tuple[int, int]], static: FollowerCounts | None
 ) -> tuple[int, float] | None:
-    """The next token by the longest n-gram that is sure enough, and the share of its samples.
+    """The next token by the longest n-gram above the thresholds, and its share of the samples.
 
     Candidates are ranked by :meth:`FollowerCounts.best`.
     """

@@ -20,8 +20,8 @@ from foretoken.models.base import LanguageModel
 
 @dataclass
 class _Notes:
-    """What is known of one request: the root's index in the round that runs, where its drafts were rejected, and
-    whether anything may be learnt from it."""
+    """State of one request: the root's index in the current round, the rejected positions, and whether the learner may
+    use them."""
 
     root: int = -1
     teaches: bool = True
@@ -37,17 +37,17 @@ class OnlineDrafter(ModelDrafter):
         every: finished requests between two updates; 0 switches learning off.
         lr, loss, beta, budget, keep, window, top, thread: as in
             :class:`~foretoken.methods.drafters.learning.learner.LearnConfig`.
-        salted: learn from requests with a ``cache_salt``, too, though their weights then draft for everybody.
+        salted: also learn from requests with a ``cache_salt``, though their weights then draft for everybody.
         save: folder that the draft model is written to after every update; empty for none.
         tokenizer: saved beside the weights.
 
     Attributes:
-        learner: what it learns with; ``None`` when learning is off.
+        learner: ``None`` if learning is off.
 
     Raises:
         ValueError: an option outside its range.
-        CapabilityError: the draft model cannot draft so, or has no weights that can be learnt.
-        OSError: the folder of ``save`` cannot be made.
+        CapabilityError: the draft model cannot draft as specified, or has no trainable weights.
+        OSError: the folder of ``save`` cannot be created.
     """
 
     name = "online"
@@ -85,15 +85,12 @@ class OnlineDrafter(ModelDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> OnlineDrafter:
-        """From a spec ``online[:PATH]``: load the draft model, with weights that can be trained."""
+        """Build from a spec ``online[:PATH]``: load the draft model, with trainable weights."""
         model = context.draft_model(cls.name, path, packed=False)
         return cls(model, target=context.target, tokenizer=context.tokenizer, **options)
 
     def report(self) -> dict[str, Any]:
-        """Updates, positions and seconds so far.
-
-        See :class:`~foretoken.methods.drafters.learning.learner.LearningReport`.
-        """
+        """The learner's counters, see :class:`~foretoken.methods.drafters.learning.learner.LearningReport`."""
         return {} if self.learner is None else self.learner.report()
 
     def save(self, folder: str | Path) -> None:
@@ -108,7 +105,7 @@ class OnlineDrafter(ModelDrafter):
         self.learner.save(folder)
 
     def start(self, context: Context) -> None:
-        """A request begins: time runs for learning."""
+        """Register the request with the learner."""
         if self.learner is not None:
             context.state[self, "notes"] = _Notes(teaches=self.salted or not context.salt)
             self.learner.joined()
@@ -124,12 +121,12 @@ class OnlineDrafter(ModelDrafter):
         return super().propose_batch(contexts, budgets)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Note the target's distribution where the drafts were rejected.  A bonus token is no mistake: nothing was
-        guessed."""
+        """Record the target's distribution at a rejected position.  A bonus token is no mistake, because no draft token
+        was there."""
         notes: _Notes | None = context.state.get((self, "notes"))
         if notes is None or not notes.teaches or self.learner is None or verdict.next_is_bonus:
             return
-        # The rejected drafts stood after this node, so its logits are the target's distribution for their place.
+        # The rejected draft tokens followed this node, so its logits are the target's distribution at their position.
         node = verdict.path[-1] if verdict.path else 0
         position = notes.root + len(verdict.path) + 1
         notes.mistakes.append(self.learner.mistake(position, scores.logits[node]))
@@ -141,7 +138,7 @@ class OnlineDrafter(ModelDrafter):
             notes.mistakes = [mistake for mistake in notes.mistakes if mistake.position <= length]
 
     def finish(self, context: Context) -> None:
-        """Learn, when it is time to."""
+        """Pass the request's mistakes to the learner."""
         notes: _Notes | None = context.state.get((self, "notes"))
         super().finish(context)
         if notes is not None and self.learner is not None:

@@ -1,4 +1,4 @@
-"""The rules that every proposal keeps, and who broke one: drafters from outside are named by class, rule and line."""
+"""Rules that every proposal must obey; errors of external drafters name the class, rule and line."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
 
 TOLERANCE = 1e-3
-"""How far from one the probabilities of a draft distribution may add up."""
+"""Tolerance for the sum of a draft distribution."""
 
 
 class DrafterError(OutsideError):
-    """A drafter that is none of ours has raised, or broken a rule of the protocol."""
+    """An external drafter raised an exception, or broke a rule of the protocol."""
 
 
 def has_outside(drafter: Drafter | None) -> bool:
-    """Whether a drafter, or a member of a group, is none of ours."""
+    """Whether a drafter, or a member of a group, is external."""
     return drafter is not None and (is_outside(type(drafter)) or any(map(has_outside, drafter.drafters)))
 
 
 def check_count(proposed: Any, count: int, drafter: Drafter) -> None:
-    """Refuse what ``propose_batch`` may not return, before its trees are looked at.
+    """Check the type and length of ``propose_batch``'s result, before its trees are read.
 
     Raises:
         DrafterError: it is not one tree for each of ``count`` requests.
@@ -38,16 +38,16 @@ def check_count(proposed: Any, count: int, drafter: Drafter) -> None:
 
 
 def check_proposal(tree: Any, context: Context, drafter: Drafter, target: LanguageModel | None, thorough: bool) -> None:
-    """Refuse what no drafter may propose before a model sees it: on some devices a wrong id ends the process.
+    """Check a proposal before a model reads it: on some devices an invalid id ends the process.
 
     Args:
-        target: whose ids they must be; ``None`` where whoever asked does not know it.
-        thorough: also look whether the tokens can have been drawn as the tree says, which reads ``q``.
+        target: the target, for the range of ids; ``None`` if the caller does not know it.
+        thorough: also check whether the tokens can have been drawn as recorded, which reads ``q``.
 
     Raises:
-        DrafterError: it is no tree, does not begin at the last committed token, has a token that there is not, is of a
-            kind that ``traits`` do not say, or its ``q`` holds no distributions or not those that it was drawn from;
-            of a drafter from outside also where tokens, parents, rows or members are no ints.
+        DrafterError: it is no tree, does not begin at the last committed token, has a token out of range, is of a kind
+            that ``traits`` do not declare, or its ``q`` holds no distributions or not those that it was drawn from; for
+            an external drafter also if tokens, parents, rows or members are no ints.
     """
     if not isinstance(tree, TokenTree):
         raise _broken(drafter, f"returned {type(tree).__name__}, not a TokenTree")
@@ -55,8 +55,8 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
         raise _broken(drafter, f"returned a tree that starts with token {tree.tokens[0]}, not with context.root")
     if thorough and is_outside(type(drafter)):
         _check_numbers(tree, drafter)
-    for node, token in enumerate(tree.tokens[1:], 1):  # no drafter has chosen the root, which is committed
-        is_probe = bool(tree.probes) and tree.probes[node]  # it may be a row that was added behind the vocabulary
+    for node, token in enumerate(tree.tokens[1:], 1):  # the root is committed, not chosen by the drafter
+        is_probe = bool(tree.probes) and tree.probes[node]  # may be a row that was added after the vocabulary
         most = sys.maxsize if target is None else target.num_ids if is_probe else target.vocab_size
         if not 0 <= token < most:
             valid = "ids begin at 0" if target is None else f"ids go from 0 to {most - 1}"
@@ -67,7 +67,7 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
 
 
 def _check_numbers(tree: TokenTree, drafter: Drafter) -> None:
-    """What is no int would be written into the text, or fail far from here."""
+    """Check types: a number that is no int would be written into the output, or fail far from here."""
     parts = (("token", tree.tokens), ("parent", tree.parents), ("row in q_rows", tree.q_rows))
     for name, numbers in (*parts, ("member in drafters", tree.drafters)):
         for number in numbers:
@@ -104,7 +104,7 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
         raise _broken(author, f"gave q of type {kind}: it must be a tensor of floating-point numbers")
     if q.dim() != 2 or len(rows) != len(tree) or max(rows) >= len(q) or max(tree.tokens) >= q.shape[1]:
         raise _broken(author, f"gave q of shape {list(q.shape)} and q_rows that do not fit a tree of {len(tree)} nodes")
-    # What must be true is asked, not what must be false: every comparison with NaN is false.
+    # Comparisons with NaN are false, so test what must be true, not what must be false.
     if not bool((q >= 0).all()) or not bool(((q.sum(-1) - 1).abs() <= TOLERANCE).all()):
         raise _broken(author, "gave q with rows that are no distributions: none below zero, and a sum of one")
     chances = q[torch.tensor([rows[n] for n in drawn]), torch.tensor([tree.tokens[n] for n in drawn])]
@@ -113,13 +113,13 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
 
 
 def _author(drafter: Drafter, tree: TokenTree, node: int) -> Drafter:
-    """Who of a group guessed a node."""
+    """The group's member that drafted a node."""
     index = tree.drafters[node] if tree.drafters else -1
     return drafter.drafters[index] if 0 <= index < len(drafter.drafters) else drafter
 
 
 def _broken(drafter: Drafter, rule: str) -> DrafterError:
-    """The error for what ``propose`` returned."""
+    """An error for the result of ``propose`` or ``propose_batch``."""
     cls = type(drafter)
     method = "propose" if cls.propose_batch is Drafter.propose_batch else "propose_batch"
     return DrafterError(told_of(cls, method, rule))

@@ -1,4 +1,4 @@
-"""What all drafters share that draft with a part of the target's own layers."""
+"""Base of drafters that use a part of the target's layers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from foretoken.models.network.layers import LayerPlan
 
 
 def num_layers_of(target: LanguageModel) -> int:
-    """How many decoder layers the target has.
+    """Number of the target's decoder layers.
 
     Raises:
-        CapabilityError: it has none that can be run one by one.
+        CapabilityError: its layers cannot be run one by one.
     """
     offered: Capabilities = target.capabilities
     layers: Any = getattr(target, "num_layers", 0)
@@ -30,10 +30,10 @@ def num_layers_of(target: LanguageModel) -> int:
 
 
 class OwnLayersDrafter(ModelDrafter):
-    """Grows a chain or a tree on the target's own sequence, with the layers that ``plan`` names.
+    """Grows a chain or a tree on the target's own sequence, with the layers of ``plan``.
 
-    There is no second cache and nothing to prefill: draft nodes are provisional scratch nodes of the target, which
-    its whole forward then states anew.
+    There is no second cache and no prefill: draft nodes are provisional scratch nodes of the target, whose full forward
+    then recomputes them.
     """
 
     traits = replace(ModelDrafter.traits, runs_target=True)
@@ -41,19 +41,19 @@ class OwnLayersDrafter(ModelDrafter):
 
     def __init__(self, target: LanguageModel, plan: LayerPlan, k: int, tree: str, draw: str) -> None:
         plan.check(num_layers_of(target))
-        self.plan = plan  # what it costs is the share of the layers that runs
+        self.plan = plan  # its cost is the share of the layers that runs
         super().__init__(target, k, tree, draw, target)
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> OwnLayersDrafter:
-        """From a spec: the target itself is all that is needed; ``vocab=N|FILE`` are the tokens that can be guessed."""
+        """Build from a spec, which needs only the target; ``vocab=N|FILE`` is the draft vocabulary."""
         if path is not None:
             raise ValueError(f"drafter {cls.name!r} takes no path: it drafts with the target's own layers")
         built = cls(context.target, **options)
         return built.narrowed(vocab, context)
 
     def narrowed(self, vocab: str, context: BuildContext) -> Self:
-        """This drafter, which guesses only the tokens of an option ``vocab`` from now on."""
+        """Restrict this drafter to the draft vocabulary of an option ``vocab``."""
         self.head = reduced_head(vocab, context.target, context)
         return self
 
@@ -63,16 +63,15 @@ class OwnLayersDrafter(ModelDrafter):
 
     @property
     def states(self) -> Any:
-        """None: what a part of the layers makes of a token is no hidden state of a draft model."""
+        """``None``: states of a part of the layers are no hidden states of a draft model."""
         return None
 
     def start(self, context: Context) -> None:
-        """The request's sequence of the target is where drafts grow; it stays the engine's."""
+        """Use the engine's sequence of the target, where drafts grow."""
         context.state[self] = context.sequence
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Grow all trees; where nothing was guessed nothing is left in the target's sequence, on which another drafter
-        may be asked."""
+        """Grow all trees; an empty draft leaves no scratch, so that another drafter can use the target's sequence."""
         trees: list[TokenTree] = []
         try:
             trees = super().propose_batch(contexts, budgets)
@@ -83,14 +82,14 @@ class OwnLayersDrafter(ModelDrafter):
         return trees
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """The target has read them."""
+        """Always true: the target has read the tokens."""
         return [True] * len(contexts)
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         return projected(self.head, self._some_layers, feeds)
 
     def _some_layers(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
-        """The layers of the plan."""
+        """Run the layers of the plan."""
         return self.model.forward_part(feeds, self.plan, taps)
 
     def _unread(self, tree: Growing) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Block drafters whose candidates are scored behind the token before them: trees and chains over those scores."""
+"""Block drafters that score candidates by the previous token: trees and chains over those scores."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from foretoken.models.forward.heads.native_net import BlockRows
 
 
 class PairGuesses(Guesses):
-    """The candidates of a place are its tokens of largest logits; the token before decides among them.
+    """The candidates of a position are its tokens of largest logits; the previous token ranks them.
 
-    What is drawn is drawn among the candidates, from the distribution that is recorded: any restriction is exact.
+    Tokens are drawn from the recorded distribution over the candidates, so any restriction is exact.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class PairGuesses(Guesses):
         self.values, self.ids = best  # [k, K]
         self.targets = head.mapped(self.ids)
         self.by_path = net.has_memory
-        self._numbers: list[dict[int, int]] = []  # per place which of its candidates a token is
+        self._numbers: list[dict[int, int]] = []  # per position, from a token to its candidate number
 
     @torch.no_grad()
     def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
-        """The place's candidates, scored behind the last token of the path."""
+        """The position's candidates, scored after the last token of the path."""
         place, before = len(path), self.before(path)
         query, state = self.net.query(before, self.states[place], state)
         scores = self.net.corrected(self.values[place], self.ids[place], self.targets[place], query[None])[0]
@@ -44,7 +44,8 @@ class PairGuesses(Guesses):
 
     @torch.no_grad()
     def _table(self, width: int) -> BestTable:
-        """Of all pairs of a candidate and one of the place before, whose row is ``place * K + candidate``."""
+        """The best candidates of all pairs of adjacent positions, in row ``place * K + candidate`` of the earlier
+        one."""
         count, targets = self.targets.shape[1], self.targets.tolist()
         self._numbers = [{token: number for number, token in enumerate(row)} for row in targets]
         roots = self.targets.new_full((1, count), self.context.root)
@@ -61,7 +62,7 @@ class PairGuesses(Guesses):
         return len(path) * self.ids.shape[1] + (self._numbers[len(path) - 1][path[-1]] if path else 0)
 
     def before(self, path: Sequence[int]) -> Tensor:
-        """The token that the place behind a path follows, a scalar."""
+        """The token before the position after a path, a scalar."""
         return torch.tensor(path[-1] if path else self.context.root, device=self.states.device)
 
 
@@ -77,8 +78,11 @@ class PairDrafter(BlockDrafter):
         return self.net.config.top
 
     def _races(self, context: Context) -> bool:
-        """A greedy request's rules are not asked.  They would be behind every path, which takes longer than the few
-        rounds that it saves: the candidates of a place were chosen without them."""
+        """Whether candidates are ranked by noise; a greedy request's rules are ignored.
+
+        Applying them after every path would take longer than the few rounds that it saves, because a position's
+        candidates were chosen without them.
+        """
         return context.sampler.noise is not None and super()._races(context)
 
     def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:

@@ -1,4 +1,5 @@
-"""EAGLE-3 that guesses all places in one pass: places behind the text read a learned state instead of its own guess.
+"""EAGLE-3 that predicts all positions in one pass: those after the sequence read a learned state instead of a
+prediction.
 
 P-EAGLE 2026 (arXiv 2602.01469).
 """
@@ -30,7 +31,7 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
 
     Args:
         model: the network over the target's hidden states.
-        k: most tokens of a path, the rows of a pass; 0: as many as it was trained for.
+        k: maximum tokens of a path, the rows of a pass; 0: as many as it was trained for.
         window, sink: as for the drafter ``eagle``.
     """
 
@@ -58,8 +59,8 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """From a spec ``peagle[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, of those that it was
-        trained for: all of these by default."""
+        """Build from a spec ``peagle[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, a subset of the trained
+        one."""
         net, parts, _ = load_net(context, cls.name, path, PeagleConfig, PeagleNet)
         ids = chosen_ids(vocab, context, parts.vocab_size, net.vocabulary.tolist()) if vocab else None
         head = vocabulary_head(net, parts, ids)
@@ -67,7 +68,7 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
 
     @classmethod
     def of(cls, net: PeagleNet, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
-        """A drafter over a network as it is now: the projection is a copy."""
+        """Construct the drafter over a network in its current state; the projection is a copy."""
         return cls(PeagleModel(net, parts, target, vocabulary_head(net, parts)), **options)
 
     @torch.inference_mode()
@@ -75,7 +76,7 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
         return self.net.fuse([hidden[tap].float() for tap in self.net.config.taps])
 
     def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
-        """What was committed since the last draft is read with the masks behind it."""
+        """Read the newly committed tokens together with the masks after them."""
         level = self.read_up_to_end(contexts)
         ready = [i for i in range(len(contexts)) if level[i] and depths[i] > 0]
         logits = self.guesses([contexts[i] for i in ready], [depths[i] for i in ready])

@@ -1,7 +1,7 @@
 """Text that the caller expects in the answer: the file being edited, the last version of a document.
 
 The idea of OpenAI's "predicted outputs" (2024).  As long as the answer agrees with the prediction, its next tokens are
-the draft; after a divergence the place is found again from what was written since.
+the draft; after a divergence, the tokens generated since locate the position again.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from foretoken.methods.drafters.base import BuildContext, Foresight, Traits
 from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
 
 LONGEST = 12
-"""Matching tokens beyond this many tell nothing more."""
+"""Maximum number of matching tokens that are compared."""
 CANDIDATES = 32
-"""Places of one token that are looked at in each direction."""
+"""Positions of one token that are checked in each direction."""
 NEAR = 4
-"""n matching tokens are believed within ``NEAR ** (n + 1)`` tokens of the expected place: 16, 64, 256, ..."""
+"""n matching tokens suffice within ``NEAR ** (n + 1)`` tokens of the expected position: 16, 64, 256, ..."""
 
 
 class PredictionSource(NgramSource):
     """Follows a prediction.
 
     Attributes:
-        at: the prediction's token that comes next, if the answer goes on agreeing.
-        lost: tokens written since the last divergence, 0 while it agrees.
-        drafted: where the last draft began.
+        at: index of the prediction's token that comes next, if the answer keeps agreeing.
+        lost: tokens generated since the last divergence, 0 while it agrees.
+        drafted: index where the last draft began.
     """
 
     def __init__(self, prediction: Sequence[int], prompt_length: int, most: int) -> None:
@@ -48,7 +48,7 @@ class PredictionSource(NgramSource):
                 self._follow(token)
 
     def rewind(self, length: int) -> None:
-        """Go back to where the prediction stood then."""
+        """Restore the position in the prediction at that length."""
         answer = max(length - self.prompt_length, 0)
         if answer < len(self._trail):
             self.at, self.lost = self._trail[answer]
@@ -59,7 +59,7 @@ class PredictionSource(NgramSource):
         if not self.lost and self.at < len(self.prediction) and self.prediction[self.at] == token:
             self.at += 1
             return
-        # As if as many tokens had been replaced as were written: right for a changed word, and where to search from.
+        # Assume that as many tokens were replaced as generated: right for a changed word, and the start of the search.
         self.at += 1
         self.lost += 1
         place = self._place()
@@ -67,7 +67,7 @@ class PredictionSource(NgramSource):
             self.at, self.lost = place, 0
 
     def _place(self) -> int | None:
-        """Where the prediction goes on after what was written last: most matching tokens, then nearest."""
+        """Index in the prediction after the match of the last generated tokens: most matching tokens, then nearest."""
         places = self._places.get(self.text[-1], [])
         middle = bisect_left(places, self.at - 1)
         best: tuple[int, int] | None = None
@@ -80,7 +80,7 @@ class PredictionSource(NgramSource):
         return following
 
     def _matching(self, place: int) -> int:
-        """How many tokens up to ``place`` of the prediction end the answer."""
+        """Number of tokens up to ``place`` in the prediction that match the end of the answer."""
         count, end = 0, len(self.text) - 1
         longest = min(LONGEST, place + 1, len(self.text) - self.prompt_length)
         while count < longest and self.prediction[place - count] == self.text[end - count]:
@@ -94,7 +94,7 @@ class PredictionSource(NgramSource):
 
 
 class NoPrediction(NgramSource):
-    """A request without a prediction: plain decoding."""
+    """A request without a prediction, which gets no draft."""
 
     def propose(self, budget: Budget) -> Guess:
         return NOTHING
@@ -104,8 +104,8 @@ class PredictionDrafter(SourceDrafter):
     """Drafts from ``generate(..., prediction=...)``.
 
     Args:
-        k: most draft tokens.
-        default: token ids that are expected in the answer of a request without a prediction of its own.
+        k: maximum draft tokens.
+        default: prediction (token ids) of a request without one.
     """
 
     name = "prediction"
@@ -118,7 +118,7 @@ class PredictionDrafter(SourceDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> PredictionDrafter:
-        """From a spec: the text comes with each request, so a path is refused."""
+        """Build from a spec, which takes no path because the text comes with each request."""
         if path is not None:
             raise ValueError("drafter 'prediction' takes no path: give the text with generate(..., prediction=...)")
         drafter = cls(**options)
@@ -130,11 +130,10 @@ class PredictionDrafter(SourceDrafter):
         return self
 
     def minimum_budget(self, context: Context, budget: Budget) -> Budget:
-        """The budget: a controller decides how much of the prediction is drafted."""
+        """The budget unchanged, because a controller decides how much of the prediction is drafted."""
         return budget
 
     def predicted_from(self, context: Context) -> int | None:
-        """Where the last draft began."""
         source = context.state.get(self)
         return source.drafted if isinstance(source, PredictionSource) else None
 

@@ -1,7 +1,7 @@
 """The target drafts for itself with weights in 8 or 4 bits, over its own keys and values.
 
 ML-SpecQD (https://arxiv.org/abs/2503.13565) drafts with a quantised copy of the target; QSpec
-(https://arxiv.org/abs/2410.11305) shares its keys and values and overwrites the draft's by verification.
+(https://arxiv.org/abs/2410.11305) shares the target's keys and values, and verification overwrites the draft's.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from foretoken.models.variants.quantised_gain import expected_gain
 from foretoken.models.variants.second_weights import OwnWeightsModel, Scheme
 
 PAYS = 1.0
-"""Expected speed over plain decoding from which on ``auto`` has it among its choices, and finds out what comes true.
+"""Minimum expected speed over plain decoding at which ``auto`` tries it and measures the real one.
 
-At 1.2 a model of 135M parameters had it in every second run: it is the fastest, and 1.17 to 1.44 was expected.
+At 1.2 a model of 135M parameters was tried in only every second run, though it is the fastest and 1.17 to 1.44 was
+expected.
 """
 FULL = "16"
-"""``bits`` that quantise nothing: for tests, and to see what the rest of a round costs."""
+"""Value of ``bits`` that quantises nothing, for tests and to measure the rest of a round."""
 
 
 def pays_here(context: BuildContext) -> bool:
-    """Whether the target is big, and a short measurement of one layer's products promises anything; not of a network
-    that the caller hands in, perhaps with every request, and that gets no second weights unasked."""
+    """Whether the target is big, and a short measurement of one layer's products promises a gain.
+
+    False for a network passed by the caller, perhaps with every request, which gets no second weights unasked.
+    """
     return isinstance(context.source, str | Path) and expected_gain(context.target, Scheme()) >= PAYS
 
 
@@ -40,12 +43,12 @@ class QuantizedDrafter(ModelDrafter):
     """Drafts with the target's own network, its linear layers quantised.
 
     Args:
-        bits: ``8``, ``4``, or ``auto`` for what is faster here, layer by layer; 16 quantises nothing.
-        k: chain length, when no tree is asked for.
+        bits: ``8``, ``4``, or ``auto`` for the faster one of each layer; 16 quantises nothing.
+        k: chain length without a tree.
         group: weights of a row that share an int4 scale: 32, 64 or 128.
-        activations: bits of the inputs, ``8``, ``15``, or ``auto``: 8 where that is faster here, layer by layer.
+        activations: bits of the inputs, ``8``, ``15``, or ``auto``: 8 in layers where that is faster.
         tree, draw: as for the drafter ``model``.
-        head: the vocabulary projection that takes the place of the target's, over the tokens that can be guessed.
+        head: the vocabulary projection over the draft vocabulary that replaces the target's.
 
     Raises:
         ValueError: an option outside its range, or too little memory for the second set of weights.
@@ -84,14 +87,14 @@ class QuantizedDrafter(ModelDrafter):
         vocab: str = "",
         **options: Any,
     ) -> Any:
-        """From a spec ``quantized[,vocab=N|FILE][,inner=SPEC[,width=W]]``.
+        """Build from a spec ``quantized[,vocab=N|FILE][,inner=SPEC[,width=W]]``.
 
-        ``vocab`` are the tokens that can be guessed.  With ``inner`` the drafts are themselves sped up by another
-        drafter: a ``cascade`` whose draft model is the quantised target, or with ``width`` above 1 a ``staged`` one.
+        ``vocab`` is the draft vocabulary.  With ``inner`` another drafter accelerates the drafts: a ``cascade`` whose
+        draft model is the quantised target, or with ``width`` above 1 a ``staged`` one.
 
         Raises:
-            ValueError: a path, an inner drafter that does not fit, a tree or a draft vocabulary of it, or no such
-                draft vocabulary.
+            ValueError: a path, an inner drafter that does not fit or is combined with a tree or draft vocabulary, or no
+                such draft vocabulary.
         """
         if path is not None:
             raise ValueError("drafter 'quantized' takes no path: it drafts with the target's own weights")
@@ -111,7 +114,7 @@ class QuantizedDrafter(ModelDrafter):
         return built
 
     def describe(self) -> list[dict[str, Any]]:
-        """The kinds of the second weights, and how many tokens it can guess."""
+        """Adds the data types of the second weights."""
         second = getattr(self.model, "weights", None)
         if second is None:
             return super().describe()
@@ -119,11 +122,11 @@ class QuantizedDrafter(ModelDrafter):
         return [{**entry, "weights": kinds} for entry in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
-        """The second weights, and the projection that takes the place of theirs."""
+        """Cost of the second weights, with the projection that replaces theirs."""
         return share_of_bytes(self.model.weight_bytes + (self.head.weight_bytes if self.head else 0), target_bytes)
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Grow all trees level by level, and leave the target's sequences as they were."""
+        """Grow all trees level by level, and clear the target's scratch."""
         try:
             return super().propose_batch(contexts, budgets)
         finally:
@@ -132,7 +135,7 @@ class QuantizedDrafter(ModelDrafter):
 
 
 def scheme_of(bits: str, group: int, activations: str = "auto") -> Scheme | None:
-    """Options -> how weights are quantised; ``None`` for not at all.
+    """Quantisation scheme of the options; ``None`` for no quantisation.
 
     Raises:
         ValueError: a value outside its choices.

@@ -17,17 +17,17 @@ from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, Sour
 
 STANDARD_LIBRARY = ("argparse", "collections/__init__", "csv", "dataclasses", "json/decoder", "json/encoder", "shutil",
                     "textwrap", "unittest/case")  # fmt: skip
-"""Modules that make the datastore of a spec without a path: about 390 KB."""
+"""Modules of the datastore that a spec without a path uses: about 390 KB."""
 
 
 def most_frequent(rows: NDArray[np.int32], most: int) -> Guess:
-    """The trie of the ``most`` most frequent prefixes of sorted ``rows`` [R, k]; nothing goes past a separator.
+    """The trie of the ``most`` most frequent prefixes of sorted ``rows`` [R, k]; no prefix contains a separator.
 
-    A prefix is at least as frequent as what it begins, so the chosen prefixes are a tree; of equally frequent ones the
+    A prefix is at least as frequent as its extensions, so the chosen prefixes form a tree; of equally frequent ones the
     shorter come first.
     """
     count, length = rows.shape
-    # A cell begins a new prefix where its row differs from the one above at this column or before it.
+    # A cell begins a new prefix if its row differs from the one above at this column or before it.
     new = np.ones((length, count), bool)
     np.logical_or.accumulate((rows[1:] != rows[:-1]).T, axis=0, out=new[:, 1:])
     inside = np.logical_and.accumulate((rows != SEPARATOR).T, axis=0)
@@ -76,8 +76,8 @@ class RetrievalDrafter(SourceDrafter):
         n: longest n-gram.
         min_n: shortest n-gram.
         k: longest draft.
-        nodes: most draft nodes.
-        hits: most places that are looked at.
+        nodes: maximum draft nodes.
+        hits: maximum occurrences that are read.
     """
 
     name = "retrieval"
@@ -97,7 +97,8 @@ class RetrievalDrafter(SourceDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> RetrievalDrafter:
-        """From a spec ``retrieval[:FILE]``; without a path, some modules of Python's standard library, in memory."""
+        """Build from a spec ``retrieval[:FILE]``; without a path, from modules of Python's standard library, in
+        memory."""
         if path is not None:
             datastore = Datastore.open(path, context.tokenizer)
         elif context.tokenizer is not None:
@@ -112,7 +113,7 @@ class RetrievalDrafter(SourceDrafter):
 
 
 def standard_library() -> Iterator[str]:
-    """Sources of a few modules of the running Python.  Raises ``ValueError`` where this Python keeps no sources."""
+    """Sources of a few modules of the running Python.  Raises ``ValueError`` if it has none."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [path for name in STANDARD_LIBRARY if (path := folder / f"{name}.py").is_file()]
     if not files:

@@ -1,4 +1,5 @@
-"""SAM-Decoding: copy after the longest suffix that occurred before (Hu et al. 2024, https://arxiv.org/abs/2411.10666)."""
+"""SAM-Decoding: copy after the longest suffix that occurred before (Hu et al. 2024,
+https://arxiv.org/abs/2411.10666)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Corpus(Protocol):
 
 
 class AutomatonCorpus:
-    """Texts in a suffix automaton: for what fits into memory a hundred times."""
+    """Texts in a suffix automaton, for corpora of at most a hundredth of the memory."""
 
     def __init__(self, texts: Iterable[Sequence[int]]) -> None:
         self.automaton = Automaton()
@@ -38,7 +39,7 @@ class AutomatonCorpus:
 
 
 class DatastoreCorpus:
-    """Texts in a datastore file: its suffix array gives the same match as an automaton, in 8 bytes per token."""
+    """Texts in a datastore file; its suffix array gives the same match as an automaton, in 8 bytes per token."""
 
     SCANNED = 4096
 
@@ -46,7 +47,7 @@ class DatastoreCorpus:
         self.datastore = datastore
 
     def after(self, context: Sequence[int], count: int) -> tuple[int, list[int]]:
-        """The first occurrence of the longest suffix (of the first 4096 rows, when it is very frequent)."""
+        """The first occurrence of the longest suffix (among the first 4096 rows if it is very frequent)."""
         matched, low, high = self.datastore.longest(context, DEPTH)
         if not matched:
             return 0, []
@@ -76,7 +77,7 @@ class _SamSource(NgramSource):
     def propose(self, budget: Budget) -> Guess:
         options, corpus = self.drafter, self.drafter.corpus
         most = min(options.max_depth, budget.max_depth, budget.max_nodes)
-        # The longest suffix that also ends elsewhere: the text's end itself is never its own match.
+        # The longest suffix that also ends elsewhere, so that the end of the tokens does not match itself.
         state = self.automaton.link[self.end]
         matched = self.automaton.length[state] if state > 0 else 0
         if corpus is not None:
@@ -88,7 +89,7 @@ class _SamSource(NgramSource):
         return Guess.copied(self._after(state, options.draft_length(matched, most)), matched)
 
     def _after(self, state: int, count: int) -> list[int]:
-        """What followed the first occurrence; that of a shorter suffix when the text ends too soon after it."""
+        """Tokens after the first occurrence, or after that of a shorter suffix if the former ends too soon."""
         automaton = self.automaton
         best = _copied(automaton, automaton.first_end[state], count)
         while len(best) < count and (state := automaton.link[state]) > 0:
@@ -102,10 +103,10 @@ class SamDrafter(SourceDrafter):
     """Copies what followed the first occurrence of the longest suffix, of any length.
 
     Args:
-        k: most draft tokens.
+        k: maximum draft tokens.
         alpha: draft tokens per matched token.
-        min_match: shortest match that is believed.
-        bias: how many tokens longer a match in the corpus must be than one in the request's own text.
+        min_match: shortest match that is used.
+        bias: number of tokens by which a match in the corpus must be longer than one in the request's tokens.
         corpus: texts that are known beforehand (token ids each), or an object with ``after``.
     """
 
@@ -126,7 +127,7 @@ class SamDrafter(SourceDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> SamDrafter:
-        """From a spec ``sam[:FILE]``: FILE is a datastore, which serves as the static automaton."""
+        """Build from a spec ``sam[:FILE]``: FILE is a datastore, which serves as the static automaton."""
         if path is None:
             return cls(**options)
         datastore = Datastore.open(path, context.tokenizer)
@@ -137,5 +138,5 @@ class SamDrafter(SourceDrafter):
         return _SamSource(self)
 
     def draft_length(self, matched: int, most: int) -> int:
-        """Draft tokens after a match of this length."""
+        """Number of draft tokens after a match of this length."""
         return max(1, min(most, int(self.alpha * matched)))

@@ -1,4 +1,4 @@
-"""Proposes given tokens: for tests, demonstrations and measuring what a perfect or a useless drafter would give."""
+"""Proposes given tokens: for tests, demonstrations and measuring a perfect or a useless drafter."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ class ScriptedDrafter(Drafter):
     """Guesses by a script.
 
     Args:
-        tokens: space-separated token ids (or a sequence of ids) that are proposed as a chain every round; taken as
-            the expected *output*, so that the proposal continues at the current position, when ``as_output``.
-        as_output: read ``tokens`` as the whole output instead of one round's chain.
+        tokens: space-separated token ids (or a sequence of ids) that are proposed as a chain every round.
+        as_output: read ``tokens`` as the whole expected output, so that the proposal continues at the current position.
         propose: a function ``(context, budget) -> tree`` instead of tokens.
     """
 

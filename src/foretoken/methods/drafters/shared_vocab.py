@@ -24,21 +24,20 @@ from foretoken.models.cache.window import Window
 class SharedVocabDrafter(ModelDrafter):
     """Drafts with a model of another tokenizer, restricted to the common tokens.
 
-    The draft distribution is the draft model's over the common tokens alone, written in the target's ids and then
-    shaped by the request's own sampling pipeline: a distribution over the target's vocabulary like any other, so every
-    verifier applies. Committed tokens that the draft model does not have are read to it as the draft tokens that spell
-    them.
+    The draft distribution is the draft model's over the common tokens alone, mapped to the target's ids and then shaped
+    by the request's sampler.  It is an ordinary distribution over the target's vocabulary, so every verifier applies.
+    Committed tokens that the draft model lacks are fed to it as the draft tokens that spell them.
 
     Args:
-        vocabulary: what the draft model's tokens spell.
-        target_vocabulary: what the target's tokens spell, as many as its logits are wide.
+        vocabulary: spellings of the draft model's tokens.
+        target_vocabulary: spellings of the target's tokens, as many as its logits are wide.
         k, tree, draw: as for the drafter ``model``.
     """
 
     name = "shared_vocab"
     traits = replace(ModelDrafter.traits, rewinds=False)
-    draws_together = False  # a distribution is carried over from the other vocabulary, request by request
-    chains_in_one_call = False  # vocabularies of one size may number their tokens differently
+    draws_together = False  # each request's distribution is mapped from the other vocabulary
+    chains_in_one_call = False  # equally large vocabularies may number their tokens differently
 
     def __init__(
         self,
@@ -72,18 +71,19 @@ class SharedVocabDrafter(ModelDrafter):
         sink: int = 0,
         **options: Any,
     ) -> SharedVocabDrafter:
-        """From a spec ``shared_vocab[:PATH]`` (options as for ``model``): load the draft model and its tokenizer."""
+        """Build from a spec ``shared_vocab[:PATH]`` (options as for ``model``): load the draft model and its
+        tokenizer."""
         model, tokenizer = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         mine = Vocabulary.of(tokenizer, model.vocab_size)
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)
 
     def read(self, context: Context) -> Sequence[int]:
-        """The committed text in the draft model's own ids; only what is new is translated."""
+        """The committed tokens in the draft model's ids; only new ones are translated."""
         reading: ReadText | None = context.state.get((self, "read"))
         if reading is None:
             first = self._own_ids(context.tokens[0], ReadText([]))
-            # A text begins as the draft model's tokenizer lets it begin, usually with its bos.
+            # A sequence begins with the prefix of the draft model's tokenizer, usually its bos.
             prefix = self.vocabulary.prefix
             reading = context.state[(self, "read")] = ReadText([] if prefix[:1] == tuple(first) else list(prefix))
         for token in context.tokens[reading.count :]:
@@ -92,7 +92,7 @@ class SharedVocabDrafter(ModelDrafter):
         return reading.ids
 
     def _own_ids(self, token: int, reading: ReadText) -> Sequence[int]:
-        """The draft model's ids for one more target token; none while a character is half-written."""
+        """The draft model's ids for one more target token; none while a character is incomplete."""
         draft_id, vocabulary = self._draft_of[token], self.target_vocabulary
         half_written = bool(reading.characters.getstate()[0])
         if token in vocabulary.special or (draft_id >= 0 and not half_written):
@@ -104,12 +104,12 @@ class SharedVocabDrafter(ModelDrafter):
     def _readable(self, tokens: list[int]) -> list[int]:
         """Draft tokens in the draft model's ids.
 
-        All are common ones, unless the draft model gives none a probability: token 0 stands for what it then guessed.
+        All are common ones, unless the draft model gives none a probability; its choice then becomes token 0.
         """
         return [max(self._draft_of[token], 0) for token in tokens]
 
     def _widened(self, logits: Tensor) -> Tensor:
-        """Draft logits [n, V'] at the common tokens of the target's vocabulary [n, V]: no other can be drafted."""
+        """Draft logits [n, V'] at the common tokens of the target's vocabulary [n, V], -inf at others."""
         if self._ids.device != logits.device:
             self._ids = self._ids.to(logits.device)
         wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
@@ -117,5 +117,5 @@ class SharedVocabDrafter(ModelDrafter):
 
     def _candidates(self, tree: Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
         distribution, chosen = super()._candidates(tree, logits, parent, width)
-        # Drawn tokens have a positive probability and are common ones; the best by rank may run out of those.
+        # Drawn tokens have a positive probability and are common; the best by rank may exceed the number of those.
         return distribution, [token for token in chosen if self._draft_of[token] >= 0]

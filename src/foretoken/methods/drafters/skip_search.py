@@ -1,4 +1,4 @@
-"""The search for a set of sublayers to skip, one measurement at a time, while text is being generated."""
+"""The search for a set of sublayers to skip, one measurement at a time, during generation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ Bits = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
 MOST, PATIENCE = 1000, 300
-"""Measurements before the search ends, in all and without a gain."""
+"""Maximum measurements, in all and without a gain."""
 SUGGEST_EVERY, KAPPA = 25, 2.5
-"""How often a candidate is not random but where a model of the scores hopes for most, and how much it hopes."""
+"""Interval of candidates that maximise a model's upper confidence bound instead of being random, and the bound's width
+in standard deviations."""
 POOL, MEMORY, NOISE = 256, 200, 1e-2
-"""Random sets that a suggestion is chosen from, latest measurements that it looks at, and their relative noise."""
+"""Random sets per suggestion, latest measurements in the model, and their relative noise."""
 
 
 class SkipSearch:
-    """Random sets of a given size, now and then one that past scores speak for; the best so far is kept.
+    """Search with random sets of a given size, and regularly one suggested by past scores; the best so far is kept.
 
     The generator of candidates has a fixed seed: the same scores give the same search.
 
@@ -29,9 +30,9 @@ class SkipSearch:
         goal: the score above which the search ends.
 
     Attributes:
-        best: the set in use; at first both sublayers of every odd layer.
+        best: the set in use; initially both sublayers of every odd layer.
         best_score: its score; -1 before it was measured.
-        rounds: rounds seen (the caller counts).
+        rounds: number of rounds (set by the caller).
     """
 
     def __init__(self, num_layers: int, ratio: float = 0.45, keep: int = 1, goal: float = 0.95) -> None:
@@ -48,7 +49,7 @@ class SkipSearch:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will be tried."""
+        """Whether the search has ended."""
         return self.best_score > self.goal or self.measured >= MOST or self.stale >= PATIENCE or self.size < 1
 
     def candidate(self) -> SkipSet:
@@ -59,7 +60,7 @@ class SkipSearch:
         return self._set(bits)
 
     def record(self, skips: SkipSet, score: float) -> None:
-        """A set was measured: the better one stays."""
+        """Record a measurement; the better set is kept."""
         self._tried.append(self._bits(skips))
         self._scores.append(score)
         self.measured += 1
@@ -73,7 +74,7 @@ class SkipSearch:
         return bits
 
     def _suggested(self) -> Bits:
-        """Of random sets the one with the highest upper confidence bound under a Gaussian process."""
+        """The random set with the highest upper confidence bound under a Gaussian process."""
         pool = np.stack([self._random() for _ in range(POOL)])
         mean, deviation = posterior(np.stack(self._tried[-MEMORY:]), np.asarray(self._scores[-MEMORY:]), pool)
         return pool[int((mean + KAPPA * deviation).argmax())]
@@ -90,8 +91,8 @@ class SkipSearch:
 def posterior(x: Bits, y: Floats, pool: Bits) -> tuple[Floats, Floats]:
     """Mean and standard deviation [p] of a Gaussian process at the sets ``pool`` [p, m].
 
-    It has seen the scores ``y`` [n] of the sets ``x`` [n, m].  Its kernel falls exponentially with the share of
-    sublayers in which two sets differ.
+    It is conditioned on the scores ``y`` [n] of the sets ``x`` [n, m].  Its kernel falls exponentially with the share
+    of sublayers in which two sets differ.
     """
     scale = float(y.std()) or 1.0
     across = _kernel(pool, x)

@@ -1,4 +1,4 @@
-"""Sets of sublayers that a drafter leaves out: how they are written, kept in files and matched with a target."""
+"""Sets of sublayers that a drafter skips: notation, files and compatibility with a target."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ NOTHING = "none"
 
 @dataclass(frozen=True)
 class SkipSet:
-    """The layers whose attention and whose MLP are left out."""
+    """The layers whose attention and whose MLP are skipped."""
 
     attention: frozenset[int] = frozenset()
     mlp: frozenset[int] = frozenset()
 
     @classmethod
     def odd(cls, num_layers: int, keep: int = 1) -> SkipSet:
-        """Both sublayers of every odd layer, but of none of the first and last ``keep`` layers."""
+        """Both sublayers of every odd layer, except in the first and last ``keep`` layers."""
         layers = frozenset(layer for layer in range(keep, num_layers - keep) if layer % 2)
         return cls(layers, layers)
 
     @classmethod
     def middle(cls, num_layers: int) -> SkipSet:
-        """A fifth of the attentions, those in the middle: a guess for targets that were not measured yet."""
+        """The attentions of the middle fifth of layers: a guess for targets that were not measured yet."""
         count = max(1, num_layers // 5)
         first = max(1, (num_layers - count) // 2)
         return cls(attention=frozenset(range(first, first + count)))
 
     @classmethod
     def parse(cls, attention: str, mlp: str, num_layers: int) -> SkipSet:
-        """From two lists such as ``1+3+6-8``; ``none`` or an empty text is no layer.
+        """Parse two lists such as ``1+3+6-8``; ``none`` or an empty string is no layer.
 
         Raises:
-            ValueError: something else, or a layer that the model does not have.
+            ValueError: another notation, or a layer that the model does not have.
         """
         return cls(_layers(attention, "attention", num_layers), _layers(mlp, "mlp", num_layers))
 
@@ -56,14 +56,14 @@ class SkipSet:
 
     @property
     def options(self) -> dict[str, str]:
-        """As :meth:`parse` and a spec's options have it: ``{"attention": "1+3", "mlp": "none"}``."""
+        """Notation for :meth:`parse` and a spec's options: ``{"attention": "1+3", "mlp": "none"}``."""
         return {"attention": _text(self.attention), "mlp": _text(self.mlp)}
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse a set that the target cannot leave out.
+        """Check that the target can skip this set.
 
         Raises:
-            ValueError: a layer that it does not have, or nothing left to run.
+            ValueError: a layer that it does not have, or no layer left to run.
             CapabilityError: its layers have no separate attention or MLP, or cannot be run one by one.
         """
         self.plan.check(num_layers_of(target))
@@ -92,9 +92,9 @@ def _layers(text: str, name: str, num_layers: int) -> frozenset[int]:
 
 
 def fingerprint(target: LanguageModel) -> dict[str, Any]:
-    """What tells one target from another, whatever dtype it was loaded in.
+    """Identification of a target, independent of the dtype that it is loaded in.
 
-    The hash is over the architecture, the vocabulary and the signs of some embedding weights.
+    The hash covers the architecture, the vocabulary and the signs of some embedding weights.
     """
     owner: Any = target
     layers, config = num_layers_of(target), owner.config
@@ -109,7 +109,7 @@ def fingerprint(target: LanguageModel) -> dict[str, Any]:
 
 
 def save_skips(file: Path, skips: SkipSet, target: LanguageModel, **measured: Any) -> None:
-    """Write a set for ``layer_skip:FILE``; whenever it is broken off, the file is the old or the new one.
+    """Write a set for ``layer_skip:FILE``; an interrupted write leaves the old or the new file.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,5 +1,5 @@
-"""The target drafts for itself over a small part of its own cache: for long contexts, where reading keys and values is
-what a step costs.
+"""The target drafts for itself over a small part of its cache: for long contexts, where reading keys and values
+dominates a step.
 
 TriForce, Sun et al. 2024 (https://arxiv.org/abs/2404.11912).
 """
@@ -24,14 +24,15 @@ class SparseKvDrafter(ModelDrafter):
         k, tree, draw: as for the drafter ``model``.
         budget: slots per layer and key head; 0: a quarter of the context, but 256 to 4096.
         chunk: consecutive tokens that are chosen together.
-        select: ``"retrieval"`` (what the last query fits best) or ``"recent"`` (the first 16 tokens and the last ones).
-        rebuild: tokens after which the subset is chosen anew.
+        select: ``"retrieval"`` (the chunks that the last query fits best) or ``"recent"`` (the first 16 tokens and the
+            last ones).
+        rebuild: tokens after which the subset is chosen again.
         local: share of the budget that ``retrieval`` gives to the latest chunks, whatever the query.
-        offload: keep the target's own keys and values in host memory: only what drafts read stays on its device.
+        offload: keep the target's keys and values in host memory, and only those that drafts read on its device.
     """
 
     name = "sparse_kv"
-    traits = replace(ModelDrafter.traits, rewinds=False)  # the subset is the committed text's
+    traits = replace(ModelDrafter.traits, rewinds=False)  # the subset belongs to the committed tokens
 
     def __init__(
         self,
@@ -50,9 +51,9 @@ class SparseKvDrafter(ModelDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, inner: str = "", **options: Any) -> Any:
-        """From a spec ``sparse_kv[,inner=SPEC]``.
+        """Build from a spec ``sparse_kv[,inner=SPEC]``.
 
-        With ``inner`` the drafts are themselves sped up by another drafter: a
+        With ``inner`` another drafter accelerates the drafts: a
         :class:`~foretoken.methods.drafters.cascade.CascadeDrafter` whose draft model is the sparse target (TriForce's
         hierarchy).
         """

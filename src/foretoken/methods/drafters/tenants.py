@@ -1,7 +1,7 @@
-"""What drafters learn from requests is kept for each tenant apart, so that nobody's text shows in another's drafts.
+"""Separate learned state of drafters for each tenant, so that nobody's text shows in another's drafts.
 
-A tenant is a ``cache_salt``.  How many tokens of a draft are accepted can be seen in the times of a stream: drafts from
-other people's texts would tell what those were.
+A tenant is a ``cache_salt``.  The times of a stream reveal the number of accepted draft tokens: drafts from other
+people's texts would reveal those.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MOST = 64
-"""Tenants that are remembered."""
+"""Maximum number of tenants."""
 
 
 class Tenants(Generic[T]):
-    """By tenant, what was learned; the tenant that has been away longest is forgotten first.
+    """Learned state by tenant; the least recently used tenant is dropped first.
 
     Args:
-        new: makes what a new tenant starts from.
-        most: most tenants.
-        size: how much a tenant takes, for ``room``.
-        room: most that all of them take together, but for the one that was asked for last.
+        new: creates a new tenant's state.
+        most: maximum tenants.
+        size: size of a tenant's state, for ``room``.
+        room: maximum total size, not counting the most recently used tenant.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Tenants(Generic[T]):
         self._by_salt: OrderedDict[str, T] = OrderedDict()
 
     def of(self, salt: str) -> T:
-        """What was learned from the requests with this salt."""
+        """The state of the requests with this salt."""
         learned = self._by_salt.get(salt)
         if learned is None:
             learned = self._by_salt[salt] = self._new()
         self._by_salt.move_to_end(salt)
-        size = self._size or (lambda _: 0)  # asked every time: those that are known have grown since
+        size = self._size or (lambda _: 0)  # computed every time, because states grow
         by_salt = self._by_salt
         while len(by_salt) > 1 and (len(by_salt) > self._most or sum(map(size, by_salt.values())) > self._room):
             by_salt.popitem(last=False)
@@ -48,5 +48,4 @@ class Tenants(Generic[T]):
         return len(self._by_salt)
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._by_salt.clear()

@@ -1,1 +1,1 @@
-"""Learning while serving: what a draft model is taught, and how."""
+"""Online learning of draft models."""

@@ -1,4 +1,4 @@
-"""How far a draft model's distribution q is from the target's distribution p, per token: what alignment makes small.
+"""Divergences between a draft model's distribution q and the target's distribution p, per token.
 
 DistillSpec, Zhou et al. 2023 (https://arxiv.org/abs/2310.08461), table of divergences.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from foretoken.methods.drafters.learning.losses import check_loss
 
 FLOOR = -1e4
-"""Log-probability of an impossible token: finite, so that 0 * log 0 is 0; in float32 its exponential is exactly 0."""
+"""Log-probability of an impossible token: finite, so that 0 * log 0 is 0; its float32 exponential is exactly 0."""
 
 
 def log_distribution(logits: Tensor) -> Tensor:
@@ -22,12 +22,12 @@ def log_distribution(logits: Tensor) -> Tensor:
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) = sum p log(p / q) [...] in nats: q must be where p is."""
+    """KL(p || q) = sum p log(p / q) [...] in nats; q must cover p."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(q || p) = sum q log(q / p) [...] in nats: q must not be where p is not."""
+    """KL(q || p) = sum q log(q / p) [...] in nats; q must stay within p."""
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""What a request teaches a draft model: where its drafts were rejected, and what the target said there."""
+"""Training data from requests: the positions where drafts were rejected, and the target's distributions there."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 FLOOR = 1e-8
-"""Least probability in a stored distribution: half precision says 0 for less, and a divergence may be infinite
-there."""
+"""Minimum probability in a stored distribution: half precision rounds less to 0, where a divergence may be infinite."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One place where the draft was rejected.
+    """One position where the draft was rejected.
 
     Attributes:
-        position: index t of the token that the target put there; both distributions are those after the tokens before
-            it.
-        size: tokens that both vocabularies have.
+        position: index t of the target's token there; both distributions are those after the tokens before it.
+        size: number of tokens that both vocabularies have.
         tokens: [n] ids, int32.
         chances: [n] the target's probabilities of them, half precision.
     """
@@ -31,7 +29,7 @@ class Mistake:
 
 
 def stored_distribution(mistake: Mistake) -> Tensor:
-    """[V] the target's distribution; the tokens that were not stored share evenly what is left."""
+    """[V] the target's distribution; tokens that were not stored share the remainder evenly."""
     chances = mistake.chances.float()
     remaining = (1.0 - chances.sum()).clamp_min(0.0) / max(mistake.size - len(chances), 1)
     distribution = remaining.repeat(mistake.size)
@@ -42,7 +40,7 @@ def stored_distribution(mistake: Mistake) -> Tensor:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A finished request: its tokens, and where its drafts were rejected."""
+    """A finished request: its tokens, and its rejected positions."""
 
     tokens: Sequence[int]
     mistakes: Sequence[Mistake]

@@ -1,4 +1,4 @@
-"""Names of the divergences that alignment makes small; commands check them before PyTorch is loaded."""
+"""Names of the training divergences; commands check them before PyTorch is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ LOSSES = ("fkl", "rkl", "jsd", "tvd")
 
 
 def check_loss(name: str, beta: float) -> None:
-    """Look at the options of :func:`foretoken.methods.drafters.learning.divergences.divergence`.
+    """Check the options of :func:`foretoken.methods.drafters.learning.divergences.divergence`.
 
     Raises:
         ValueError: an unknown name, or ``beta`` outside (0, 1).

@@ -1,6 +1,6 @@
-"""A block network as a :class:`~foretoken.models.base.LanguageModel`: a text's places in its cache, a block at a time.
+"""A block network as a :class:`~foretoken.models.base.LanguageModel`, which runs one block at a time over its cache.
 
-Places of the text are read with states; a feed without states is a block, which is dropped again when it has run.
+Feeds with states are committed positions; a feed without states is a block, which is dropped after it has run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _BlockForward(HeadForward):
 
 
 class BlockModel(FeatureModel):
-    """Texts of places, and blocks behind them.
+    """Cached sequences, and blocks after them.
 
     Args:
         net, parts, target, project: as for :class:`~foretoken.models.forward.heads.features.HeadForward`.
@@ -63,19 +63,19 @@ class BlockModel(FeatureModel):
     kind = _BlockForward
     native: NativeBlockNet | None
     _guessing = range(0)
-    """Rows of the blocks of a call whose logits are asked for."""
+    """Rows of a call's blocks that need logits."""
 
     def _native(self) -> NativeBlockNet:
         return NativeBlockNet(self.model, self.parts.embed.weight, self.project)
 
     @torch.inference_mode()
     def context(self, taps: Sequence[Tensor]) -> Tensor:
-        """Places [n, D] of the target's hidden states at the tapped depths, each [n, D]."""
+        """Fused states [n, D] from the target's hidden states at the tapped depths, each [n, D]."""
         return self.model.hidden_norm(self.fused(torch.cat(list(taps), -1)))
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
-        """Read places, whose ``states`` are those of :meth:`BlockNet.context`, or run blocks: feeds without states.
+        """Read positions, whose ``states`` are those of :meth:`BlockNet.context`, or run blocks: feeds without states.
 
         Raises:
             ValueError: two feeds for one sequence, or both sorts in one call.
@@ -89,7 +89,7 @@ class BlockModel(FeatureModel):
         return self._whole(feeds, taps)
 
     def _runs_native(self, feeds: Sequence[Feed]) -> bool:
-        """Blocks run with the weights with which the text before them was read."""
+        """Blocks run with the weights that read the positions before them."""
         return super()._runs_native(feeds) if feeds[0].states is not None else self.native is not None
 
     def _run_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> Sequence[Rows]:
@@ -102,10 +102,10 @@ class BlockModel(FeatureModel):
     def blocks(
         self, sequences: Sequence[SequenceState], anchors: Sequence[int], rows: int, guessing: range = range(0)
     ) -> list[BlockRows]:
-        """Blocks behind texts that hold one place per token before their anchors.
+        """Run blocks after sequences that hold every token before their anchors.
 
         Args:
-            guessing: which of them guess: logits are of these, states [rows, D] are of all.
+            guessing: predicting rows: logits are of these, states [rows, D] are of all.
         """
         mask = self.model.config.mask_token
         feeds = [

@@ -20,7 +20,7 @@ class BpdConfig:
         hidden_size: D of the target.
         k: block size in the paper's count: head 1 is the target itself, heads 2 to k are the network.
         width: hidden units per head; every head reads those of all heads.
-        norm: what each head ends with: ``"rms"`` or ``"layer"``.
+        norm: final norm of each head: ``"rms"`` or ``"layer"``.
     """
 
     hidden_size: int
@@ -36,13 +36,13 @@ class BpdConfig:
 
 
 class BpdHeads(nn.Module):
-    """Heads 2 to k: residual branches of one wide layer, each with a norm of its own.
+    """Heads 2 to k: residual branches of one wide layer, each with its own norm.
 
-    The branches start at zero, so that every head starts as a norm of the state it sees.
+    The branches start at zero, so that every head starts as a norm of its input state.
 
     Args:
-        size: what the norms scale to at first; with the usual size of the target's states, a fresh head's logits are
-            about the target's own.
+        size: initial scale of the norms; with the usual size of the target's states, a new head's logits are about the
+            target's.
     """
 
     def __init__(self, config: BpdConfig, size: float = 1.0) -> None:
@@ -59,9 +59,9 @@ class BpdHeads(nn.Module):
             nn.init.constant_(norm.weight, size)  # type: ignore[arg-type]
 
     def forward(self, states: Tensor, heads: Sequence[int]) -> Tensor:
-        """States [n, D] behind the target's final norm -> those of ``heads`` (2 to k), [len(heads), n, D].
+        """States [n, D] after the target's final norm -> those of ``heads`` (2 to k), [len(heads), n, D].
 
-        What a head returns goes through the target's own vocabulary projection.
+        The target's vocabulary projection follows.
         """
         units = F.relu(self.up(states))  # [n, (k - 1) * width]
         return torch.stack([self._head(states, units, head - 2) for head in heads])

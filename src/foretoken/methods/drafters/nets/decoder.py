@@ -129,7 +129,7 @@ class DecoderLayer(Attention):
     """Attention and a gated MLP with residuals.
 
     Args:
-        input_norm: whether the attention's input is normalised (EAGLE-1 leaves that out).
+        input_norm: whether the attention's input is normalised (EAGLE-1 omits this).
         wide: whether queries, keys and values read two states side by side (EAGLE-3).
     """
 

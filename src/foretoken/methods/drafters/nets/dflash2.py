@@ -1,4 +1,4 @@
-"""DFlash2: rows of a block also see the row before through convolutions, and candidates are scored in pairs."""
+"""DFlash2: convolutions let rows of a block read the previous row, and candidates are scored in pairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Dflash2Config(PairConfig):
     """Shape of the network.
 
     Attributes:
-        conv: rows that a convolution reads, the row itself among them.
+        conv: rows that a convolution reads, including the row itself.
         group: channels that share their part of a convolution's kernel.
     """
 
@@ -36,7 +36,7 @@ class Dflash2Config(PairConfig):
 
 
 class DynamicConv(nn.Module):
-    """A causal convolution over the rows of a block whose kernels follow the rows; it begins as the identity."""
+    """A causal convolution over the rows of a block with input-dependent kernels; it starts as the identity."""
 
     def __init__(self, config: Dflash2Config) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class DynamicConv(nn.Module):
             self.kernel_projection.weight.zero_()
 
     def kernels(self, x: Tensor) -> Tensor:
-        """[2, b, n, taps, D]: those before and behind the sublayer, of its normed input [b, n, D]."""
+        """Kernels [2, b, n, taps, D] before and after the sublayer, from its normed input [b, n, D]."""
         moving = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, -1)
         kernels: Tensor = self.base_kernel + moving
         return kernels.movedim(2, 0)
 
     def forward(self, x: Tensor, kernels: Tensor) -> Tensor:
-        """[b, n, D] of rows [b, n, D] by kernels [b, n, taps, D]; nothing comes from before a block's first row."""
+        """[b, n, D] of rows [b, n, D] by kernels [b, n, taps, D], with zeros before a block's first row."""
         rows = min(self.block, x.shape[1])
         blocks = x.unflatten(1, (-1, rows))
         shifted = [F.pad(blocks, (0, 0, tap, 0))[:, :, :rows] for tap in range(self.taps)]
@@ -85,7 +85,7 @@ class Dflash2Layer(BlockLayer):
 
 
 class CandidateSelector(nn.Module):
-    """``<A[p] * (P h), B[c]>``: the codebooks have a row per token of the target."""
+    """``<A[p] * (P h), B[c]>``; the codebooks have a row per token of the target."""
 
     def __init__(self, config: Dflash2Config) -> None:
         super().__init__()

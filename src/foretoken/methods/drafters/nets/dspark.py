@@ -1,4 +1,4 @@
-"""DSpark: a block whose logits are corrected by the token before, and a head that says how likely a draft survives.
+"""DSpark: a block whose logits are corrected by the previous token, and a head that predicts a draft's survival.
 
 Arxiv 2607.05147.
 """
@@ -20,10 +20,10 @@ class DsparkConfig(PairConfig):
     """Shape of the network.
 
     Attributes:
-        head: what the correction sees: the token before (``vanilla``), its place's state too (``gated``), or all
-            tokens before (``rnn``).
-        confidence: what the confidence head reads: nothing (there is none), the ``state`` of a place, or ``both`` it
-            and the token before.
+        head: input of the correction: the previous token (``vanilla``), also the position's state (``gated``), or all
+            previous tokens (``rnn``).
+        confidence: input of the confidence head: empty (no head), the position's ``state``, or ``both`` it and the
+            previous token.
     """
 
     from_anchor: bool = True
@@ -41,7 +41,7 @@ class DsparkConfig(PairConfig):
 
 
 class MarkovHead(nn.Module):
-    """``W2 f(W1[x])``: one row of W1 per token of the target, one of W2 per token that can be guessed."""
+    """``W2 f(W1[x])``: one row of W1 per token of the target, one of W2 per token of the draft vocabulary."""
 
     def __init__(self, config: DsparkConfig) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class MarkovHead(nn.Module):
         self.joint_proj = nn.Linear(2 * rank + size, 3 * rank) if self.kind == "rnn" else None
 
     def forward(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What W2 reads, [..., r], and the memory of the next place."""
+        """Input of W2, [..., r], and the memory for the next position."""
         embedding: Tensor = self.markov_w1(before)
         states = states.expand(*embedding.shape[:-1], -1)
         if self.gate_proj is not None:
@@ -69,7 +69,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """One linear map to the log-odds that a place's draft is accepted if those before it are."""
+    """One linear map to the log-odds that a position's draft token is accepted if those before it are."""
 
     def __init__(self, config: DsparkConfig) -> None:
         super().__init__()
@@ -96,19 +96,19 @@ class DsparkNet(PairNet):
 
     @property
     def has_memory(self) -> bool:
-        """With the head that sees all tokens before."""
+        """Whether the head reads all previous tokens."""
         return self.config.head == "rnn"
 
     @property
     def by_draft_id(self) -> bool:
-        """With a draft vocabulary."""
+        """Whether there is a draft vocabulary."""
         return bool(self.config.draft_vocab)
 
     def confidences(self, before: Tensor, states: Tensor) -> Tensor | None:
-        """Log-odds [...] that the draft of a place is accepted, told before it is drawn; ``None`` without the head.
+        """Log-odds [...] that a position's draft token is accepted, before it is drawn; ``None`` without the head.
 
         Args:
-            before: [...] target ids of the tokens before the places.
+            before: [...] target ids of the tokens before the positions.
             states: [..., D].
         """
         if self.confidence_head is None:

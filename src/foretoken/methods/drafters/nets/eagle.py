@@ -1,4 +1,4 @@
-"""EAGLE's head: the target's features, one step further.  Li et al. 2024 (arXiv 2401.15077)."""
+"""EAGLE's head, which extrapolates the target's features by one token.  Li et al. 2024 (arXiv 2401.15077)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from foretoken.models.forward.heads.pieces import HeadParts
 
 @dataclass(frozen=True)
 class EagleConfig(LayerConfig):
-    """Shape of the head: the target's own layer."""
+    """Shape of the head: the target's layer."""
 
 
 class EagleNet(nn.Module):
     """``fc([embedding of the next token; feature])`` and one decoder layer without input norm predict the next feature.
 
-    Features are the target's states behind its final norm, which its vocabulary projection reads.
+    Features are the target's states after its final norm, the input of its vocabulary projection.
     """
 
     def __init__(self, config: EagleConfig) -> None:
@@ -35,7 +35,7 @@ class EagleNet(nn.Module):
         return self.layer(x, positions, mask, keep)
 
     def head_state(self, output: Tensor) -> Tensor:
-        """What the vocabulary projection reads of an output [..., D]."""
+        """The vocabulary projection's input, from an output [..., D]."""
         return output
 
     def pieces(self) -> HeadParts:

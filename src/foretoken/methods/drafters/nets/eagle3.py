@@ -14,13 +14,13 @@ from foretoken.models.forward.heads.pieces import HeadParts
 
 @dataclass(frozen=True)
 class Eagle3Config(LayerConfig):
-    """Shape of the network: the target's own layer, twice as wide where attention reads.
+    """Shape of the network: the target's layer, twice as wide at the attention's input.
 
     Attributes:
         vocab_size: V of the target.
-        draft_vocab: V_d, the tokens that can be guessed; 0 means all.
+        draft_vocab: V_d, size of the draft vocabulary; 0 means all.
         layers: depths of the target that are fused, joined by commas; k is the output of the first k layers.
-        share_head: use the target's projection, its rows of the draft vocabulary, instead of an own one.
+        share_head: use the rows of the draft vocabulary in the target's projection instead of a separate one.
     """
 
     vocab_size: int = 0
@@ -37,7 +37,7 @@ class Eagle3Config(LayerConfig):
 
     @property
     def taps(self) -> tuple[str, ...]:
-        """Names of the hidden states that are fused, one per depth (a depth may occur twice)."""
+        """Names of the fused hidden states, one per depth (a depth may occur twice)."""
         return tuple(f"layer:{int(part)}" for part in self.layers.split(","))
 
     @property
@@ -47,7 +47,7 @@ class Eagle3Config(LayerConfig):
 
 
 def default_layers(count: int) -> str:
-    """Low, middle and high of ``count`` layers: the paper's 2, L // 2, L - 3; thirds where these are not distinct."""
+    """Low, middle and high of ``count`` layers: the paper's 2, L // 2, L - 3, or thirds if these are not distinct."""
     low, middle, high = 2, count // 2, count - 3
     if not low < middle < high:
         low, middle, high = (-(-count * third // 3) for third in (1, 2, 3))
@@ -55,10 +55,10 @@ def default_layers(count: int) -> str:
 
 
 class Eagle3Net(nn.Module):
-    """Reads (embedding of the next token, fused feature); its output is the next feature, and a norm before the head.
+    """Predicts the next feature from the next token's embedding and a fused feature, with a norm before the head.
 
     The buffers ``d2t`` (int64 [V_d], offsets: the target's id of draft id i is ``i + d2t[i]``) and ``t2d`` (bool [V],
-    whether a token can be guessed) say which tokens the head is over.
+    whether a token can be drafted) define the draft vocabulary.
     """
 
     d2t: Tensor
@@ -77,7 +77,7 @@ class Eagle3Net(nn.Module):
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.guessed)
 
     def choose(self, tokens: Tensor) -> None:
-        """Make ``tokens`` [V_d], target ids in ascending order, the draft vocabulary.
+        """Set the draft vocabulary to ``tokens`` [V_d], target ids in ascending order.
 
         Raises:
             ValueError: not V_d distinct ids of the target in ascending order.
@@ -97,7 +97,7 @@ class Eagle3Net(nn.Module):
 
     @property
     def vocabulary(self) -> Tensor:
-        """[V_d] target ids that can be guessed."""
+        """[V_d] target ids of the draft vocabulary."""
         return self.target_ids(torch.arange(self.config.guessed, device=self.d2t.device))
 
     def fuse(self, taps: list[Tensor]) -> Tensor:
@@ -109,13 +109,13 @@ class Eagle3Net(nn.Module):
     ) -> Tensor:
         """Embeddings of tokens t + 1 and features of tokens t, both [b, n, D] -> features of tokens t + 1 [b, n, D].
 
-        Features are fused ones or earlier outputs; the residual stream carries them as they are.
+        Features are fused ones or earlier outputs; the residual stream carries them unchanged.
         """
         beside = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(features)], -1)
         return self.midlayer(features, positions, mask, keep, beside)
 
     def head_state(self, output: Tensor) -> Tensor:
-        """What the vocabulary projection reads of an output [..., D]."""
+        """The vocabulary projection's input, from an output [..., D]."""
         return self.norm(output)
 
     def pieces(self) -> HeadParts:

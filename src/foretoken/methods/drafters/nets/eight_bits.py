@@ -1,7 +1,6 @@
 """Weights of drafters on disk in 8 bits: 32 of them in a row share a scale, as in GGUF's Q8_0.
 
-A file then takes 53 % of the room that it takes in bfloat16.  What is loaded are full weights again, so nothing but the
-reader knows of it.
+A file then has 53 % of its size in bfloat16.  Loading restores full weights, so only the reader knows of the format.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from torch import Tensor
 BLOCK = 32
 """Weights that share a scale."""
 SCALES = ".scales"
-"""Behind the name of a tensor: that of its scales."""
+"""Suffix of the name of a tensor's scales."""
 LARGEST = 127
 BITS = (16, 8)
-"""What a weight can be stored in: bfloat16, or 8 bits and its share of a scale."""
+"""Storage of a weight: bfloat16, or 8 bits and its share of a scale."""
 
 
 def check_bits(bits: int) -> None:
-    """Refuse what weights cannot be stored in, by a ``ValueError``."""
+    """Raise ``ValueError`` unless weights can be stored in ``bits``."""
     if bits not in BITS:
         raise ValueError(f"weights are stored in {' or '.join(map(str, BITS))} bits, not {bits}")
 
 
 def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices as int8 beside their scales; norms, biases, tables and what makes no whole blocks as they are.
+    """Matrices as int8 beside their scales; norms, biases, tables and matrices without whole blocks are unchanged.
 
     Returns:
         A matrix of N weights as int8 of the same shape, and float16 [N / 32] under its name and :data:`SCALES`.
@@ -46,10 +45,10 @@ def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpacked(stored: Mapping[str, Tensor], place: object) -> dict[str, Tensor]:
-    """Full weights, bfloat16, of what :func:`packed` made; everything else as it is.
+    """Full bfloat16 weights from the result of :func:`packed`; other tensors are unchanged.
 
     Raises:
-        ValueError: scales of another number of weights; names the tensor.
+        ValueError: scales for another number of weights; names the tensor.
     """
     full = {}
     for name, value in stored.items():

@@ -1,4 +1,4 @@
-"""Hydra's heads: each one also reads the tokens that were drafted before its own.  Ankner et al. 2024 (2402.05109)."""
+"""Hydra's heads, each of which also reads the tokens drafted before its own.  Ankner et al. 2024 (2402.05109)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from foretoken.models.forward.heads.pieces import BlockParts, HeadParts
 
 @dataclass(frozen=True)
 class HydraConfig(MedusaConfig):
-    """Shape of the heads, which is Medusa's but for what they read.
+    """Shape of the heads, Medusa's except for their inputs.
 
     Attributes:
-        prefix: whether a decoder layer over the states of the whole text comes before the heads (Hydra++).
+        prefix: whether a decoder layer over all states of the sequence precedes the heads (Hydra++).
         layer: shape of that layer, the fields of ``LayerConfig``.
     """
 
@@ -35,7 +35,7 @@ class HydraConfig(MedusaConfig):
 
 
 class PrefixLayer(nn.Module):
-    """One decoder layer over the target's states, in the shape that a ``FeatureModel`` runs; starts as the identity."""
+    """One decoder layer over the target's states, as a ``FeatureModel`` runs it; starts as the identity."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class PrefixLayer(nn.Module):
     def forward(
         self, embeddings: Tensor | None, states: Tensor, positions: Tensor, mask: Mask = None, keep: Keep | None = None
     ) -> Tensor:
-        """States [b, n, D] of tokens t -> what the heads read instead [b, n, D]; embeddings are not looked at."""
+        """States [b, n, D] of tokens t -> the heads' inputs [b, n, D]; embeddings are not read."""
         return self.layer(states, positions, mask, keep)
 
     def head_state(self, output: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class PrefixLayer(nn.Module):
 
 
 class HydraHeads(nn.Module):
-    """K heads; each starts as the target's own projection of the state, and as if it saw no tokens.
+    """K heads; each starts as the target's projection of the state, ignoring tokens.
 
     The first block maps the state and i + 1 embeddings to D with a linear residual path, because the widths differ.
     """

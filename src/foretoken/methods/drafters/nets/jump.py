@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 SMALL = 1e-3
-"""Spread of the predictor's first outputs, about: it starts as the token's embedding."""
+"""Approximate spread of the predictor's initial outputs: it starts as the token's embedding."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class JumpConfig:
 
     Attributes:
         hidden_size: D.
-        start: m: layers that a draft leaves out at the bottom; their output is predicted.
-        stop: r: the layer behind which a draft is read out.
-        state: u: the layer whose state of the token before is read, from ``start`` to ``stop``.
-        width: how many numbers the linear maps go through, the predictor's (half of them from the state, half from the
-            embedding) and the readout's; 0: as many as a state has.
+        start: m, number of skipped layers at the bottom, whose output is predicted.
+        stop: r, the last layer that runs.
+        state: u, the layer whose state of the previous token is read, from ``start`` to ``stop``.
+        width: inner width of the linear maps, the predictor's (half from the state, half from the embedding) and the
+            readout's; 0: the hidden size.
         inner: width of a gated branch beside the predictor's linear one; 0: none.
-        readout: whether a linear map stands between layer ``stop`` and the final norm.
+        readout: whether a linear map precedes the final norm after layer ``stop``.
     """
 
     hidden_size: int
@@ -51,7 +51,7 @@ class JumpConfig:
             raise ValueError(f"jump needs inner >= 0, not {self.inner}")
 
     def check(self, num_layers: int, embedding_size: int) -> None:
-        """Refuse a target that it does not fit.
+        """Check compatibility with a target.
 
         Raises:
             ValueError: the target has fewer layers than ``stop``, or embeddings of another width.
@@ -65,7 +65,7 @@ class JumpConfig:
 class JumpNet(nn.Module):
     """``e + gain * y(z) + bias`` with ``z = [rms(s) P_s ; rms(e) P_e]``, in float32.
 
-    ``s`` is the state of the token before, ``e`` the embedding of the token.
+    ``s`` is the state of the previous token, ``e`` the embedding of the token.
     """
 
     def __init__(self, config: JumpConfig) -> None:
@@ -90,11 +90,11 @@ class JumpNet(nn.Module):
             nn.init.zeros_(self.readout.weight)
 
     def forward(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """Predicted states [..., D] of tokens behind layer ``start``.
+        """Predicted states [..., D] of tokens after layer ``start``.
 
         Args:
             embeddings: [..., D] of the tokens.
-            states: [..., D] of the tokens before them behind layer ``state``.
+            states: [..., D] of the tokens before them after layer ``state``.
         """
         embedded = embeddings.float()
         z = torch.cat([self.state_proj(_rms(states.float())), self.embed_proj(_rms(embedded))], -1)
@@ -104,7 +104,7 @@ class JumpNet(nn.Module):
         return embedded + self.gain * y + self.bias
 
     def read_out(self, states: Tensor) -> Tensor:
-        """What the target's final norm reads, of states [..., D] behind layer ``stop``."""
+        """Input of the target's final norm, from states [..., D] after layer ``stop``."""
         if self.readout is None:
             return states
         wide = states.float()
@@ -112,5 +112,5 @@ class JumpNet(nn.Module):
 
 
 def _rms(rows: Tensor) -> Tensor:
-    """A norm in front of the predictor, which has no weights."""
+    """The predictor's input norm, without weights."""
     return F.rms_norm(rows, rows.shape[-1:], eps=1e-6)

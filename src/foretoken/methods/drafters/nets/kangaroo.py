@@ -12,10 +12,10 @@ from foretoken.models.forward.heads.pieces import HeadParts
 
 @dataclass(frozen=True)
 class KangarooConfig(LayerConfig):
-    """Shape of the adapter: the attention of the target's own layers (``ffn`` is 0, there is no MLP).
+    """Shape of the adapter: the attention of the target's layers (``ffn`` is 0, there is no MLP).
 
     Attributes:
-        layer: the exit layer E: how many of the target's layers run before the adapter.
+        layer: the exit layer E: number of the target's layers that run before the adapter.
     """
 
     layer: int = 1
@@ -34,7 +34,7 @@ class KangarooNet(nn.Module):
         self.input_layernorm = RmsNorm(config.hidden_size, config.eps)
         self.attention = Attention(config)
         self.norm = RmsNorm(config.hidden_size, config.eps)
-        # Nothing to add at first: an untrained adapter is an early exit.
+        # Zero at first: an untrained adapter is an early exit.
         nn.init.zeros_(self.attention.o_proj.weight)
 
     def forward(
@@ -42,12 +42,12 @@ class KangarooNet(nn.Module):
     ) -> Tensor:
         """States [b, n, D] of the exit layer -> [b, n, D] for :meth:`head_state`.
 
-        The token of a place is in its state already, so that ``embeddings`` are not read.
+        A token is in its state already, so ``embeddings`` are not read.
         """
         return states + self.attention.mixed(self.input_layernorm(states), positions, mask, keep)
 
     def head_state(self, output: Tensor) -> Tensor:
-        """What the vocabulary projection reads of an output [..., D]."""
+        """The vocabulary projection's input, from an output [..., D]."""
         return self.norm(output)
 
     def pieces(self) -> HeadParts:

@@ -19,9 +19,10 @@ class MedusaConfig:
     Attributes:
         hidden_size: D of the target.
         vocab_size: V of the target.
-        heads: K; head i (from 0) guesses the token i + 2 places behind the one whose state it sees.
+        heads: K; head i (from 0) predicts the token i + 2 positions after the one whose state it reads.
         layers: residual blocks per head.
-        own_projection: whether every head owns a vocabulary projection, as in the paper; else the target's is shared.
+        own_projection: whether every head has a vocabulary projection, as in the paper; otherwise they share the
+            target's.
     """
 
     method: ClassVar[str] = "medusa"
@@ -37,7 +38,7 @@ class MedusaConfig:
 
 
 class MedusaHeads(nn.Module):
-    """K heads; zero-initialised, so that each starts as the target's own projection of the state."""
+    """K heads; zero-initialised, so that each starts as the target's projection of the state."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class MedusaHeads(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """States [n, D] behind the final norm -> states [K, n, D] for the vocabulary projection."""
+        """States [n, D] after the final norm -> states [K, n, D] for the vocabulary projection."""
         states = []
         for head in self.blocks:
             x = hidden

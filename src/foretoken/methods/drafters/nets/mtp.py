@@ -1,4 +1,4 @@
-"""DeepSeek-V3's multi-token prediction modules (arXiv 2412.19437, section 2.2), the last one used again and again."""
+"""DeepSeek-V3's multi-token prediction modules (arXiv 2412.19437, section 2.2), the last one used recursively."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class MtpConfig(LayerConfig):
     """Shape of the module.
 
     Attributes:
-        layer: ``own``, the plain layer of these sizes; ``target``, the target's own class, as checkpoints ship it.
-        feed: what a step hands to the next one, its state before the module's norm or behind it.
+        layer: ``own``, the plain layer of these sizes; ``target``, the target's class, as in checkpoints.
+        feed: the state that a step passes to the next one, before or after the module's norm.
         experts: whether a layer of the target's class has experts.
-        modules: how many there are in a row.
+        modules: number of modules in sequence.
     """
 
     layer: str = "own"
@@ -57,13 +57,13 @@ class MtpNet(nn.Module):
     def forward(
         self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Mask = None, keep: Keep | None = None
     ) -> Tensor:
-        """Embeddings of tokens t + 1 and states of tokens t, both [b, n, D] -> what the next step is fed [b, n, D]."""
+        """Embeddings of tokens t + 1 and states of tokens t, both [b, n, D] -> the next step's states [b, n, D]."""
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(features)], -1))
         output: Tensor = self.layer(x, positions, mask, keep)
         return self.norm(output) if self.feed == "post_norm" else output
 
     def head_state(self, output: Tensor) -> Tensor:
-        """What the vocabulary projection reads of an output [..., D]."""
+        """The vocabulary projection's input, from an output [..., D]."""
         return output if self.feed == "post_norm" else self.norm(output)
 
     def pieces(self) -> HeadParts:
@@ -72,8 +72,8 @@ class MtpNet(nn.Module):
 
 
 def module_for(config: MtpConfig, network: nn.Module) -> nn.Module:
-    """A new module of this shape, or several of them as :class:`StackedModules`; ``network`` is the target, whose layer
-    class may be asked for."""
+    """A new module of this shape, or several of them as :class:`StackedModules`; ``network`` is the target, for its
+    layer class."""
     if config.modules > 1:
         single = replace(config, modules=1)
         return StackedModules([module_for(single, network) for _ in range(config.modules)])

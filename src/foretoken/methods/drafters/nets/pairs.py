@@ -1,4 +1,4 @@
-"""Block networks whose guess of a place also depends on the token before it, by a score of low rank for every pair."""
+"""Block networks whose prediction also depends on the previous token, by a low-rank score for every pair."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PairConfig(BlockConfig):
 
     Attributes:
         rank: r of the score.
-        top: a place's candidates, those of largest logits; only these are scored, and guessed.
+        top: candidates per position, those of largest logits; only these are scored and drafted.
     """
 
     rank: int = 64
@@ -29,24 +29,25 @@ class PairConfig(BlockConfig):
 
 
 class PairNet(BlockNet):
-    """The score of candidate c behind token p at a place with state h is ``logit(c) + query(p, h) . successors[c]``."""
+    """The score of candidate c after token p at a position with state h is ``logit(c) + query(p, h) .
+    successors[c]``."""
 
     config: PairConfig
 
     @abstractmethod
     def query(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Queries [..., r] of places behind tokens, and what the next places are asked with.
+        """Queries [..., r] of positions after tokens, and the memory for the next positions.
 
         Args:
             before: [...] target ids of the tokens before.
-            states: [..., D] of the network at the places, one for each token or for several.
-            memory: what was handed on by the place before; ``None`` at the first one.
+            states: [..., D] of the network at the positions, one for each token or for several.
+            memory: from the position before; ``None`` at the first one.
         """
 
     @property
     @abstractmethod
     def successors(self) -> Tensor:
-        """[V, r] by the target's ids; [V_d, r] by draft ids where :attr:`by_draft_id`."""
+        """[V, r] by the target's ids; [V_d, r] by draft ids if :attr:`by_draft_id`."""
 
     @property
     def has_memory(self) -> bool:
@@ -59,12 +60,12 @@ class PairNet(BlockNet):
         return False
 
     def corrected(self, logits: Tensor, ids: Tensor, targets: Tensor, queries: Tensor) -> Tensor:
-        """Scores [..., Q, K] of candidates behind each of Q tokens.
+        """Scores [..., Q, K] of candidates after each of Q tokens.
 
         Args:
             logits: [..., K] of the candidates.
             ids: [..., K] their draft ids.
-            targets: [..., K] the target's ids of them.
+            targets: [..., K] their target ids.
             queries: [..., Q, r].
         """
         rows = self.successors[ids if self.by_draft_id else targets].to(queries.dtype)

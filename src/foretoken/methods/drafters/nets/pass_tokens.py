@@ -1,4 +1,4 @@
-"""PaSS's look-ahead tokens: k rows behind the target's token embedding.  Monea et al. 2023 (arXiv 2311.13581)."""
+"""PaSS's look-ahead tokens: k rows after the target's token embedding.  Monea et al. 2023 (arXiv 2311.13581)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PassTokensConfig:
 
     Attributes:
         hidden_size: width of the target's token embedding.
-        k: look-ahead tokens; number i (from 1) stands i places behind a token and guesses the one i + 1 places behind.
+        k: look-ahead tokens; number i (from 1) is i positions after a token and predicts position i + 1 after it.
     """
 
     hidden_size: int
@@ -26,10 +26,10 @@ class PassTokensConfig:
 
 
 class PassTokens(nn.Module):
-    """All that is learned: ``learned`` [1, k, D].
+    """The learned rows: ``learned`` [1, k, D].
 
-    Three-dimensional because the trainer takes whatever has two dimensions for a matrix that mixes features, and these
-    are embeddings: their rows have nothing to do with each other.
+    Three-dimensional because the trainer treats two dimensions as a matrix that mixes features, while these rows are
+    independent embeddings.
     """
 
     def __init__(self, config: PassTokensConfig) -> None:
@@ -38,5 +38,5 @@ class PassTokens(nn.Module):
 
     @property
     def rows(self) -> Tensor:
-        """[k, D] what the look-ahead tokens are embedded as: a view, which changes as they are trained."""
+        """[k, D] embeddings of the look-ahead tokens: a view, which changes in training."""
         return self.learned[0]

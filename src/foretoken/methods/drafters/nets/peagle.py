@@ -1,4 +1,4 @@
-"""P-EAGLE: EAGLE-3 with more layers, and a learned state for places that are not known yet (arXiv 2602.01469)."""
+"""P-EAGLE: EAGLE-3 with more layers, and a learned state for unknown positions (arXiv 2602.01469)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foretoken.models.forward.heads.lean import HeadRun
 from foretoken.models.network.call import NetworkCall
 
 DEEPEST = 64
-"""Places that a pass may guess at most."""
+"""Maximum positions of a pass."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class PeagleConfig(Eagle3Config):
     """Shape of the network.
 
     Attributes:
-        num_layers: decoder layers, the wide one included.
-        places: places that it was trained to guess in one pass.
-        mask_token: id whose embedding stands beside the learned state.
-        own_embedding: whether it has a token embedding of its own instead of the target's.
+        num_layers: decoder layers, including the wide one.
+        places: positions that it was trained to predict in one pass.
+        mask_token: id whose embedding accompanies the learned state.
+        own_embedding: whether it has a token embedding instead of the target's.
     """
 
     num_layers: int = 4
@@ -48,7 +48,7 @@ class PeagleConfig(Eagle3Config):
 
 
 class PeagleNet(Eagle3Net):
-    """Reads what EAGLE-3 reads; a place behind the text has the mask's embedding and the learned ``mask_hidden``."""
+    """EAGLE-3's inputs; a position after the sequence has the mask's embedding and the learned ``mask_hidden``."""
 
     config: PeagleConfig
 
@@ -60,15 +60,17 @@ class PeagleNet(Eagle3Net):
 
     @property
     def mask_feature(self) -> Tensor:
-        """[D] the feature of a place behind the text."""
+        """[D] the feature of a position after the sequence."""
         return self.fc(self.mask_hidden)[0, 0]
 
     def forward(
         self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Mask = None, keep: Any = None
     ) -> Tensor:
-        """[b, n, D] of embeddings and features [b, n, D]; the arguments are those of
-        :class:`~foretoken.methods.drafters.nets.eagle3.Eagle3Net`, but that ``keep`` is a ``LayerKeep`` of all
-        layers (or what runs a single one itself)."""
+        """[b, n, D] of embeddings and features [b, n, D].
+
+        The arguments are those of :class:`~foretoken.methods.drafters.nets.eagle3.Eagle3Net`, except that ``keep`` is a
+        ``LayerKeep`` of all layers (or runs a single one itself).
+        """
         x = super().forward(embeddings, features, positions, mask, _of_layer(keep, 0))
         for index, layer in enumerate(self.layers, 1):
             x = layer(x, positions, mask, _of_layer(keep, index))
@@ -91,7 +93,7 @@ class _PeagleForward(HeadForward):
         self.num_layers = self.depth = net.config.num_layers
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """[.., D] of ids, by the network's own embedding where it has one."""
+        """[.., D] of ids, by the network's own embedding if it has one."""
         embedding = self.model.embed_tokens
         return super().embedded(ids) if embedding is None else F.embedding(ids, embedding.weight.detach()).float()
 
@@ -107,5 +109,5 @@ class PeagleModel(FeatureModel):
 
     @torch.no_grad()
     def mask_states(self, count: int) -> Tensor:
-        """[count, D] features of places behind a text."""
+        """[count, D] features of positions after a sequence."""
         return self.model.mask_feature.float().expand(count, -1)

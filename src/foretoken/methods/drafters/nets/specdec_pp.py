@@ -1,4 +1,4 @@
-"""SpecDec++'s stop head: will the target take the token that the draft model has just read?  Arxiv 2405.19715."""
+"""SpecDec++'s stop head: the probability that the target accepts the draft model's last token.  Arxiv 2405.19715."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class StopHeadConfig:
-    """Shape of the head, and what it learns.
+    """Shape of the head, and its training settings.
 
     Attributes:
         hidden_size: D of the draft model.
         blocks: residual blocks.
-        mix: share of a text's tokens that are replaced by guesses of the draft model while it learns.
+        mix: share of a text's tokens that are replaced by draft tokens in training.
         mismatch: weight of a rejection in the loss, in acceptances.
         judge: hash of the embedding of the target whose acceptance it learns (``Fingerprint.weights``).
-        judge_layers: hash of that target's layers (``Fingerprint.layers``); empty where an older file does not tell.
+        judge_layers: hash of that target's layers (``Fingerprint.layers``); empty in older files.
     """
 
     hidden_size: int
@@ -47,10 +47,10 @@ class StopHead(nn.Module):
         size = config.hidden_size
         self.blocks = nn.ModuleList(nn.Linear(size, size) for _ in range(config.blocks))
         self.out = nn.Linear(size, 1)
-        nn.init.zeros_(self.out.weight)  # every token is as likely to be accepted as any other at first
+        nn.init.zeros_(self.out.weight)  # every token is equally likely to be accepted at first
 
     def forward(self, states: Tensor) -> Tensor:
-        """Log-odds [...] from the draft model's states [..., D] behind the tokens."""
+        """Log-odds [...] from the draft model's states [..., D] after the tokens."""
         for block in self.blocks:
             states = states + F.silu(block(states))
         return self.out(states)[..., 0]
@@ -61,14 +61,14 @@ def weighted_loss(log_odds: Tensor, chances: Tensor, mismatch: float) -> Tensor:
 
     Args:
         log_odds: [m] of the head.
-        chances: [m] how likely each token is to be accepted: ``min(1, p/q)``.
+        chances: [m] acceptance probability of each token: ``min(1, p/q)``.
         mismatch: weight of a rejection.
     """
     log_odds, rejected = log_odds.float(), mismatch * (1 - chances)
     total = (chances * F.softplus(-log_odds) + rejected * F.softplus(log_odds)).sum()
-    return total / (chances + rejected).sum().clamp(min=1e-9)  # nothing was guessed: nothing is learnt
+    return total / (chances + rejected).sum().clamp(min=1e-9)  # without draft tokens the loss is 0
 
 
 def best_constant(chances: Tensor, mismatch: float) -> Tensor:
-    """The log-odds that a head would give if it could not tell tokens apart: what ``weighted_loss`` wants then."""
+    """The log-odds of a head that cannot distinguish tokens: the constant minimum of ``weighted_loss``."""
     return torch.logit(chances.mean() / (chances + mismatch * (1 - chances)).mean(), eps=1e-6)

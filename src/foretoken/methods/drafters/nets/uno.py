@@ -1,4 +1,4 @@
-"""What UNO learns: low-rank updates of the target's linear layers.  Ifm 2026 (arXiv 2609.04010)."""
+"""UNO's learned weights: low-rank updates of the target's linear layers.  Ifm 2026 (arXiv 2609.04010)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from foretoken.models.variants.gated import LowRankUpdates
 
 NOISE = ("random", "mask")
 SCALE = 1.0
-"""What updates are multiplied with by default, whatever their rank: steps of a training move them as far."""
+"""Default factor of updates, independent of their rank, so that training steps have the same effect."""
 
 
 @dataclass(frozen=True)
 class UnoConfig:
-    """Shape of the updates, and what stands where the text is not known.
+    """Shape of the updates, and the input of unknown positions.
 
     Attributes:
         vocab_size: V of the target.
         shapes: [out, in] of the linear layers that are updated, by their names in a decoder layer.
-        alpha: they are multiplied with ``alpha / rank``; 0: with :data:`SCALE`.
-        places: tokens that one forward guesses, the first of which the target says itself.
-        noise: what stands in unknown places: ``"random"`` tokens from 1 to below ``mask_token``, or ``"mask"``, that
-            token itself.
+        alpha: updates are scaled by ``alpha / rank``; 0: by :data:`SCALE`.
+        places: tokens that one forward predicts, including the target's own first one.
+        noise: input of unknown positions: ``"random"`` tokens from 1 to below ``mask_token``, or ``"mask"``, that token
+            itself.
         mask_token: of the target's vocabulary; its size for random tokens from all of it.
     """
 
@@ -39,7 +39,7 @@ class UnoConfig:
     mask_token: int = -1
 
     def __post_init__(self) -> None:
-        # As JSON holds them, so that a stored shape is the same.
+        # As in JSON, so that a stored shape is equal.
         object.__setattr__(self, "shapes", {name: [int(out), int(width)] for name, (out, width) in self.shapes.items()})
         if self.rank < 1 or not self.alpha >= 0:
             raise ValueError(f"uno needs rank >= 1 and alpha >= 0, not {self.rank} and {self.alpha}")
@@ -57,19 +57,19 @@ class UnoConfig:
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied with."""
+        """Factor of B A."""
         return self.alpha / self.rank if self.alpha else SCALE
 
     def filler(self, positions: Tensor) -> Tensor:
-        """Ids of what stands in unknown places at ``positions``, any shape: a function of the position alone, so that
-        no coin of a request depends on it."""
+        """Input ids of unknown positions, any shape: a function of the position alone, so that no random number of a
+        request is used."""
         if self.noise == "mask":
             return torch.full_like(positions, self.mask_token)
         return 1 + _hashed(positions) % (self.mask_token - 1)
 
 
 def _hashed(numbers: Tensor) -> Tensor:
-    """Int64 from 0 on, of the same shape: the mixing of 32 bits of "splitmix32"."""
+    """Int64 from 0 on, of the same shape: the 32-bit mixing of "splitmix32"."""
     low = (1 << 32) - 1
     x = ((numbers + 1) * 0x9E3779B9) & low
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & low
