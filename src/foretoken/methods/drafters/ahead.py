@@ -156,7 +156,6 @@ class AheadDrafter(ModelDrafter):
         return drafted
 
     def finish(self, context: Context) -> None:
-        """Free the row in the second cache, too."""
         self._wait()
         sequence = context.state.get((self, "sequence"))
         if sequence is not None:
@@ -262,7 +261,6 @@ class AheadDrafter(ModelDrafter):
             item.branches += [OutcomeGuess((*path, token), root + accepted) for token in guesses]
 
     def _next_feed(self, item: Ahead, place: int) -> Feed:
-        """A feed of the last token of every branch."""
         tokens = [branch.outcome[-1] if not place else branch.tokens[-1] for branch in item.branches]
         parents, first = [branch.node for branch in item.branches], len(item.sequence.scratch_tokens)
         for i, branch in enumerate(item.branches):

@@ -109,7 +109,6 @@ class Drafter(ABC):
 
     @property
     def limits(self) -> Limits:
-        """Limits of this drafter, for the controller."""
         cost = self.cost_beside(self.target_bytes)
         return Limits(self.spec or self.name, self.max_depth, self.max_nodes, cost, states=self.states)
 

@@ -134,7 +134,6 @@ class BlockDrafter(OnePassDrafter):
 
 
 def block_model(net: BlockNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> BlockModel:
-    """The network as a model, with its vocabulary projection."""
     net = net.to(parts.device)
     weight = None if net.lm_head is None else net.lm_head.weight.detach()
     return BlockModel(net, parts, target, DraftHead(parts, ids if net.vocabulary is None else net.vocabulary, weight))

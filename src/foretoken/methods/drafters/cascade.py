@@ -217,8 +217,7 @@ class CascadeDrafter(BatchDrafter):
         return Chain(context, inside, sequence, budget, length, min(length, self.early or length))
 
     def _guesses(self, chains: Sequence[Chain]) -> list[TokenTree]:
-        """Inner drafts of the tokens that the model will write: at most one fewer than are missing, because the round
-        adds one itself."""
+        """Inner drafts with at most one token fewer than are missing, because the round adds one itself."""
         trees: list[TokenTree] = [TokenTree.root_only(chain.unread[-1]) for chain in chains]
         waiting = [i for i, chain in enumerate(chains) if chain.remaining > 1]
         while waiting:
@@ -238,7 +237,7 @@ class CascadeDrafter(BatchDrafter):
     def _scored(self, chains: Sequence[Chain], trees: Sequence[TokenTree]) -> list[Tensor]:
         """Logits [n, V'] of every tree's nodes, by one forward.
 
-        Chains of one request share a feed, in which only the first may have more unread tokens than a root.
+        Chains of one request share a feed, in which only the first may have several unread tokens.
         """
         feeds: dict[int, Feed] = {}
         for chain, tree in zip(chains, trees, strict=True):
@@ -254,8 +253,8 @@ class CascadeDrafter(BatchDrafter):
         return logits
 
     def _feed(self, chain: Chain, tree: TokenTree, before: Feed | None) -> Feed:
-        """A feed of the unread tokens (the last is the tree's root) and the draft tokens below it, appended to the feed
-        of the request's other chains."""
+        """Append a chain's unread tokens (the last is the tree's root) and draft tokens to the feed of the request's
+        other chains."""
         earlier: Sequence[int] = () if before is None else before.tokens
         above: Sequence[int] = () if before is None else before.parents or ()
         num_logits = 0 if before is None else before.wanted or 0
@@ -266,7 +265,7 @@ class CascadeDrafter(BatchDrafter):
         return Feed(chain.sequence, [*earlier, *tokens], [*above, *parents], wanted=num_logits + len(tree))
 
     def _review(self, chain: Chain, tree: TokenTree, logits: Tensor) -> None:
-        """Run one inner verification, each of whose tokens has the model's distribution after the node before it."""
+        """Run one inner verification; each token has the model's distribution after the node before it."""
         chain.enter()
         text = chain.inside.text
         # The context grows below, and siblings are chosen from these scores later.

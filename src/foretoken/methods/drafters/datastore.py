@@ -113,7 +113,6 @@ def read_arrays(path: str | Path, kind: str, tokenizer_fingerprint: str | None =
 
 
 def _read_header(path: Path, data: mmap.mmap, kind: str) -> tuple[dict[str, Any], int]:
-    """The verified header and the offset of the arrays."""
     if data[: len(MAGIC)] != MAGIC:
         raise ValueError(f"{path} is no file of foretoken: build it with 'foretoken datastore build'")
     if len(data) < PREFIX.size:

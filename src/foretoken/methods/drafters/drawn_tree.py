@@ -89,7 +89,6 @@ class DrawnTree:
         self.distributions: list[Tensor] = []
 
     def width(self, node: int) -> int:
-        """Number of children of a node."""
         return max(0, min(self.counts(self.places[node]), self.most - (len(self.tokens) - 1)))
 
     def prefix(self, node: int) -> Sequence[int]:

@@ -32,7 +32,6 @@ class Eagle3Drafter(FeatureDrafter):
 
     @property
     def net(self) -> Eagle3Net:
-        """The network."""
         return self.model.model
 
     @property
@@ -42,8 +41,8 @@ class Eagle3Drafter(FeatureDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Eagle3Drafter:
-        """Build from a spec ``eagle3[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, a subset of the trained
-        one."""
+        """Build from a spec ``eagle3[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, from the trained one (the
+        default)."""
         net, parts, _ = load_net(context, cls.name, path, Eagle3Config, Eagle3Net)
         trained = net.vocabulary.tolist()
         ids = chosen_ids(vocab, context, parts.vocab_size, trained) if vocab else None

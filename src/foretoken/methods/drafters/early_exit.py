@@ -119,7 +119,6 @@ class EarlyExitDrafter(OwnLayersDrafter):
         return rows
 
     def _on(self, layer: int, further: int) -> Callable[[Sequence[Feed], Sequence[str]], list[Rows]]:
-        """A forward that continues from one layer to a further one."""
         model: Any = self.model
         plan = LayerPlan(start=layer, stop=further)
         return lambda feeds, taps: model.forward_on(feeds, plan, taps)

@@ -34,24 +34,24 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
     """Point proposals in a tree grown by the draft's confidence, or tokens drawn from the draft's distributions.
 
     A point is accepted with probability p(x), a drawn token with sum min(p, q) on average, which is higher if p and q
-    are similarly spread: drawn tokens win at high temperatures, the tree of points at low ones.  With noise
-    (:mod:`foretoken.core.noise`) that tree is as good at every temperature, because draft and target rank the tokens of
+    are similarly spread: drawn tokens win at high temperatures, points at low ones.  With noise
+    (:mod:`foretoken.core.noise`) points are as good at every temperature, because draft and target rank the tokens of
     one perturbed distribution.
 
     Args:
         model: the network over the target's features.
-        nodes: draft nodes that are kept of all candidates.  If a spec omits it, up to 60, as many as pay off by the
-            costs of the target's calls on this machine.
+        nodes: draft nodes that are kept of all candidates; by default of a spec as many as pay off on this machine, at
+            most 60.
         depth: levels.
         width: children of every expanded node, and with ``eagle2`` expanded nodes per level.
         grow: spec of the dynamic tree: ``eagle2``, ``opt_tree,threshold=0.2`` or
             ``cost_aware,node_cost=0.01,step_cost=0.1``.
         draw: proposals of requests that sample without noise.  ``"iid"``: a drawn chain; ``"without_replacement"``: a
-            tree of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest
-            tokens, as greedy requests always do.  Requests with noise get the tree of the race's winners, with
-            ``"greedy"`` that of the likeliest tokens.
-        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
-            ``nodes`` nodes by default.
+            tree of distinct siblings in drawing order; ``"greedy"``: the tree of the likeliest tokens, as for greedy
+            requests.  Requests with noise get the tree of the race's winners, with ``"greedy"`` that of the likeliest
+            tokens.
+        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; by default
+            Sequoia's of ``nodes`` nodes.
         window: positions that the network attends to, if it was trained without a window; 0: all.
         sink: first positions that it attends to as well.
 
@@ -109,7 +109,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
 
     @classmethod
     def sized(cls, model: FeatureModel, target: LanguageModel, options: dict[str, Any]) -> Self:
-        """Construct with a tree of the size that pays off on this machine, unless there is an option ``nodes``."""
+        """Construct with a tree that pays off on this machine, unless the options have ``nodes``."""
         if "nodes" in options:
             return cls(model, **options)
         built = cls(model, nodes=MOST_NODES, **options)

@@ -41,11 +41,10 @@ class HeadsDrafter(BatchDrafter):
     """Fills a tree of ranks with point proposals or drawn siblings.
 
     Args:
-        heads: the trained heads, with one entry of ``heads.blocks`` and of ``heads.projections`` (if any) for each;
-            they move to the target's device.
+        heads: the trained heads, with an entry of ``heads.blocks`` and of ``heads.projections`` (if any) for each; they
+            move to the target's device.
         parts: the modules that they borrow from the target.
-        nodes: draft nodes of the tree.  If a spec omits it, as many as pay off by the measured costs of the target's
-            calls on this machine, at most 64.
+        nodes: draft nodes of the tree; by default of a spec as many as pay off on this machine, at most 64.
         accuracies: [K][R] measured probability that a head's candidate of this rank is right.
         tree: a file of ``foretoken tune tree``, whose tree replaces one of ``nodes`` nodes.
         frequent: the draft vocabulary; all tokens by default.

@@ -140,7 +140,7 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
                     frontiers[i] = [child for node, each in behind for child in tree.draw(node, each)]
 
     def natives(self) -> list[NativeBlocks]:
-        """One entry per head, because each head's input begins with the prediction of the one before."""
+        """One entry per head, because each head's input depends on the previous head's predictions."""
         return [
             NativeBlocks(self.heads, partial(self.heads.pieces, i), self.projections(i), self.head)
             for i in range(len(self.heads.blocks))
@@ -150,7 +150,6 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
         return self.project(head, self.heads(head, inputs))
 
     def _children(self, tree: _Filling, level: int) -> dict[int, list[int]]:
-        """The nodes one level below ``level``, by parent."""
         children: dict[int, list[int]] = {}
         for node in tree.nodes:
             parent = self.parents[node - 1]
@@ -162,7 +161,7 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
         self, above: Tensor, row_of: Sequence[dict[int, int]], read: Sequence[Sequence[tuple[int, int, int]]]
     ) -> Tensor:
         """Input [m, (level + 2) D] for nodes (node, parent, token) of all trees: the parents' inputs and the tokens'
-        embeddings. Records every node's row in ``row_of``."""
+        embeddings.  Records the nodes' rows in ``row_of``."""
         rows, tokens = list[int](), list[int]()
         for row_by_node, nodes in zip(row_of, read, strict=True):
             for node, parent, token in nodes:

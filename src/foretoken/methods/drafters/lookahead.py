@@ -214,7 +214,6 @@ class LookaheadDrafter(Drafter):
 
 
 def _scored_row(state: _Lookahead, scores: Scores) -> list[int]:
-    """The target's predictions after the last row of the window."""
     if state.last:
         return predictions(scores, state.last, state.last + state.width)
     end = len(scores.tree)  # row 0 is the last: the root, and the chain that ends the tree

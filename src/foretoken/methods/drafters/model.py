@@ -230,13 +230,11 @@ class ModelDrafter(BatchDrafter):
                 tree.ready[tree.frontier[0]] = (distribution, [] if token is None else [token])
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
-        """One draft forward for the growing trees, with a feed for each."""
         rules = (tree.budget.path_stop for tree in trees)
         taps = {rule.tap for rule in rules if rule and self.states is not None}
         return projected(self.head, self.model.forward, feeds, tuple(taps))
 
     def _unread(self, tree: Growing) -> Sequence[int]:
-        """The committed tokens that the draft model must still be fed."""
         return self.model.catch_up(tree.sequence, tree.text)
 
     def read(self, context: Context) -> Sequence[int]:
@@ -268,7 +266,6 @@ class ModelDrafter(BatchDrafter):
         )
 
     def _width(self, tree: Growing, node: int) -> int:
-        """Number of children of a node."""
         has_room = tree.text and len(tree.places[node]) <= self.model.context_length - len(tree.text)
         return tree.width(node) if has_room else 0
 

@@ -92,6 +92,5 @@ class MtpDrafter(FeatureDrafter):
 
     @staticmethod
     def model_of(net: nn.Module, parts: TargetParts, target: LanguageModel, head: DraftHead) -> FeatureModel:
-        """The model of one module, or of several in sequence."""
         kind = StackedModel if isinstance(net, StackedModules) else FeatureModel
         return kind(net, parts, target, head)  # type: ignore[arg-type]

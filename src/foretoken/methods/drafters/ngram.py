@@ -46,7 +46,6 @@ class PromptSource(NgramSource):
         super().rewind(length)
 
     def propose(self, budget: Budget) -> Guess:
-        """The tokens after the match of the longest n-gram."""
         for i in range(len(self.sizes) - 1, -1, -1):
             n = self.sizes[i]
             ends = self.places[i].get(tuple(self.text[-n:]), ()) if n < len(self.text) else ()

@@ -58,7 +58,6 @@ class FollowerCounts:
         return sum(row.counts.get(token, 0) for row in self._new) + (int(counted[0]) if len(counted) else 0)
 
     def by_token(self) -> dict[int, int]:
-        """All counts."""
         if not len(self._tokens) and len(self._new) == 1:
             return self._new[0].counts
         merged: dict[int, int] = dict(zip(self._tokens.tolist(), self._counts.tolist(), strict=True))
@@ -196,7 +195,6 @@ class NgramCache:
         return FollowerCounts(new, self.table.tokens[rows], self.table.counts[rows])
 
     def frozen(self) -> CountTable:
-        """All counts as one table."""
         counted = itertools.chain(self.old.items(), self.new.items())
         rows = [(key, token, count) for key, row in counted for token, count in row.counts.items()]
         columns = [np.array([row[i] for row in rows], dtype) for i, dtype in enumerate((np.uint64, np.int32, np.int32))]

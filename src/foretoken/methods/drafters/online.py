@@ -105,7 +105,6 @@ class OnlineDrafter(ModelDrafter):
         self.learner.save(folder)
 
     def start(self, context: Context) -> None:
-        """Register the request with the learner."""
         if self.learner is not None:
             context.state[self, "notes"] = _Notes(teaches=self.salted or not context.salt)
             self.learner.joined()
@@ -138,7 +137,6 @@ class OnlineDrafter(ModelDrafter):
             notes.mistakes = [mistake for mistake in notes.mistakes if mistake.position <= length]
 
     def finish(self, context: Context) -> None:
-        """Pass the request's mistakes to the learner."""
         notes: _Notes | None = context.state.get((self, "notes"))
         super().finish(context)
         if notes is not None and self.learner is not None:

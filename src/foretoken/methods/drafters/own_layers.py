@@ -89,7 +89,6 @@ class OwnLayersDrafter(ModelDrafter):
         return projected(self.head, self._some_layers, feeds)
 
     def _some_layers(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
-        """Run the layers of the plan."""
         return self.model.forward_part(feeds, self.plan, taps)
 
     def _unread(self, tree: Growing) -> Sequence[int]:

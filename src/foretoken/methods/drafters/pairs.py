@@ -67,8 +67,6 @@ class PairGuesses(Guesses):
 
 
 class PairDrafter(BlockDrafter):
-    """The same trees and chains."""
-
     net_config: ClassVar[type[PairConfig]]
     net_class: ClassVar[type[PairNet]]
     net: PairNet

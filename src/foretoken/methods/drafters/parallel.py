@@ -129,8 +129,6 @@ class Guesses:
         return Continuations(best.tolist(), log_probs, _ends(lambda: sure, log_probs, budget), after)
 
     def _table(self, width: int) -> BestTable:
-        """The best candidates of all positions at once."""
-
         @cache
         def beliefs() -> Tensor:
             scores = self.logits.float()
@@ -180,9 +178,9 @@ class Guesses:
 class ParallelDrafter(BatchDrafter):
     """Trees of the lattice, or drawn chains and trees.
 
-    Common options: ``nodes``, the maximum number of draft nodes (by default of a spec up to 60, as many as pay off by
-    the costs of the target's calls on this machine); ``width``, the candidates per position (1: a chain); ``draw``, the
-    proposals of requests that sample without noise, and ``tree``, as for the drafter ``eagle``.
+    Common options: ``nodes``, the maximum draft nodes (by default of a spec as many as pay off on this machine, at most
+    60); ``width``, candidates per position (1: a chain); ``draw``, proposals of requests that sample without noise, and
+    ``tree``, as for the drafter ``eagle``.
 
     Attributes:
         costs: cost of a target call by its number of nodes.  If set, a tree keeps as many nodes as pay off by the
@@ -205,7 +203,7 @@ class ParallelDrafter(BatchDrafter):
 
     @classmethod
     def sized(cls, target: LanguageModel, options: dict[str, Any], /, *args: Any, **more: Any) -> Self:
-        """Construct with trees of the size that pays off on this machine, unless there is an option ``nodes``."""
+        """Construct with trees that pay off on this machine, unless the options have ``nodes``."""
         built = cls(*args, **more, **{"nodes": MOST_NODES, **options})
         if "nodes" not in options:
             built.fit(quick_costs(target))
@@ -264,7 +262,6 @@ class ParallelDrafter(BatchDrafter):
         return self._paying_of[sharing].start()
 
     def _drawn(self, guess: Guesses, budget: Budget, depth: int) -> TokenTree:
-        """A tree of drawn tokens, each with its recorded distribution."""
         drawn = DrawnTree(guess.context, self.places, replace(budget, max_depth=depth), self.max_nodes)
         behind: dict[int, Any] = {}  # by node, the state for its children's candidates
 

@@ -47,11 +47,9 @@ class ModelIds:
         return logits if self.head is not None else logits[:, : self.vocab_size]
 
     def mapped(self, tokens: Tensor) -> Tensor:
-        """Target ids of indices into the logits, any shape."""
         return tokens if self.head is None else self.head.mapped(tokens)
 
     def widened(self, logits: Tensor) -> Tensor:
-        """Logits [n, V] over the target's ids."""
         return widened(logits if self.head is None else self.head.widened(logits), self.vocab_size)
 
 

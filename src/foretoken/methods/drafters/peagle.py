@@ -59,8 +59,8 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """Build from a spec ``peagle[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, a subset of the trained
-        one."""
+        """Build from a spec ``peagle[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, from the trained one (the
+        default)."""
         net, parts, _ = load_net(context, cls.name, path, PeagleConfig, PeagleNet)
         ids = chosen_ids(vocab, context, parts.vocab_size, net.vocabulary.tolist()) if vocab else None
         head = vocabulary_head(net, parts, ids)

@@ -63,7 +63,6 @@ class FeatureReader:
         self.model, self.wanted = model, wanted
 
     def start(self, context: Context) -> None:
-        """Store the prompt's features."""
         unread = context.state[self, "pending"] = UnreadStates()
         unread.add(context, self.taps)
 
@@ -72,7 +71,6 @@ class FeatureReader:
         context.state[self, "pending"].add(context, self.taps)
 
     def finish(self, context: Context) -> None:
-        """Release the row and the features."""
         forget(self, context)
 
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
@@ -115,7 +113,6 @@ class FeatureReader:
         return Feed(sequence, self.tokens_of(context)[first : first + count], wanted=wanted, states=states)
 
     def keep(self, context: Context) -> None:
-        """Commit the fed positions."""
         sequence: SequenceState = context.state[self]
         self.model.commit(sequence, range(len(sequence.scratch_tokens)))
         self.skip_read(context)

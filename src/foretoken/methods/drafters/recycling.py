@@ -156,7 +156,6 @@ class TenantState:
         return self._levels[key]
 
     def reshape(self, nodes: int, depth: int) -> None:
-        """Recompute the template from the statistics."""
         self.template = Template.best(self.statistics.chances(), nodes, depth)
         self._levels.clear()
 

@@ -103,7 +103,6 @@ class RetokenizeDrafter(BatchDrafter):
     # -- the target's text for the draft model -----------------------------------------------------------------------
 
     def _follow(self, context: Context, text: ReadText) -> None:
-        """Read the tokens committed since the last call."""
         new = text.characters.decode(spelled(self._for_draft, context.tokens[text.count :]))
         text.count = len(context.tokens)
         if new:
@@ -155,7 +154,6 @@ class RetokenizeDrafter(BatchDrafter):
         return drafts
 
     def _steps(self, text: ReadText, budget: Budget, is_level: bool) -> int:
-        """Number of tokens that the draft model may write."""
         room = self.model.context_length - len(text.ids)
         return max(0, min(self.k, budget.max_depth, room + 1)) if is_level and text.ids and budget.max_nodes else 0
 

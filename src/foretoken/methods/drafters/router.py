@@ -117,8 +117,8 @@ class RouterDrafter(GroupDrafter):
         return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
 
     def _guess_beside(self, context: Context, attempts: Sequence[tuple[int, Budget]]) -> None:
-        """Record drafts of copying members beside a network's: they cost next to nothing, and show a controller that a
-        text repeats itself."""
+        """Record what copying members would draft beside a network: this is cheap, and shows a controller that a text
+        repeats itself."""
         index, budget = attempts[-1]
         if budget.member is None or not self.costs[index]:
             return

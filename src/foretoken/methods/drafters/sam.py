@@ -138,5 +138,4 @@ class SamDrafter(SourceDrafter):
         return _SamSource(self)
 
     def draft_length(self, matched: int, most: int) -> int:
-        """Number of draft tokens after a match of this length."""
         return max(1, min(most, int(self.alpha * matched)))

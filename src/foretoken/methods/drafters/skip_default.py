@@ -200,8 +200,7 @@ class _OwnText:
         return Choice(skips, acceptance, promised_speed(acceptance, step, self.costs))
 
     def _saved(self) -> tuple[float, float]:
-        """Share of a step saved by leaving out an attention and an MLP: the fastest of interleaved steps without any,
-        without attention and without MLPs."""
+        """Share of a step saved by leaving out an attention and an MLP, by the fastest of interleaved steps."""
         layers = num_layers_of(self.target)
         middle = frozenset(range(1, layers - 1))
         sets = (SkipSet(), SkipSet(attention=middle), SkipSet(mlp=middle))
@@ -224,7 +223,6 @@ class _OwnText:
         return spent
 
     def close(self) -> None:
-        """Release the sequences."""
         for sequence in self.sequences:
             with suppress(ValueError):
                 self.target.release(sequence)

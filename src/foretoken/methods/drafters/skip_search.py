@@ -49,7 +49,6 @@ class SkipSearch:
 
     @property
     def done(self) -> bool:
-        """Whether the search has ended."""
         return self.best_score > self.goal or self.measured >= MOST or self.stale >= PATIENCE or self.size < 1
 
     def candidate(self) -> SkipSet:

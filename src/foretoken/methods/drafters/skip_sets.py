@@ -51,7 +51,6 @@ class SkipSet:
 
     @property
     def plan(self) -> LayerPlan:
-        """The part of the network that runs."""
         return LayerPlan(skip_attention=self.attention, skip_mlp=self.mlp)
 
     @property

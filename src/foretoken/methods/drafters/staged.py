@@ -120,8 +120,8 @@ class StagedDrafter(CascadeDrafter):
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _begin(self, context: Context, budget: Budget) -> Chain:
-        """The spine, and the number of children per node, by the planned length and not by the one that a stop rule
-        leaves, so that it is independent of drawn tokens."""
+        """The spine and the children per node, by the planned length instead of the one that a stop rule leaves, so
+        that they do not depend on drawn tokens."""
         chain = super()._begin(context, budget)
         ranks = 1 + max(choice[-1] for choice in self.choices)
         counts: dict[Choice, int] = {}

@@ -165,11 +165,9 @@ class Outputs:
 
     @property
     def size(self) -> int:
-        """Number of kept tokens."""
         return sum(len(automaton.text) for automaton in self.generations)
 
     def open(self) -> _Document:
-        """Begin a new output."""
         newest = self.generations[-1]
         if self._opened >= max(1, self.requests // 2) or len(newest.text) >= self.tokens // 2:
             self.generations = [newest, Automaton(self.depth, counted=True)]
@@ -248,6 +246,5 @@ class SuffixDrafter(SourceDrafter):
         return _SuffixSource(self, context)
 
     def limits_for(self, budget: Budget) -> MatchLimits:
-        """The limits of one round."""
         most = budget.max_nodes if self.bounds.tree else min(budget.max_depth, budget.max_nodes)
         return replace(self.bounds, most=min(self.bounds.most, most), levels=budget.max_depth)

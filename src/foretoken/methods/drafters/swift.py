@@ -93,7 +93,6 @@ class SwiftDrafter(OwnLayersDrafter):
         self.traits = replace(self.traits, draws_trees=True, shares_state=share)  # siblings branch off the chain
 
     def search(self, context: Context) -> SkipSearch:
-        """The request's search."""
         if self.traits.shares_state:
             return self.tenants.of(context.salt)
         return context.state[self, "search"]

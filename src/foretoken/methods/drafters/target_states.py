@@ -168,7 +168,6 @@ class TargetStates(MaskedReader):
         return readable(context.tokens, self.model.vocab_size, self.vocab_size)
 
     def mask_states(self, count: int, last: Tensor | None) -> Tensor:
-        """Repeat the state of the last token."""
         if last is None:
             raise ValueError("a mask stands behind a token that was read")
         return last.expand(count, -1)

@@ -90,7 +90,7 @@ class DraftTexts:
 
 
 class TextReader:
-    """How a model reads; override both methods for one that takes more than tokens."""
+    """Reading by a model; override both methods for one that takes more than tokens."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model

@@ -169,7 +169,6 @@ class Learner:
         self._active += 1
 
     def left(self) -> None:
-        """Count the end of a request."""
         self._active -= 1
         if self._active == 0:
             self._report.serving_s += self.clock() - self._joined_s
@@ -243,7 +242,6 @@ class Learner:
         return self._thread
 
     def _affordable(self) -> bool:
-        """Whether another update like the last one stays within the budget."""
         expected_s = self._report.learning_s + self._last_s
         return self.config.budget == 1 or expected_s <= self.config.budget * self.serving_s
 

@@ -87,22 +87,18 @@ class BlockConfig(LayerConfig):
 
     @property
     def reaches(self) -> tuple[int, ...]:
-        """``reach`` per layer."""
         return self._each("reach")
 
     @property
     def causals(self) -> tuple[bool, ...]:
-        """``causal`` per layer."""
         return tuple(bool(value) for value in self._each("causal"))
 
     @property
     def drafts(self) -> int:
-        """Number of tokens that a block predicts."""
         return self.block - (not self.from_anchor)
 
     @property
     def guessed(self) -> int:
-        """V_d as a number."""
         return self.draft_vocab or self.vocab_size
 
     def rows_for(self, drafts: int) -> int:
@@ -147,8 +143,6 @@ class BlockAttention(nn.Module):
 
 
 class BlockMlp(nn.Module):
-    """A gated MLP."""
-
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.ffn, bias=False)
@@ -156,7 +150,6 @@ class BlockMlp(nn.Module):
         self.down_proj = nn.Linear(config.ffn, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -20,8 +20,6 @@ from foretoken.models.network.call import NetworkCall, Outputs
 
 
 class _BlockForward(HeadForward):
-    """The layers of a block network."""
-
     model: BlockNet
 
     def __init__(self, net: BlockNet, *rest: Any) -> None:

@@ -73,7 +73,6 @@ class RmsNorm(nn.RMSNorm):
     """Uses the input's dtype: under autocast the input is bfloat16 and the weight is not."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D]."""
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 

@@ -95,8 +95,6 @@ class CandidateSelector(nn.Module):
 
 
 class Dflash2Net(PairNet):
-    """Layers with convolutions, and the selector."""
-
     config: Dflash2Config
 
     def __init__(self, config: Dflash2Config) -> None:

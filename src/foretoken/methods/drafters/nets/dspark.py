@@ -77,8 +77,6 @@ class ConfidenceHead(nn.Module):
 
 
 class DsparkNet(PairNet):
-    """A block network with both heads."""
-
     config: DsparkConfig
 
     def __init__(self, config: DsparkConfig) -> None:
@@ -96,12 +94,10 @@ class DsparkNet(PairNet):
 
     @property
     def has_memory(self) -> bool:
-        """Whether the head reads all previous tokens."""
         return self.config.head == "rnn"
 
     @property
     def by_draft_id(self) -> bool:
-        """Whether there is a draft vocabulary."""
         return bool(self.config.draft_vocab)
 
     def confidences(self, before: Tensor, states: Tensor) -> Tensor | None:

@@ -42,7 +42,6 @@ class Eagle3Config(LayerConfig):
 
     @property
     def guessed(self) -> int:
-        """V_d as a number."""
         return self.draft_vocab or self.vocab_size
 
 
@@ -92,7 +91,6 @@ class Eagle3Net(nn.Module):
         self.t2d.zero_()[tokens] = True
 
     def target_ids(self, tokens: Tensor) -> Tensor:
-        """Target ids of draft ids, any shape."""
         return tokens + self.d2t[tokens]
 
     @property

@@ -84,8 +84,6 @@ def _of_layer(keep: Any, index: int) -> Keep | None:
 
 
 class _PeagleForward(HeadForward):
-    """The layers of the network."""
-
     model: PeagleNet
 
     def __init__(self, net: PeagleNet, *rest: Any) -> None:

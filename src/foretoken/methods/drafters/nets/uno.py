@@ -78,8 +78,6 @@ def _hashed(numbers: Tensor) -> Tensor:
 
 
 class UnoNet(LowRankUpdates):
-    """The updates of a configuration."""
-
     def __init__(self, config: UnoConfig) -> None:
         super().__init__(config.shapes, config.num_layers, config.rank, config.scale)
         self.config = config
