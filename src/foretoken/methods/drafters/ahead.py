@@ -187,7 +187,6 @@ class AheadDrafter(ModelDrafter):
     # -- the second thread -------------------------------------------------------------------------------------------
 
     def _begin_ahead(self, contexts: Sequence[Context], trees: Sequence[TokenTree], budgets: Sequence[Budget]) -> None:
-        """Start drafting for the outcomes of the trees under verification."""
         items = []
         for context, tree, budget in zip(contexts, trees, budgets, strict=True):
             if tree.num_drafts and tree.is_chain and context.sampler.context_free and _is_plain(budget):

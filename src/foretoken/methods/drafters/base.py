@@ -33,17 +33,17 @@ class Traits:
         draws_trees: whether proposals can branch.
         sorts: all sorts of proposals when sampling, as (kind, whether it can branch), if there are several.
         shares_state: whether a request's drafts depend on other requests.
-        prefers_noise: whether its drafts for sampled requests are accepted most often under coupling; requests without
-            a seed are then coupled, too.  As measured, this holds where the best tokens of a distribution are proposed
-            as they are (heads), and not where tokens are drawn from it.
-        rewinds: whether its per-request state supports cutting tokens off; only then can it work inside another
-            drafter, where rejected drafts are removed.
+        prefers_noise: whether coupling accepts most of its drafts for sampled requests; requests without a seed are
+            then coupled, too.  As measured, this holds for drafters that propose a distribution's best tokens (heads),
+            not for those that draw.
+        rewinds: whether its per-request state supports cutting tokens off, as is necessary inside another drafter,
+            which removes rejected drafts.
         runs_target: whether it drafts with parts of the target itself, on ``context.sequence``.
         learns: whether :meth:`Drafter.observe` has an effect; a group does not call it for members that do not learn.
         only_for: description of the requests that it can draft for; empty for all.
         free_for: whether ``drafter="auto"`` should consider it for a target: its bare name builds without training or
-            downloads, and it is expected to pay off on this machine.  Called on every load with ``drafter="auto"``, so
-            it must be quick and must not raise.  ``None``: never.
+            downloads, and it is expected to pay off on this machine.  Called on every such load, so it must be quick
+            and must not raise.  ``None``: never.
     """
 
     kind: Kind = Kind.POINT
@@ -77,14 +77,14 @@ class Foresight(Protocol):
 class Drafter(ABC):
     """A method of drafting tokens.
 
-    Eight hooks may be overridden: :meth:`start`, :meth:`propose` (which must be), :meth:`propose_batch`,
-    :meth:`observe`, :meth:`rewind` and :meth:`finish` are called for requests, :meth:`cost_beside` and :meth:`describe`
-    describe it to controllers and users.  All else is data.
+    Of eight hooks, :meth:`start`, :meth:`propose` (the only abstract one), :meth:`propose_batch`, :meth:`observe`,
+    :meth:`rewind` and :meth:`finish` are called for requests; :meth:`cost_beside` and :meth:`describe` inform
+    controllers and users.  All else is data.
 
-    For every method, an option outside its range is a ``ValueError`` of the constructor, and a model without a required
-    capability a ``CapabilityError``.  A drafter that needs more than options has a class method ``build(path, context,
-    **options)`` for specs ``NAME[:PATH][,KEY=VALUE...]``.  It raises these errors, too, and a ``ValueError`` for a path
-    that it does not take, for files that are missing, damaged or of another target, and for an invalid draft vocabulary
+    The constructor raises ``ValueError`` for an option outside its range and ``CapabilityError`` for a model without a
+    required capability.  A drafter that needs more than options has a class method ``build(path, context, **options)``
+    for specs ``NAME[:PATH][,KEY=VALUE...]``.  It raises these errors, too, and a ``ValueError`` for a path that it does
+    not take, for files that are missing, damaged or of another target, and for an invalid draft vocabulary
     (``vocab=N|FILE``: the tokens that can be drafted).
 
     Attributes:

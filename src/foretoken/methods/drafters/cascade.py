@@ -202,7 +202,6 @@ class CascadeDrafter(BatchDrafter):
         self._add_late([chain for chain in chains if not chain.stopped and chain.length > len(chain.tokens)])
 
     def _write_rounds(self, writing: Sequence[Chain]) -> None:
-        """Let the model write the remaining tokens of all chains, in shared forwards."""
         while writing:
             trees = self._guesses(writing)
             for chain, tree, logits in zip(writing, trees, self._scored(writing, trees), strict=True):

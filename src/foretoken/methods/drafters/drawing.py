@@ -42,8 +42,8 @@ def ranked(
 
 
 def is_ranked(sampler: Sampler, likeliest: bool = False) -> bool:
-    """Whether candidates are chosen by :func:`ranked`: for requests with noise by the race, and for greedy requests
-    whose rules exclude tokens by the sampler's remaining ones, because no others are ever accepted.
+    """Whether :func:`ranked` chooses the candidates: for requests with noise by the race, and for greedy requests whose
+    rules exclude tokens among the allowed ones, because no others are ever accepted.
 
     Penalties alone are no reason: a draft is flatter than the target, so they change far more of its ranks.
 
@@ -131,7 +131,7 @@ def best_tokens(logits: Tensor, count: int, head: DraftHead | None = None) -> li
 
 
 def ends_draft(budget: Budget, logits: Tensor, token: int) -> bool:
-    """Whether a budget's stop rule ends a draft after a token, by the softmax of its logits [V]."""
+    """Whether a stop rule ends a draft after a token, by the softmax of its logits [V]."""
     if not budget.asks_for_confidence:
         return False
     distribution = torch.softmax(logits.float(), -1)
@@ -139,7 +139,6 @@ def ends_draft(budget: Budget, logits: Tensor, token: int) -> bool:
 
 
 def draw_iid(distribution: Tensor, count: int, context: Context) -> list[int]:
-    """``count`` independent draws from ``distribution`` [V]."""
     return drawn_at(distribution, context.rng.uniforms(count))
 
 

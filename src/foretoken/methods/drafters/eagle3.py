@@ -36,7 +36,6 @@ class Eagle3Drafter(FeatureDrafter):
 
     @property
     def taps(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The fused depths, each once."""
         return tuple(dict.fromkeys(self.net.config.taps))
 
     @classmethod

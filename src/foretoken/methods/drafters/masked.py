@@ -53,7 +53,6 @@ class MaskedReader(FeatureReader):
         return logits
 
     def _with_masks(self, context: Context, count: int, masks: int) -> Feed:
-        """A feed of the next ``count`` positions of the sequence, and masks after them."""
         if not count:
             states = self.mask_states(masks, context.state[self, "first"][1])
             return Feed(context.state[self], [self.mask] * masks, wanted=masks, states=states)

@@ -101,7 +101,6 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
 
     @property
     def head(self) -> DraftHead | None:
-        """The vocabulary projection that replaces the draft model's."""
         return self.ids.head
 
     @head.setter

@@ -106,7 +106,6 @@ class FeatureReader:
         return context.tokens
 
     def feed(self, context: Context, count: int, wanted: int) -> Feed:
-        """A feed of the next ``count`` unread positions."""
         sequence: SequenceState = context.state[self]
         first = len(sequence.tokens) + self.skipped
         states = self.features(context.state[self, "pending"].first(count))

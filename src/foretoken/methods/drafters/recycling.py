@@ -149,7 +149,6 @@ class TenantState:
     _levels: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)
 
     def levels(self, budget: Budget) -> list[list[int]]:
-        """The template's nodes within a budget, by depth."""
         key = (budget.max_depth, budget.max_nodes)
         if key not in self._levels:
             self._levels[key] = self.template.levels(*key)

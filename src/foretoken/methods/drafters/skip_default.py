@@ -1,9 +1,7 @@
-"""The set of sublayers whose omission makes the best draft model, measured on a few hundred tokens of the target's
-text.
+"""The set of sublayers to skip for the fastest drafting, measured on a few hundred tokens of the target's text.
 
 A sublayer's sensitivity is the divergence (Kullback-Leibler, nats per token) between the distributions with and without
-it.  The least sensitive ones are left out together, in growing numbers, while the speed promised by acceptance and cost
-rises.
+it.  The least sensitive ones are skipped together, in growing numbers, while the expected speed rises.
 """
 
 from __future__ import annotations

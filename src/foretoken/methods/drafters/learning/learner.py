@@ -175,7 +175,6 @@ class Learner:
 
     @property
     def serving_s(self) -> float:
-        """Seconds with at least one active request."""
         return self._report.serving_s + (self.clock() - self._joined_s if self._active else 0.0)
 
     def report(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class BlockConfig(LayerConfig):
 
     @property
     def tap_names(self) -> tuple[str, ...]:
-        """Names of the fused hidden states, one per depth (a depth may occur twice)."""
+        """Names of the fused hidden states; a depth may occur twice."""
         return tuple(f"layer:{int(part)}" for part in self.taps.split(","))
 
     @property

@@ -35,7 +35,7 @@ class EagleNet(nn.Module):
         return self.layer(x, positions, mask, keep)
 
     def head_state(self, output: Tensor) -> Tensor:
-        """The vocabulary projection's input, from an output [..., D]."""
+        """Input [..., D] of the vocabulary projection."""
         return output
 
     def pieces(self) -> HeadParts:

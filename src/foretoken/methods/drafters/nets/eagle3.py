@@ -37,7 +37,7 @@ class Eagle3Config(LayerConfig):
 
     @property
     def taps(self) -> tuple[str, ...]:
-        """Names of the fused hidden states, one per depth (a depth may occur twice)."""
+        """Names of the fused hidden states; a depth may occur twice."""
         return tuple(f"layer:{int(part)}" for part in self.layers.split(","))
 
     @property
@@ -113,7 +113,7 @@ class Eagle3Net(nn.Module):
         return self.midlayer(features, positions, mask, keep, beside)
 
     def head_state(self, output: Tensor) -> Tensor:
-        """The vocabulary projection's input, from an output [..., D]."""
+        """Input [..., D] of the vocabulary projection."""
         return self.norm(output)
 
     def pieces(self) -> HeadParts:

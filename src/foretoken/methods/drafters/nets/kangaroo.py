@@ -47,7 +47,7 @@ class KangarooNet(nn.Module):
         return states + self.attention.mixed(self.input_layernorm(states), positions, mask, keep)
 
     def head_state(self, output: Tensor) -> Tensor:
-        """The vocabulary projection's input, from an output [..., D]."""
+        """Input [..., D] of the vocabulary projection."""
         return self.norm(output)
 
     def pieces(self) -> HeadParts:

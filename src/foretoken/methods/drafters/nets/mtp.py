@@ -63,7 +63,7 @@ class MtpNet(nn.Module):
         return self.norm(output) if self.feed == "post_norm" else output
 
     def head_state(self, output: Tensor) -> Tensor:
-        """The vocabulary projection's input, from an output [..., D]."""
+        """Input [..., D] of the vocabulary projection."""
         return output if self.feed == "post_norm" else self.norm(output)
 
     def pieces(self) -> HeadParts:
