@@ -16,7 +16,7 @@ from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.constant import ConstantController
-from foretoken.methods.drafters.base import UNKNOWN_COST, Drafter
+from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.jacobi import JacobiDrafter
 from foretoken.methods.drafters.model import ModelDrafter
@@ -325,8 +325,8 @@ def test_default_costs_come_from_the_weights() -> None:
     router = RouterDrafter([ModelDrafter(draft), NgramDrafter()], target=target)
     assert router.costs == (1.0, 0.0)
     table, other = tables()
-    assert ModelDrafter(other).cost_beside(table.weight_bytes) == UNKNOWN_COST
-    assert ModelDrafter(draft).cost_beside(0) == UNKNOWN_COST
+    assert ModelDrafter(other).cost_beside(table.weight_bytes) == 0.1  # of unknown size
+    assert ModelDrafter(draft).cost_beside(0) == 0.1
     assert EnsembleDrafter([ModelDrafter(draft), NgramDrafter()]).cost_beside(target.weight_bytes) == 1.0
 
     class Stated(NgramDrafter):

@@ -11,8 +11,7 @@ from foretoken.core import Budget, Kind, TokenTree
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
-from foretoken.methods.drafters import skip_search
-from foretoken.methods.drafters.skip_search import PATIENCE, SkipSearch, posterior
+from foretoken.methods.drafters.skip_search import SkipSearch, posterior
 from foretoken.methods.drafters.skip_sets import SkipSet
 from foretoken.methods.drafters.swift import SwiftDrafter, num_children
 from foretoken.methods.verifiers.base import Verifier
@@ -64,13 +63,12 @@ def test_when_the_search_ends() -> None:
     assert good.done
     while not dull.done:
         dull.record(dull.candidate(), 0.5)
-    assert dull.measured == 1 + PATIENCE
+    assert dull.measured == 1 + dull.patience
     assert SkipSearch(8, ratio=0.0).done
 
 
-def test_it_ends_after_the_most_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skip_search, "MOST", 40)
-    search, scores = SkipSearch(8), 0
+def test_it_ends_after_the_most_measurements() -> None:
+    search, scores = SkipSearch(8, most=40), 0
     while not search.done:
         search.record(search.candidate(), scores / 1000)
         scores += 1

@@ -28,9 +28,6 @@ from foretoken.methods.drafters.narrowed import projected
 from foretoken.methods.drafters.texts import BESIDE
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
 
-MOST_OUTCOMES = 256
-"""Maximum number of drafted outcomes per round; each is a row of every call in the second thread."""
-
 
 @dataclass
 class OutcomeGuess:
@@ -107,10 +104,9 @@ class AheadDrafter(ModelDrafter):
         if draw == "without_replacement":
             raise ValueError("ahead drafts chains: draw must be iid or greedy")
         super().__init__(model, k, "", draw, target)
-        if (k + 1) * fanout > MOST_OUTCOMES:
+        if (k + 1) * fanout > 256:  # each outcome is a row of every call in the second thread
             raise ValueError(
-                f"ahead drafts behind (k + 1) * fanout outcomes, and {MOST_OUTCOMES} are the most: "
-                f"not k={k}, fanout={fanout}"
+                f"ahead drafts behind (k + 1) * fanout outcomes, and 256 are the most: not k={k}, fanout={fanout}"
             )
         check_growth(model, branches=True)
         sibling = getattr(model, "sibling", None)

@@ -20,9 +20,6 @@ from foretoken.methods.drafters.texts import forget
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import WHOLE_TEXT, Window
 
-UNKNOWN_COST = 0.1
-"""Cost of a draft level in target calls, for a network of unknown size."""
-
 
 @dataclass(frozen=True)
 class Traits:
@@ -184,13 +181,14 @@ class BatchDrafter(Drafter):
 
 
 def share_of_bytes(num_bytes: int, target_bytes: int) -> float:
-    """Cost of a network's step in target calls: its share of the target's bytes, because reading weights dominates.
+    """Cost of a network's step in target calls: its share of the target's bytes, because reading weights dominates; 0.1
+    for unknown sizes.
 
     Args:
         num_bytes: bytes that the network reads per step; 0 if unknown.
         target_bytes: those of the target; 0 if unknown.
     """
-    return num_bytes / target_bytes if num_bytes and target_bytes else UNKNOWN_COST
+    return num_bytes / target_bytes if num_bytes and target_bytes else 0.1
 
 
 Verify = Callable[[TokenTree, Scores, Any], Verdict]

@@ -28,7 +28,6 @@ MAGIC = b"FORETOKN"
 VERSION = 1
 PREFIX = struct.Struct("<8sII16s16s")  # magic, version, header bytes, digest of the header, digest of the arrays
 ALIGN = 64
-CHUNK = 1 << 22
 SEPARATOR = -1
 DEPTH = 64
 """Suffixes are sorted by their first 64 tokens; longer n-grams cannot be looked up."""
@@ -67,9 +66,9 @@ def write_arrays(path: str | Path, kind: str, meta: Mapping[str, Any], arrays: M
         os.fsync(file.fileno())
 
 
-def _chunks(arrays: Iterable[Array]) -> Iterator[bytes]:
+def _chunks(arrays: Iterable[Array], chunk_bytes: int = 1 << 22) -> Iterator[bytes]:
     for array in arrays:
-        step = max(1, CHUNK // array.dtype.itemsize)
+        step = max(1, chunk_bytes // array.dtype.itemsize)
         for start in range(0, len(array), step):
             yield array[start : start + step].tobytes()
         yield b"\0" * (-array.nbytes % ALIGN)

@@ -32,7 +32,6 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.packing import weight_bytes
 from foretoken.models.native.library import NotCoveredError
 
-HEAD_DRAWS = ("coupled", "without_replacement")
 MOST_NODES = 64
 """Nodes of Medusa's tree, for machines that score them at no extra cost."""
 
@@ -71,8 +70,8 @@ class HeadsDrafter(BatchDrafter):
         frequent: Sequence[int] = (),
         draw: str = "coupled",
     ) -> None:
-        if draw not in HEAD_DRAWS:
-            raise ValueError(f"{self.name} needs draw={' or '.join(HEAD_DRAWS)}, not {draw!r}")
+        if draw not in ("coupled", "without_replacement"):
+            raise ValueError(f"{self.name} needs draw=coupled or without_replacement, not {draw!r}")
         check_least(self.name, 1, nodes=nodes)
         self.heads, self.parts = heads.to(parts.device).eval(), parts
         ids = torch.tensor(list(frequent)) if frequent else None

@@ -25,9 +25,6 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.network.layers import LayerPlan
 
-ETA = 0.4
-"""Default minimum draft probability of a token that the chain continues after."""
-
 
 class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
     """Drafts with the first E layers of the target and an adapter with a cache of its own.
@@ -67,7 +64,7 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
         super().__init__(target, LayerPlan(stop=layer), k, tree, draw)
         adapter.window = Window(window, sink)
         self.adapter, self.layer = adapter, layer
-        self.eta = (0.0 if self.traits.draws_trees else ETA) if eta is None else eta
+        self.eta = (0.0 if self.traits.draws_trees else 0.4) if eta is None else eta
         self.reader = ExitReader(adapter, layer)
         self.taps = self.reader.taps
 

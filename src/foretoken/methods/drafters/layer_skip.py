@@ -19,10 +19,6 @@ from foretoken.methods.drafters.skip_default import default_set
 from foretoken.methods.drafters.skip_sets import SkipSet, load_skips
 from foretoken.models.base import LanguageModel
 
-AIM = 0.9
-"""Acceptance rate that the threshold aims at."""
-STEP, RATE_SMOOTHING, SMOOTHING = 0.01, 0.5, 0.9
-
 
 @dataclass
 class Threshold:
@@ -38,14 +34,23 @@ class Threshold:
     rate: float = 0.0
     limit: int = 0
 
-    def update(self, drafted: int, accepted: int) -> None:
-        """Learn from a round: stop earlier if too little is accepted, later if a stop was too early."""
-        self.rate = RATE_SMOOTHING * self.rate + (1 - RATE_SMOOTHING) * accepted / drafted
-        if self.rate < AIM:
-            goal = self.value + STEP
+    def update(
+        self,
+        drafted: int,
+        accepted: int,
+        *,
+        aim: float = 0.9,
+        step: float = 0.01,
+        rate_smoothing: float = 0.5,
+        smoothing: float = 0.9,
+    ) -> None:
+        """Learn from a round: stop earlier below the acceptance rate ``aim``, later if a stop was too early."""
+        self.rate = rate_smoothing * self.rate + (1 - rate_smoothing) * accepted / drafted
+        if self.rate < aim:
+            goal = self.value + step
         else:
-            goal = self.value if drafted >= self.limit else self.value - STEP
-        self.value = SMOOTHING * self.value + (1 - SMOOTHING) * goal
+            goal = self.value if drafted >= self.limit else self.value - step
+        self.value = smoothing * self.value + (1 - smoothing) * goal
 
 
 class LayerSkipDrafter(OwnLayersDrafter):

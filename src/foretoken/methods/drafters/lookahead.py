@@ -28,8 +28,6 @@ from foretoken.methods.drafters.jacobi import predictions
 from foretoken.methods.trees.operations import first_nodes, from_paths
 
 Gram = tuple[int, ...]
-UNLIMITED = 16
-"""N-grams per first token assumed for the size of a draft if there is no limit; the budget is the real limit."""
 
 
 class NgramPool:
@@ -123,7 +121,7 @@ class LookaheadDrafter(Drafter):
         self.pool_from_prompt, self.shift, self.context_length = pool_from_prompt, shift, context_length
         # The deepest probe has depth W + N - 3; it counts only if the budget is the only limit.
         self.max_depth = n - 1 if context_length is not None else max(n - 1, w + n - 3)
-        self.max_nodes = (g or UNLIMITED) * (n - 1)
+        self.max_nodes = (g or 16) * (n - 1)  # without g, the budget is the real limit
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> LookaheadDrafter:

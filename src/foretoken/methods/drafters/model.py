@@ -304,7 +304,7 @@ class ModelDrafter(BatchDrafter):
         else:
             distribution, chosen = self._candidates(tree, logits, parent, width)
         children = tree.add(parent, chosen, distribution if tree.draws else None)
-        # A stop may only suppress what comes after the token: the token itself stays in the draft.
+        # A stop may only suppress the tokens after this one, which stays in the draft.
         if ends_path(tree, parent):
             return
         for node, token in zip(children, chosen, strict=True):

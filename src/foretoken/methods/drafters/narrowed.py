@@ -19,9 +19,6 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts, storage_of
 from foretoken.models.linear.product import QuantisedLinear
 
-STATES = "last"
-"""The tap that a vocabulary projection reads."""
-
 
 def reduced_head(vocab: str, model: LanguageModel, context: BuildContext, quantised: bool = False) -> DraftHead | None:
     """The projection of an option ``vocab``, in 8 bits if the layers are quantised; ``None`` for all tokens.
@@ -73,8 +70,8 @@ def projected(
     """The rows of a forward, with logits [wanted, V_d] of ``head``, if any, in place of the model's."""
     if head is None:
         return forward(feeds, taps)
-    rows = forward([replace(feed, wanted=0) for feed in feeds], tuple(dict.fromkeys((*taps, STATES))))
+    rows = forward([replace(feed, wanted=0) for feed in feeds], tuple(dict.fromkeys((*taps, "last"))))
     counts = [len(feed.tokens) if feed.wanted is None else feed.wanted for feed in feeds]
-    states = [row.taps[STATES][len(row.taps[STATES]) - n :] for row, n in zip(rows, counts, strict=True)]
+    states = [row.taps["last"][len(row.taps["last"]) - n :] for row, n in zip(rows, counts, strict=True)]
     logits = head(torch.cat(states) if len(states) > 1 else states[0]).split(counts)
     return [replace(row, logits=part) for row, part in zip(rows, logits, strict=True)]

@@ -17,13 +17,10 @@ from foretoken.methods.drafters.ngram_counts import SIZES, CountTable, FollowerC
 from foretoken.methods.drafters.sources import Guess, NgramSource, SourceDrafter
 from foretoken.methods.drafters.tenants import Tenants
 
-STATIC_SIZES = range(2, 3)
 LAX = ((2, 66), (2, 50), (1, 50), (1, 50))
 """Minimum samples and minimum percentage of the best token, for n = 1..4, in the context cache."""
 STRICT = ((4, 75), (3, 66), (2, 66), (2, 66))
 """The same for the dynamic cache."""
-STATIC = LAX[1]
-"""The same for the static cache."""
 
 
 def best_follower(
@@ -138,9 +135,10 @@ class NgramCacheDrafter(SourceDrafter):
         """The next token and its share, by the request's cache, else by past requests', else by the corpus's."""
         static = self.static.followers(text[-2:]) if self.static is not None and len(text) > 1 else None
         best = best_follower(current, text, LAX, static) or best_follower(past, text, STRICT, static)
-        if best is None and static is not None and static.total >= STATIC[0]:
+        samples, percent = LAX[1]
+        if best is None and static is not None and static.total >= samples:
             token, count = static.best()
-            if 100 * count >= STATIC[1] * static.total:
+            if 100 * count >= percent * static.total:
                 best = token, count / static.total
         return best
 
@@ -174,6 +172,7 @@ def build_static_cache(documents: Iterable[str], tokenizer: Any, out: str | Path
     text = joined(encoded(documents, tokenizer))
     if not len(text):
         raise ValueError("the corpus is empty: a static cache needs text")
-    cache = NgramCache(STATIC_SIZES, CountTable.of_text(text, STATIC_SIZES))
+    bigrams = range(2, 3)
+    cache = NgramCache(bigrams, CountTable.of_text(text, bigrams))
     cache.save(out, fingerprint(tokenizer))
     return len(cache.table or ())

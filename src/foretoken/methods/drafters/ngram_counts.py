@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 from foretoken.methods.drafters.datastore import SEPARATOR, read_arrays, write_arrays
 
 SIZES = range(1, 5)
-STATIC_WEIGHT = 100
 KIND = "ngram_cache"
 _MULTIPLIER = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
 
 Array = NDArray[Any]
 _NONE = np.empty(0, np.int32)
@@ -27,7 +25,7 @@ def key_of(tokens: Sequence[int]) -> int:
     """64-bit hash of an n-gram (:func:`_keys` is the batched version).  A collision would only spoil a draft."""
     key = len(tokens)
     for token in tokens:
-        key = (key * _MULTIPLIER + token + 1) & _MASK
+        key = (key * _MULTIPLIER + token + 1) & (2**64 - 1)
     return key
 
 
@@ -74,7 +72,7 @@ class FollowerCounts:
 
         def rank(item: tuple[int, int]) -> tuple[int, int]:
             count = static.of(item[0]) if static is not None else 0
-            return -item[1] * (STATIC_WEIGHT * count if count else 1), item[0]
+            return -item[1] * (100 * count if count else 1), item[0]
 
         if static is None and not self._new:
             return int(self._tokens[0]), int(self._counts[0])

@@ -13,9 +13,6 @@ from foretoken.core.outside import OutsideError, is_outside, told_of
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
 
-TOLERANCE = 1e-3
-"""Tolerance for the sum of a draft distribution."""
-
 
 class DrafterError(OutsideError):
     """An external drafter raised an exception, or broke a rule of the protocol."""
@@ -105,7 +102,7 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
     if q.dim() != 2 or len(rows) != len(tree) or max(rows) >= len(q) or max(tree.tokens) >= q.shape[1]:
         raise _broken(author, f"gave q of shape {list(q.shape)} and q_rows that do not fit a tree of {len(tree)} nodes")
     # Comparisons with NaN are false, so test what must be true, not what must be false.
-    if not bool((q >= 0).all()) or not bool(((q.sum(-1) - 1).abs() <= TOLERANCE).all()):
+    if not bool((q >= 0).all()) or not bool(((q.sum(-1) - 1).abs() <= 1e-3).all()):
         raise _broken(author, "gave q with rows that are no distributions: none below zero, and a sum of one")
     chances = q[torch.tensor([rows[n] for n in drawn]), torch.tensor([tree.tokens[n] for n in drawn])]
     if not bool((chances > 0).all()):

@@ -34,9 +34,6 @@ from foretoken.methods.drafters.nets.store import load_net
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
 
-TYPICAL = (0.5, 0.4, 0.3, 0.25)
-"""Accuracies of look-ahead tokens' predictions if training did not measure them."""
-
 
 def paying_shape(
     accuracies: Sequence[float], cost: Callable[[int], float], k: int = 0, groups: int = 0
@@ -122,7 +119,7 @@ class PassTokensDrafter(Drafter):
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> PassTokensDrafter:
         """Build from a spec ``pass_tokens[:FOLDER]``."""
         net, _, measured = load_net(context, cls.name, path, PassTokensConfig, PassTokens)
-        accuracies = measured.get("accuracies") or TYPICAL
+        accuracies = measured.get("accuracies") or (0.5, 0.4, 0.3, 0.25)  # typical ones if training did not measure
         costs = quick_costs(context.target)
         sizes = options.get("k", 0), options.get("groups", 0)
         options["k"], options["groups"] = paying_shape(accuracies[: len(net.rows)], costs.relative, *sizes)

@@ -16,10 +16,6 @@ from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, Sour
 
 LONGEST = 12
 """Maximum number of matching tokens that are compared."""
-CANDIDATES = 32
-"""Positions of one token that are checked in each direction."""
-NEAR = 4
-"""n matching tokens suffice within ``NEAR ** (n + 1)`` tokens of the expected position: 16, 64, 256, ..."""
 
 
 class PredictionSource(NgramSource):
@@ -66,16 +62,20 @@ class PredictionSource(NgramSource):
         if place is not None:
             self.at, self.lost = place, 0
 
-    def _place(self) -> int | None:
-        """Index in the prediction after the match of the last generated tokens: most matching tokens, then nearest."""
+    def _place(self, candidates: int = 32) -> int | None:
+        """Index in the prediction after the match of the last generated tokens: most matching tokens, then nearest.
+
+        Checks ``candidates`` positions of the last token in each direction.
+        """
         places = self._places.get(self.text[-1], [])
         middle = bisect_left(places, self.at - 1)
         best: tuple[int, int] | None = None
         following = None
-        for place in places[max(0, middle - CANDIDATES) : middle + CANDIDATES]:
+        for place in places[max(0, middle - candidates) : middle + candidates]:
             distance = abs(place + 1 - self.at)
             matching = self._matching(place)
-            if distance <= NEAR ** (matching + 1) and (best is None or (matching, -distance) > best):
+            near = distance <= 4 ** (matching + 1)  # 16 for one matching token, 64, 256, ...
+            if near and (best is None or (matching, -distance) > best):
                 best, following = (matching, -distance), place + 1
         return following
 

@@ -16,8 +16,6 @@ from foretoken.methods.drafters.tenants import Tenants
 
 WIDTH = 8
 """Followers kept per token."""
-TENANTS = 16
-"""Maximum number of tables; each takes 32 bytes per token of the vocabulary."""
 PRIOR = (0.5, 0.1, 0.05, 0.033, 0.025, 0.02, 0.017, 0.014)
 """Prior probability that the follower of each rank is the next token.
 
@@ -178,7 +176,8 @@ class RecyclingDrafter(Drafter):
         self.max_nodes, self.max_depth, self.adapt = nodes, depth, adapt
         self.traits = replace(self.traits, shares_state=share)
         self._first = Template.best(PRIOR, nodes, depth)
-        self.tenants = Tenants(lambda: TenantState(self._first), TENANTS)
+        # A tenant's table takes 32 bytes per token of the vocabulary.
+        self.tenants = Tenants(lambda: TenantState(self._first), most=16)
 
     def learned(self, context: Context) -> TenantState:
         """The state of the request's tenant, or of the request alone."""

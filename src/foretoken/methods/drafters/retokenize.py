@@ -25,9 +25,6 @@ from foretoken.methods.drafters.vocabulary import (
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
 from foretoken.models.cache.window import Window
 
-CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
-"""Bytes that no character begins with."""
-
 
 class RetokenizeDrafter(BatchDrafter):
     """Drafts with a model of any tokenizer, through text.
@@ -166,7 +163,8 @@ class RetokenizeDrafter(BatchDrafter):
             return []  # the target has begun another character
         vocabulary = self.target_vocabulary
         # The lookbehind may begin inside a character and the draft end inside one.
-        behind = vocabulary.bytes_of(context.tokens[-self.lookbehind :]).lstrip(CONTINUATION_BYTES)
+        no_first_bytes = bytes(range(0x80, 0xC0))
+        behind = vocabulary.bytes_of(context.tokens[-self.lookbehind :]).lstrip(no_first_bytes)
         whole = whole_characters(behind + spelling[len(begun) :])
         tokens = vocabulary.encode(whole.decode())
         start, size = len(tokens), len(whole) - len(behind)

@@ -15,10 +15,6 @@ from foretoken.methods.drafters.base import BuildContext, Traits
 from foretoken.methods.drafters.datastore import DEPTH, SEPARATOR, Datastore, encoded
 from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
 
-STANDARD_LIBRARY = ("argparse", "collections/__init__", "csv", "dataclasses", "json/decoder", "json/encoder", "shutil",
-                    "textwrap", "unittest/case")  # fmt: skip
-"""Modules of the datastore that a spec without a path uses: about 390 KB."""
-
 
 def most_frequent(rows: NDArray[np.int32], most: int) -> Guess:
     """The trie of the ``most`` most frequent prefixes of sorted ``rows`` [R, k]; no prefix contains a separator.
@@ -113,9 +109,11 @@ class RetrievalDrafter(SourceDrafter):
 
 
 def standard_library() -> Iterator[str]:
-    """Sources of a few modules of the running Python.  Raises ``ValueError`` if it has none."""
+    """Sources of a few modules of the running Python, about 390 KB.  Raises ``ValueError`` if it has none."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for name in STANDARD_LIBRARY if (path := folder / f"{name}.py").is_file()]
+    names = ("argparse", "collections/__init__", "csv", "dataclasses", "json/decoder", "json/encoder", "shutil",
+             "textwrap", "unittest/case")  # fmt: skip
+    files = [path for name in names if (path := folder / f"{name}.py").is_file()]
     if not files:
         raise ValueError("this Python has no sources to build a datastore from: give a file, retrieval:FILE")
     for path in files:

@@ -38,14 +38,6 @@ PROMPTS = (
     "How do I sort a list of names in JavaScript?",
 )
 """Prompts for the answers that are measured."""
-TOKENS, SENSED = 32, 4
-"""Tokens per answer, and the number of last tokens that sensitivity is measured on."""
-LONGEST = 8
-"""Longest draft considered for a set."""
-STEPS = 8
-"""Timed steps per measured cost."""
-STALE = 2
-"""Larger sets to try after the best one."""
 KEPT = KeptResults("skips", lambda: "quiet")  # earlier versions kept results of a busy machine
 
 
@@ -104,12 +96,13 @@ def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
 
 
 @torch.inference_mode()
-def measured_set(target: LanguageModel, prompts: Sequence[Sequence[int]], tokens: int = TOKENS) -> Choice:
+def measured_set(target: LanguageModel, prompts: Sequence[Sequence[int]], tokens: int = 32) -> Choice:
     """The set with the highest expected speed on the target's greedy continuations of the prompts.
 
     Args:
         target: a model of more than two layers.
         prompts: ids, none of them empty.
+        tokens: length of every continuation.
     """
     text = _OwnText(target, prompts, tokens)
     try:
@@ -136,7 +129,7 @@ def _longest_that_pays(text: _OwnText, base: SkipSet, more: Sequence[SkipSet], b
             best, worse = choice, 0
         else:
             worse += 1
-        if worse == STALE:
+        if worse == 2:  # enough larger sets after the best one
             break
     return best or text.judged(more[0])
 
@@ -156,7 +149,8 @@ class _OwnText:
         self.texts = self._continued([list(prompt) for prompt in prompts], tokens)
         self.costs = quick_costs(target)
         self.saved = self._saved()
-        self.log_p = self._logits(target.forward, min(SENSED, tokens)).log_softmax(-1)
+        self.sensed = min(4, tokens)  # last tokens that sensitivity is measured on
+        self.log_p = self._logits(target.forward, self.sensed).log_softmax(-1)
 
     def _continued(self, texts: list[list[int]], tokens: int) -> list[list[int]]:
         """The texts, each with ``tokens`` greedy tokens appended."""
@@ -184,8 +178,7 @@ class _OwnText:
 
     def sensitivity(self, skips: SkipSet) -> float:
         """Mean divergence (nats) of the whole model's distribution from the one without these sublayers."""
-        count = min(SENSED, len(self.texts[0]) - 1 - self.starts[0])
-        log_q = self._logits(lambda feeds: self.target.forward_part(feeds, skips.plan), count).log_softmax(-1)
+        log_q = self._logits(lambda feeds: self.target.forward_part(feeds, skips.plan), self.sensed).log_softmax(-1)
         return float((self.log_p.exp() * (self.log_p - log_q)).sum(-1).mean())
 
     def judged(self, skips: SkipSet) -> Choice:
@@ -197,13 +190,13 @@ class _OwnText:
         step = 1.0 - self.saved[0] * len(skips.attention) - self.saved[1] * len(skips.mlp)
         return Choice(skips, acceptance, promised_speed(acceptance, step, self.costs))
 
-    def _saved(self) -> tuple[float, float]:
+    def _saved(self, steps: int = 8) -> tuple[float, float]:
         """Share of a step saved by leaving out an attention and an MLP, by the fastest of interleaved steps."""
         layers = num_layers_of(self.target)
         middle = frozenset(range(1, layers - 1))
         sets = (SkipSet(), SkipSet(attention=middle), SkipSet(mlp=middle))
         quickest = [math.inf] * len(sets)
-        for _ in range(STEPS):
+        for _ in range(steps):
             for place, skips in enumerate(sets):
                 quickest[place] = min(quickest[place], self._step_s(skips))
         attention, mlp = (max(1.0 - quickest[place] / quickest[0], 0.0) / len(middle) for place in (1, 2))
@@ -226,16 +219,17 @@ class _OwnText:
                 self.target.release(sequence)
 
 
-def promised_speed(acceptance: float, step: float, costs: TargetCost) -> float:
+def promised_speed(acceptance: float, step: float, costs: TargetCost, longest: int = 8) -> float:
     """Tokens per second over plain decoding's at the best draft length: (1 + a + .. + a^k) / (k c + v(k + 1)).
 
     Args:
         acceptance: a, of one draft token.
         step: c, a draft step in target steps.
+        longest: maximum k.
     """
     speeds = (
         math.fsum(acceptance**i for i in range(k + 1)) / (k * step + costs.relative(k + 1))
-        for k in range(1, LONGEST + 1)
+        for k in range(1, longest + 1)
     )
     return max(speeds)
 

@@ -10,14 +10,6 @@ from foretoken.methods.drafters.skip_sets import SkipSet
 Bits = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
-MOST, PATIENCE = 1000, 300
-"""Maximum measurements, in all and without a gain."""
-SUGGEST_EVERY, KAPPA = 25, 2.5
-"""Interval of candidates that maximise a model's upper confidence bound instead of being random, and the bound's width
-in standard deviations."""
-POOL, MEMORY, NOISE = 256, 200, 1e-2
-"""Random sets per suggestion, latest measurements in the model, and their relative noise."""
-
 
 class SkipSearch:
     """Search with random sets of a given size, and regularly one suggested by past scores; the best so far is kept.
@@ -28,6 +20,8 @@ class SkipSearch:
         ratio: share of all sublayers that a candidate skips.
         keep: layers at each end that always run.
         goal: the score above which the search ends.
+        most: maximum measurements.
+        patience: maximum measurements without a gain.
 
     Attributes:
         best: the set in use; initially both sublayers of every odd layer.
@@ -35,11 +29,19 @@ class SkipSearch:
         rounds: number of rounds (set by the caller).
     """
 
-    def __init__(self, num_layers: int, ratio: float = 0.45, keep: int = 1, goal: float = 0.95) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        ratio: float = 0.45,
+        keep: int = 1,
+        goal: float = 0.95,
+        most: int = 1000,
+        patience: int = 300,
+    ) -> None:
         middle = range(keep, num_layers - keep)
         self.places = [(sublayer, layer) for sublayer in ("attention", "mlp") for layer in middle]
         self.size = min(round(ratio * 2 * num_layers), len(self.places), 2 * num_layers - 1)
-        self.goal = goal
+        self.goal, self.most, self.patience = goal, most, patience
         self.best = SkipSet.odd(num_layers, keep)
         self.best_score = -1.0
         self.rounds = self.measured = self.stale = 0
@@ -49,13 +51,14 @@ class SkipSearch:
 
     @property
     def done(self) -> bool:
-        return self.best_score > self.goal or self.measured >= MOST or self.stale >= PATIENCE or self.size < 1
+        tried_enough = self.measured >= self.most or self.stale >= self.patience
+        return self.best_score > self.goal or tried_enough or self.size < 1
 
     def candidate(self) -> SkipSet:
         """The next set to measure; the first is the one in use."""
         if self.measured == 0:
             return self.best
-        bits = self._suggested() if self.measured % SUGGEST_EVERY == 0 else self._random()
+        bits = self._suggested() if self.measured % 25 == 0 else self._random()
         return self._set(bits)
 
     def record(self, skips: SkipSet, score: float) -> None:
@@ -72,11 +75,12 @@ class SkipSearch:
         bits[self._rng.choice(len(self.places), self.size, replace=False)] = True
         return bits
 
-    def _suggested(self) -> Bits:
-        """The random set with the highest upper confidence bound under a Gaussian process."""
-        pool = np.stack([self._random() for _ in range(POOL)])
-        mean, deviation = posterior(np.stack(self._tried[-MEMORY:]), np.asarray(self._scores[-MEMORY:]), pool)
-        return pool[int((mean + KAPPA * deviation).argmax())]
+    def _suggested(self, random_sets: int = 256, latest: int = 200, kappa: float = 2.5) -> Bits:
+        """The random set with the highest upper confidence bound, ``kappa`` standard deviations above the mean, under a
+        Gaussian process of the latest scores."""
+        pool = np.stack([self._random() for _ in range(random_sets)])
+        mean, deviation = posterior(np.stack(self._tried[-latest:]), np.asarray(self._scores[-latest:]), pool)
+        return pool[int((mean + kappa * deviation).argmax())]
 
     def _set(self, bits: Bits) -> SkipSet:
         chosen = [place for place, bit in zip(self.places, bits, strict=True) if bit]
@@ -87,15 +91,15 @@ class SkipSearch:
         return np.array([layer in getattr(skips, kind) for kind, layer in self.places], np.bool_)
 
 
-def posterior(x: Bits, y: Floats, pool: Bits) -> tuple[Floats, Floats]:
+def posterior(x: Bits, y: Floats, pool: Bits, noise: float = 1e-2) -> tuple[Floats, Floats]:
     """Mean and standard deviation [p] of a Gaussian process at the sets ``pool`` [p, m].
 
-    It is conditioned on the scores ``y`` [n] of the sets ``x`` [n, m].  Its kernel falls exponentially with the share
-    of sublayers in which two sets differ.
+    It is conditioned on the scores ``y`` [n] of the sets ``x`` [n, m], with relative ``noise``.  Its kernel falls
+    exponentially with the share of sublayers in which two sets differ.
     """
     scale = float(y.std()) or 1.0
     across = _kernel(pool, x)
-    solved = np.linalg.solve(_kernel(x, x) + NOISE * np.eye(len(x)), across.T)  # [n, p]
+    solved = np.linalg.solve(_kernel(x, x) + noise * np.eye(len(x)), across.T)  # [n, p]
     mean = y.mean() + solved.T @ (y - y.mean())
     variance = 1.0 - (across * solved.T).sum(1)
     return mean, scale * np.sqrt(variance.clip(min=0.0))

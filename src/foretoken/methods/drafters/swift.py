@@ -22,15 +22,11 @@ from foretoken.methods.drafters.skip_sets import SkipSet
 from foretoken.methods.drafters.tenants import Tenants
 from foretoken.models.base import Feed, LanguageModel
 
-GREEDY_WIDTHS, SAMPLED_WIDTHS = (3, 5, 8, 10), (1, 3, 5, 10)
-"""Children of a chain node whose best token has a probability above .95, above .8, above .5, or less."""
-LONGEST_WINDOW = 512
-
 
 def num_children(confidence: float, greedy: bool) -> int:
     """Number of tokens tried at a position whose best one has this probability."""
     level = sum(confidence <= bound for bound in (0.95, 0.8, 0.5))
-    return (GREEDY_WIDTHS if greedy else SAMPLED_WIDTHS)[level]
+    return ((3, 5, 8, 10) if greedy else (1, 3, 5, 10))[level]
 
 
 class SwiftDrafter(OwnLayersDrafter):
@@ -73,7 +69,7 @@ class SwiftDrafter(OwnLayersDrafter):
             ("threshold", threshold, 0.0, 1.0),
             ("nodes", nodes, 1, None),
             ("skip_ratio", skip_ratio, 0.0, 1.0),
-            ("window", window, 1, LONGEST_WINDOW),
+            ("window", window, 1, 512),
             ("every", every, 1, None),
             ("goal", goal, 0.0, 1.0),
             ("keep", keep, 0, None),

@@ -12,9 +12,6 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-MOST = 64
-"""Maximum number of tenants."""
-
 
 class Tenants(Generic[T]):
     """Learned state by tenant; the least recently used tenant is dropped first.
@@ -27,7 +24,7 @@ class Tenants(Generic[T]):
     """
 
     def __init__(
-        self, new: Callable[[], T], most: int = MOST, size: Callable[[T], int] | None = None, room: int = 0
+        self, new: Callable[[], T], most: int = 64, size: Callable[[T], int] | None = None, room: int = 0
     ) -> None:
         self._new, self._most, self._size, self._room = new, most, size, room
         self._by_salt: OrderedDict[str, T] = OrderedDict()

@@ -34,9 +34,6 @@ from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.variants.gated import GatedModel
 
-TYPICAL = (0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2)
-"""Accuracies of noise rows if training did not measure them."""
-
 
 def paying_rows(accuracies: Sequence[float], most: int, cost: Callable[[int], float]) -> int:
     """The number of tokens per draft forward with the most tokens per time.
@@ -136,7 +133,8 @@ class UnoDrafter(ParallelDrafter):
         """Build from a spec ``uno[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary."""
         net, _, measured = load_net(context, cls.name, path, UnoConfig, UnoNet)
         if "k" not in options:
-            accuracies, costs = measured.get("accuracies") or TYPICAL, quick_costs(context.target)
+            typical = 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2  # if training did not measure accuracies
+            accuracies, costs = measured.get("accuracies") or typical, quick_costs(context.target)
             options["k"] = paying_rows(accuracies, net.config.places, costs.relative)
         head = reduced_head(vocab, context.target, context)
         return cls.sized(context.target, options, context.target, net, head=head)

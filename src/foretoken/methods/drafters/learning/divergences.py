@@ -12,13 +12,13 @@ from torch import Tensor
 
 from foretoken.methods.drafters.learning.losses import check_loss
 
-FLOOR = -1e4
-"""Log-probability of an impossible token: finite, so that 0 * log 0 is 0; its float32 exponential is exactly 0."""
-
 
 def log_distribution(logits: Tensor) -> Tensor:
-    """Float32 log-probabilities [..., V] of logits [..., V], none below :data:`FLOOR`."""
-    return torch.log_softmax(logits.float(), -1).clamp(min=FLOOR)
+    """Float32 log-probabilities [..., V] of logits [..., V], none below -1e4.
+
+    The limit is finite, so that 0 * log 0 is 0, and its float32 exponential is exactly 0.
+    """
+    return torch.log_softmax(logits.float(), -1).clamp(min=-1e4)
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-FLOOR = 1e-8
-"""Minimum probability in a stored distribution: half precision rounds less to 0, where a divergence may be infinite."""
-
 
 @dataclass(frozen=True)
 class Mistake:
@@ -34,7 +31,7 @@ def stored_distribution(mistake: Mistake) -> Tensor:
     remaining = (1.0 - chances.sum()).clamp_min(0.0) / max(mistake.size - len(chances), 1)
     distribution = remaining.repeat(mistake.size)
     distribution[mistake.tokens.long()] = chances
-    distribution.clamp_min_(FLOOR)
+    distribution.clamp_min_(1e-8)  # half precision rounds less to 0, where a divergence may be infinite
     return distribution / distribution.sum()
 
 

@@ -17,9 +17,6 @@ from torch.nn import functional as F
 from foretoken.methods.drafters.nets.decoder import LayerConfig, LayerKeep, RmsNorm, rotary, turned
 from foretoken.models.forward.heads.pieces import BlockNetParts, LayerParts
 
-LARGEST_BLOCK = 256
-"""Maximum rows of a block: more than any published network has, fewer than the scratch of a sequence holds."""
-
 
 @dataclass(frozen=True)
 class BlockConfig(LayerConfig):
@@ -57,8 +54,9 @@ class BlockConfig(LayerConfig):
     input_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 2 - self.from_anchor <= self.block <= LARGEST_BLOCK:
-            raise ValueError(f"a block has {2 - self.from_anchor} to {LARGEST_BLOCK} rows, not {self.block}")
+        # More than any published network has, fewer than the scratch of a sequence holds.
+        if not 2 - self.from_anchor <= self.block <= 256:
+            raise ValueError(f"a block has {2 - self.from_anchor} to 256 rows, not {self.block}")
         super().__post_init__()
         if self.layers < 1:
             raise ValueError(f"layers must be at least 1, not {self.layers}")

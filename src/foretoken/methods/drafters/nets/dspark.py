@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
 
-HEADS = ("vanilla", "gated", "rnn")
-
 
 @dataclass(frozen=True)
 class DsparkConfig(PairConfig):
@@ -33,9 +31,9 @@ class DsparkConfig(PairConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head not in HEADS or self.confidence not in ("", "state", "both"):
+        if self.head not in ("vanilla", "gated", "rnn") or self.confidence not in ("", "state", "both"):
             raise ValueError(
-                f"dspark needs head={' or head='.join(HEADS)} and confidence=state, both or nothing, "
+                "dspark needs head=vanilla or head=gated or head=rnn and confidence=state, both or nothing, "
                 f"not {self.head!r} and {self.confidence!r}"
             )
 

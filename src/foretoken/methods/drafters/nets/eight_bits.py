@@ -14,15 +14,12 @@ BLOCK = 32
 """Weights that share a scale."""
 SCALES = ".scales"
 """Suffix of the name of a tensor's scales."""
-LARGEST = 127
-BITS = (16, 8)
-"""Storage of a weight: bfloat16, or 8 bits and its share of a scale."""
 
 
 def check_bits(bits: int) -> None:
-    """Raise ``ValueError`` unless weights can be stored in ``bits``."""
-    if bits not in BITS:
-        raise ValueError(f"weights are stored in {' or '.join(map(str, BITS))} bits, not {bits}")
+    """Raise ``ValueError`` unless weights can be stored in ``bits``: 16 (bfloat16), or 8 and a share of a scale."""
+    if bits not in (16, 8):
+        raise ValueError(f"weights are stored in 16 or 8 bits, not {bits}")
 
 
 def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -37,9 +34,9 @@ def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             stored[name] = value
             continue
         blocks = value.detach().float().reshape(-1, BLOCK)
-        scales = (blocks.abs().amax(1, keepdim=True) / LARGEST).half()
+        scales = (blocks.abs().amax(1, keepdim=True) / 127).half()
         steps = torch.where(scales > 0, blocks / scales.float(), torch.zeros(()))
-        stored[name] = steps.round().clamp(-LARGEST, LARGEST).to(torch.int8).reshape(value.shape)
+        stored[name] = steps.round().clamp(-127, 127).to(torch.int8).reshape(value.shape)
         stored[name + SCALES] = scales[:, 0].contiguous()
     return stored
 

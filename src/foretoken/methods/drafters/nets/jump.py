@@ -11,9 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SMALL = 1e-3
-"""Approximate spread of the predictor's initial outputs: it starts as the token's embedding."""
-
 
 @dataclass(frozen=True)
 class JumpConfig:
@@ -76,12 +73,13 @@ class JumpNet(nn.Module):
         self.state_proj = nn.Linear(size, width // 2, bias=False)
         self.embed_proj = nn.Linear(size, width // 2, bias=False)
         self.skip = nn.Linear(width, size, bias=False)
-        nn.init.normal_(self.skip.weight, std=SMALL / width**0.5)
+        spread = 1e-3  # of the initial outputs, approximately: the predictor starts as the token's embedding
+        nn.init.normal_(self.skip.weight, std=spread / width**0.5)
         self.gate_proj = nn.Linear(width, config.inner, bias=False) if config.inner else None
         self.up_proj = nn.Linear(width, config.inner, bias=False) if config.inner else None
         self.down_proj = nn.Linear(config.inner, size, bias=False) if config.inner else None
         if self.down_proj is not None:
-            nn.init.normal_(self.down_proj.weight, std=SMALL / config.inner**0.5)
+            nn.init.normal_(self.down_proj.weight, std=spread / config.inner**0.5)
         self.gain = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size))
         self.narrow = nn.Linear(size, width, bias=False) if config.readout and width != size else None

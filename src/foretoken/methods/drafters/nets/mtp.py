@@ -13,8 +13,6 @@ from foretoken.models.forward.heads.mtp import FEEDS, NativeModule
 from foretoken.models.forward.heads.pieces import HeadParts
 from foretoken.models.forward.heads.stacked import StackedModules
 
-LAYERS = ("own", "target")
-
 
 @dataclass(frozen=True)
 class MtpConfig(LayerConfig):
@@ -35,9 +33,9 @@ class MtpConfig(LayerConfig):
     def __post_init__(self) -> None:
         if self.modules < 1:
             raise ValueError(f"mtp needs modules >= 1, not {self.modules}")
-        if self.layer not in LAYERS or self.feed not in FEEDS:
+        if self.layer not in ("own", "target") or self.feed not in FEEDS:
             raise ValueError(
-                f"mtp needs layer={' or layer='.join(LAYERS)} and feed={' or feed='.join(FEEDS)}, "
+                f"mtp needs layer=own or layer=target and feed={' or feed='.join(FEEDS)}, "
                 f"not {self.layer!r} and {self.feed!r}"
             )
 

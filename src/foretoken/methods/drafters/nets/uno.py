@@ -10,10 +10,6 @@ from torch import Tensor
 
 from foretoken.models.variants.gated import LowRankUpdates
 
-NOISE = ("random", "mask")
-SCALE = 1.0
-"""Default factor of updates, independent of their rank, so that training steps have the same effect."""
-
 
 @dataclass(frozen=True)
 class UnoConfig:
@@ -22,7 +18,8 @@ class UnoConfig:
     Attributes:
         vocab_size: V of the target.
         shapes: [out, in] of the linear layers that are updated, by their names in a decoder layer.
-        alpha: updates are scaled by ``alpha / rank``; 0: by :data:`SCALE`.
+        alpha: updates are scaled by ``alpha / rank``; 0: not scaled, so that training steps have the
+            same effect at every rank.
         places: tokens that one forward predicts, including the target's own first one.
         noise: input of unknown positions: ``"random"`` tokens from 1 to below ``mask_token``, or ``"mask"``, that token
             itself.
@@ -45,8 +42,8 @@ class UnoConfig:
             raise ValueError(f"uno needs rank >= 1 and alpha >= 0, not {self.rank} and {self.alpha}")
         if self.places < 2:
             raise ValueError(f"uno needs places >= 2, not {self.places}: the first is the target's own")
-        if self.noise not in NOISE:
-            raise ValueError(f"noise must be {' or '.join(NOISE)}, not {self.noise!r}")
+        if self.noise not in ("random", "mask"):
+            raise ValueError(f"noise must be random or mask, not {self.noise!r}")
         if self.mask_token == -1:
             raise ValueError(f"uno needs a mask_token, which says what stands in unknown places: noise={self.noise}")
         least, most = (2, self.vocab_size) if self.noise == "random" else (0, self.vocab_size - 1)
@@ -58,7 +55,7 @@ class UnoConfig:
     @property
     def scale(self) -> float:
         """Factor of B A."""
-        return self.alpha / self.rank if self.alpha else SCALE
+        return self.alpha / self.rank if self.alpha else 1.0
 
     def filler(self, positions: Tensor) -> Tensor:
         """Input ids of unknown positions, any shape: a function of the position alone, so that no random number of a
