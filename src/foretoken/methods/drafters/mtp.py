@@ -76,7 +76,7 @@ class MtpDrafter(FeatureDrafter):
         default.
         """
         if feed not in ("", *FEEDS):
-            raise ValueError(f"mtp: feed must be {' or '.join(FEEDS)}, not {feed!r}")
+            raise ValueError(f"mtp needs {' or '.join(f'feed={name}' for name in FEEDS)}, not {feed!r}")
         target = context.target
         parts = TargetParts(target)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
