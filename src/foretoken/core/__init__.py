@@ -1,10 +1,10 @@
-"""What the four axes exchange: trees, scores, verdicts, budgets, contexts, records.
+"""Types that the four axes exchange: trees, scores, verdicts, budgets, contexts and records.
 
-Shapes: ``N`` nodes, ``V`` vocabulary, ``D`` hidden size, ``R`` stored distributions.  Topology and tokens are host
-integers: trees are small, the walk over them is host code, and a drafter moves all its tokens to the host in one
-transfer.  Distributions and logits stay tensors on the model's device.
+Shapes: ``N`` nodes, ``V`` vocabulary, ``D`` hidden size, ``R`` stored distributions. Topology and tokens are host
+integers: trees are small, the walk over them is host code, and a drafter copies all its tokens to the host in one
+transfer. Distributions and logits stay on the model's device.
 
-Nothing heavy is imported until it is used: the command line reads names and spec strings here.
+Heavy modules are imported on first use, because the command line reads names and spec strings here.
 """
 
 from __future__ import annotations

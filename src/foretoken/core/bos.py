@@ -1,4 +1,4 @@
-"""Text becomes token ids with one beginning-of-text token, however many would be put before it."""
+"""Tokenization of text with exactly one beginning-of-text token."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 def ids_with_one_bos(text: str, tokenizer: Any, special: bool = True) -> list[int]:
-    """Token ids of a text.
+    """Token ids of a text, without a duplicate beginning-of-text token.
 
-    The output of a chat template, given as a plain prompt, begins with the text of the beginning-of-text token, and the
-    tokenizer puts another before it.  Models were trained on one.
+    The output of a chat template already begins with the beginning-of-text token, and the tokenizer adds another one.
+    Models were trained on one.
 
     Args:
-        special: whether the tokenizer puts its special tokens around the text.
+        special: whether the tokenizer adds its special tokens.
     """
     ids: list[int] = list(tokenizer(text, add_special_tokens=special)["input_ids"])
     bos = getattr(tokenizer, "bos_token_id", None)

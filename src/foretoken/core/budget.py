@@ -1,4 +1,4 @@
-"""How much a drafter may guess, and when it should stop."""
+"""Draft budgets and stop rules."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from torch import Tensor
 
 
 class PathStop(ABC):
-    """A stop rule that reads the draft model's hidden states: how likely is it that a whole path of the draft is
-    accepted?
+    """A stop rule that predicts from the draft model's hidden states whether a whole draft path is accepted.
 
-    A drafter with a draft model keeps one chance per path (1 for the root, which is committed).  After every forward of
-    the draft model it asks :meth:`follow` for the chances of the paths that end with the tokens it has just fed, and
-    drafts nothing behind the tokens drawn after a path for which :meth:`ends` is true.  Those tokens stay in the draft:
-    the rule has not seen them.
+    A drafter with a draft model keeps one probability per path (1 for the root, which is committed). After each forward
+    of the draft model it calls :meth:`follow` for the paths that end with the tokens just fed. It drafts nothing after
+    the children of a path for which :meth:`ends` is true. The children stay in the draft, because the rule has not seen
+    them.
 
-    As a plain stop rule, for a drafter without hidden states, it never stops.
+    A drafter without hidden states calls it as a plain stop rule, which never stops.
 
     Attributes:
         tap: the hidden states that it reads (see :mod:`foretoken.models.base`).
@@ -29,31 +28,31 @@ class PathStop(ABC):
 
     @abstractmethod
     def follow(self, above: Sequence[float], hidden: Tensor) -> list[float]:
-        """Chances that n paths are accepted, from those of the paths one token shorter and the states [n, D] of the
+        """Acceptance probabilities of n paths, from those of their parents and the hidden states [n, D] of their last
         tokens."""
 
     @abstractmethod
     def ends(self, likelihood: float) -> bool:
-        """Whether the token drawn after a path with this chance is the last one."""
+        """Whether drafting ends after the children of a path with this acceptance probability."""
 
     def __call__(self, distribution: Tensor | None, probability: float) -> bool:
-        """Never: a distribution says nothing of hidden states."""
+        """Always false: a distribution carries no hidden states."""
         return False
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much a drafter may guess this round.
+    """Limits of one round's draft.
 
     Attributes:
-        max_depth: longest draft; 0 means plain decoding and no drafter code runs.
-        max_nodes: most draft nodes (the root not counted).
-        min_confidence: stop drafting after a token whose own draft probability is below this (it stays in the draft).
-        stop: a richer rule of the same sort: called with the draft distribution [V] (``None`` if the drafter has none)
-            and the drawn token's probability; true ends the draft *after* that token.  A :class:`PathStop` is also told
-            the hidden states of the draft model.
-        member: which member of a group of drafters drafts (its index); ``None`` leaves the choice to the group.
-        otherwise: the budget of another member, for when that one guesses nothing.
+        max_depth: longest draft; 0 means plain decoding, without any drafter code.
+        max_nodes: most draft nodes, without the root.
+        min_confidence: drafting stops after a token with a lower draft probability; the token stays in the draft.
+        stop: a richer stop rule, called with the draft distribution [V] (``None`` if the drafter has none) and the
+            drawn token's probability. True ends the draft *after* that token. A :class:`PathStop` also gets the draft
+            model's hidden states.
+        member: index of the group member that drafts; ``None`` leaves the choice to the group.
+        otherwise: the budget of another member, used when this one proposes nothing.
     """
 
     max_depth: int = 5
@@ -70,7 +69,7 @@ class Budget:
 
     @property
     def asks_for_confidence(self) -> bool:
-        """Whether a stop rule looks at the distribution or at the probability of a drawn token."""
+        """Whether a stop rule reads the distribution or probability of a drawn token."""
         return self.min_confidence > 0 or (self.stop is not None and self.path_stop is None)
 
     def stops_after(self, distribution: Tensor | None, probability: float) -> bool:
@@ -79,22 +78,22 @@ class Budget:
 
     @property
     def path_stop(self) -> PathStop | None:
-        """The stop rule, if it is one that reads hidden states."""
+        """The stop rule, if it reads hidden states."""
         return self.stop if isinstance(self.stop, PathStop) else None
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a drafter can draft, as a controller sees it.
+    """Capacity and cost of a drafter, for controllers.
 
     Attributes:
-        name: the drafter's registry name, or its whole spec where it was built from one.
-        max_depth: longest draft that it makes by default.
-        max_nodes: most draft nodes that it makes by default.
-        relative_cost: what a level of its drafts costs by its size, in target calls (0: it runs no network): a guess
+        name: the drafter's registry name, or its whole spec if it was built from one.
+        max_depth: default length of the longest draft.
+        max_nodes: default number of draft nodes.
+        relative_cost: estimated cost of one draft level in target calls, by network size (0 without a network); used
             until it is measured.
-        members: the same of the drafters that a group chooses from; ``Budget.member`` counts in this order.
-        states: fingerprint of the network whose hidden states a :class:`PathStop` is told; ``None`` if there is none.
+        members: limits of a group's members; ``Budget.member`` is an index into them.
+        states: fingerprint of the network whose hidden states a :class:`PathStop` reads; ``None`` without one.
     """
 
     name: str

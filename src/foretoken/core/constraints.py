@@ -1,6 +1,6 @@
-"""What an output must look like, so that engine and drafters need no grammar library.
+"""Output constraints, independent of any grammar library.
 
-A :class:`Constraint` says token by token what may follow.  A :class:`FiniteLanguage` is all that may be written.
+A :class:`Constraint` limits the next token. A :class:`FiniteLanguage` lists all allowed outputs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from foretoken.core.processed import LogitsProcessor
 
 
 class CannotGoOn(ValueError):
-    """What was asked for contradicts itself from some token of the text on; the request alone is to blame."""
+    """The request contradicts itself from some token on; only this request fails."""
 
 
 class Constraint(Protocol):
     """A rule for a request's output.
 
     Attributes:
-        processor: gives tokens that may not follow the output so far no probability; a pure function of (output
-            tokens [1, n] without the prompt, scores), since it is called for the nodes of different branches, and for
-            other requests between them where one constraint is given to several.  After an output of which it knows no
-            continuation it may leave nothing.
-        ends: ids by which it says that nothing may follow; each of them ends the text.
+        processor: sets the probability of forbidden next tokens to 0. It must be a pure function of (output tokens [1,
+            n] without the prompt, scores), because calls for different branches, and for other requests that share the
+            constraint, alternate. It may mask every token after an output without a valid continuation.
+        ends: token ids by which the constraint ends the output.
     """
 
     @property
@@ -37,29 +36,27 @@ class Constraint(Protocol):
         """See above."""
 
     def forced(self, output: Sequence[int]) -> list[int]:
-        """Tokens that must follow these output tokens; none where there is a choice."""
+        """Tokens that must follow these output tokens; empty where there is a choice."""
 
     def may_end(self, output: Sequence[int]) -> bool:
-        """Whether these output tokens are all that was asked for."""
+        """Whether these output tokens are complete."""
 
 
 @dataclass(frozen=True)
 class FiniteLanguage:
-    """All the outputs that are allowed, as one tree of tokens: the output is drawn from it as a whole.
+    """All allowed outputs as one token tree, from which a whole output is drawn.
 
-    A constraint masks: it takes away the tokens that may not come next, and the model's probabilities of those that are
-    left do not know what they lead to.  From a language a string is drawn with the probability that the model gives to
-    all of it, so the output has the model's distribution on condition that it is a string of the language.
+    A constraint masks forbidden next tokens, so the model's probabilities of the remaining tokens ignore where these
+    lead. A string of the language is drawn with the model's probability of the whole string instead. The output
+    therefore has the model's distribution, conditioned on the language.
 
-    Every string is one sequence of tokens, and the end of the text follows it: that is what makes "no" an output of
-    its own beside "not now".
+    Each string is one token sequence followed by the end of text, which makes "no" a different output from "not now".
 
     Attributes:
-        tokens: [N] token ids; node 0 stands for the text before the output and has none (-1).
-        parents: [N] the node before each, -1 for node 0; a node comes before all nodes below it, and what is below a
-            node follows it directly (preorder).
-        whole: [N] whether a string of the language ends with the node.
-        ends: ids by which the grammar says that nothing may follow; those of the model count as well.
+        tokens: [N] token ids; node 0 is the end of the prompt and has no token (-1).
+        parents: [N] parent of each node, -1 for node 0; nodes are in preorder.
+        whole: [N] whether a string of the language ends at the node.
+        ends: token ids by which the grammar ends the output, in addition to the model's.
     """
 
     tokens: tuple[int, ...]
@@ -69,8 +66,8 @@ class FiniteLanguage:
 
     @classmethod
     def of(cls, strings: Iterable[Sequence[int]], ends: Iterable[int] = ()) -> FiniteLanguage:
-        """The language of these strings, each given by its tokens.  Raises ``ValueError`` where there are none, or one
-        holds a token that ends the text."""
+        """The language of these token sequences. Raises ``ValueError`` if there are none, or if one contains a token
+        that ends the text."""
         ordered, last = sorted({tuple(string) for string in strings}), frozenset(ends)
         if not ordered:
             raise ValueError("the language is empty: give at least one string")
@@ -78,7 +75,7 @@ class FiniteLanguage:
         if bad is not None:
             raise ValueError(f"a string of the language holds token {bad}, which ends the text")
         tokens, parents, whole = [-1], [-1], [False]
-        path: list[int] = [0]  # nodes of the string before, which shares its beginning with the next one
+        path: list[int] = [0]  # nodes of the previous string, whose prefix the next one shares
         before: tuple[int, ...] = ()
         for string in ordered:
             shared = next((i for i, (a, b) in enumerate(zip(before, string, strict=False)) if a != b), len(before))
@@ -96,14 +93,14 @@ class FiniteLanguage:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest string, without the end."""
+        """Length of the longest string in tokens, without the end."""
         depths = [0] * len(self)
         for node in range(1, len(self)):
             depths[node] = depths[self.parents[node]] + 1
         return max(depths)
 
     def string(self, node: int) -> list[int]:
-        """The tokens down to a node."""
+        """The tokens on the path to a node."""
         tokens: list[int] = []
         while node > 0:
             tokens.append(self.tokens[node])
@@ -112,9 +109,9 @@ class FiniteLanguage:
 
     @property
     def strings(self) -> list[list[int]]:
-        """The tokens of every string, in the order of the nodes with which they end."""
+        """The tokens of every string, in the order of their last nodes."""
         return [self.string(node) for node, is_whole in enumerate(self.whole) if is_whole]
 
 
 OutputRule = Constraint | FiniteLanguage
-"""What an output may be told to look like."""
+"""Rule for an output."""

@@ -1,4 +1,4 @@
-"""One request as drafters and controllers see it."""
+"""State of one request for drafters and controllers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ COINS = 1
 
 
 class Rng:
-    """The randomness of one request: a stream of uniforms in [0, 1), each handed out once.
+    """Random numbers of one request: a stream of uniforms in [0, 1), each used once.
 
-    Drawn in float64 blocks, so that a uniform costs nanoseconds and no device sync.  All 64 bits of a seed count (of
-    torch's generator on a CPU it would be 32), and none of the numbers is one of :class:`foretoken.core.noise.Noise`.
+    Drawn in float64 blocks, so that a uniform costs nanoseconds and no device sync. All 64 bits of a seed count
+    (torch's CPU generator uses 32), and no number is shared with :class:`foretoken.core.noise.Noise`.
 
     Attributes:
-        tests: every acceptance test that was made with them, as (u, chance), for a trace; ``None``: they are not kept.
+        tests: every acceptance test made with them, as (u, probability), for a trace; ``None`` records none.
     """
 
     BLOCK = 256
@@ -34,7 +34,7 @@ class Rng:
         self._begin()
 
     def _begin(self) -> None:
-        self._numbers: np.random.Generator | None = None  # made for the first block: many requests toss no coins
+        self._numbers: np.random.Generator | None = None  # created on first use: many requests draw none
         self._block: list[float] = []
         self._blocks = 0
 
@@ -51,11 +51,11 @@ class Rng:
         return self._block.pop()
 
     def mark(self) -> tuple[int, int]:
-        """How many uniforms were handed out and tests made: where :meth:`back_to` leads."""
+        """Number of uniforms used and of tests recorded, for :meth:`back_to`."""
         return self._blocks * self.BLOCK - len(self._block), len(self.tests or ())
 
     def back_to(self, mark: tuple[int, int]) -> None:
-        """Hand out again what was handed out since; its tests were not made."""
+        """Rewind to a mark: later uniforms are drawn again, and later tests are dropped."""
         count, tests = mark
         self._begin()
         while self._blocks * self.BLOCK < count:
@@ -69,10 +69,10 @@ class Rng:
 
 
 class CommittedTokens(list[int]):
-    """A text that whoever sees it may read and copy, and the engine alone extends.
+    """A request's tokens: others may read and copy them, and only the engine appends.
 
-    Guesses appended to it would stand in the output as if the target had written them.  Slices and copies are plain
-    lists.
+    A guess appended by a drafter would appear in the output as if the target had generated it. Slices and copies are
+    plain lists.
     """
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
@@ -87,26 +87,27 @@ class CommittedTokens(list[int]):
 
 @dataclass
 class Context:
-    """What a drafter and a controller know of one request.
+    """State of one request, as drafters and controllers read it.
 
     Attributes:
         request_id: unique within the engine.
-        tokens: prompt and output so far, the root last; the engine's own are :class:`CommittedTokens`.
-        prompt_length: how many of them are the prompt.
-        max_length: tokens that there may be in the end, the prompt included (0: unknown).
+        tokens: prompt and output so far, the root last; the engine passes :class:`CommittedTokens`.
+        prompt_length: number of prompt tokens.
+        max_length: largest final number of tokens, prompt included (0: unknown).
         sampler: the request's sampling pipeline, so that a draft distribution can be made by the same function.
-        rng: the request's randomness.
+        rng: the request's random numbers.
         hidden: target hidden states of the last round's committed nodes (root first), by tap name, each [n, D]; the
             row of position t is ``hidden[name][t - hidden_start]``.
         prediction: tokens that the caller expects in the answer.
-        sequence: the target's own sequence, for drafters that draft with the target (a ``SequenceState``).
-        state: one slot per owner (a drafter or a controller keeps its own per-request state here).
-        salt: drafts may be learned from other requests' texts only where this is the same.
-        constraint: what the output must look like, if that was asked for.
-        texts: what drafters' models have read of the request (a ``DraftTexts``); theirs and the engine's business.
-        beside: trees of members of a group that copy and were not asked this round, by member: the text that comes
-            tells a controller what they are worth, and they are never scored.
-        source: where the last draft came from, where that is not the drafter (``grammar``, ``prediction``, a member).
+        sequence: the target's sequence (a ``SequenceState``), for drafters that draft with the target.
+        state: per-request state of each drafter or controller, keyed by its owner.
+        salt: drafts may be learned only from requests with the same salt.
+        constraint: the request's output constraint, if any.
+        texts: the request's prefix in the caches of the draft models (a ``DraftTexts``); for drafters and the engine
+            only.
+        beside: trees of copying group members that did not draft this round, by member. They are never scored; a
+            controller rates them by the tokens that follow.
+        source: source of the last draft if it is not the drafter itself (``grammar``, ``prediction``, a member).
     """
 
     request_id: int
@@ -133,6 +134,6 @@ class Context:
 
     @property
     def maker(self) -> Any:
-        """The old name of ``sampler``."""
+        """Deprecated name of ``sampler``."""
         warnings.warn("context.maker is context.sampler now", DeprecationWarning, stacklevel=2)
         return self.sampler

@@ -1,4 +1,4 @@
-"""From a conversation to token ids, by the model's own chat template."""
+"""Conversations as token ids, by the model's chat template."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from foretoken.core.values import check_text, numbered
 
 Message = Mapping[str, Any]
-"""``{"role": ..., "content": ...}`` as in OpenAI's interface; more keys reach the template as they are."""
+"""``{"role": ..., "content": ...}`` as in OpenAI's API; other keys are passed to the template unchanged."""
 SHAPE = 'a conversation is a list of messages such as {"role": "user", "content": "Hello"}'
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
-"""Tokens that end a text in models whose turns end with another."""
+"""End-of-text tokens of models whose turns end with another token."""
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bing", "bard"), "assistant"),
@@ -21,13 +21,13 @@ SPEAKERS = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Roles by ShareGPT's names of who speaks."""
+"""Roles by ShareGPT's speaker names."""
 
 
 def is_messages(prompt: Any) -> bool:
-    """Whether a prompt is one conversation: a list with mappings in it, none of which is a tokenizer's output.
+    """Whether a prompt is one conversation: a list that contains mappings, none of them a tokenizer's output.
 
-    Whether its messages are whole is for :func:`render` to find.
+    :func:`render` validates the messages.
     """
     if not isinstance(prompt, list | tuple):
         return False
@@ -36,22 +36,22 @@ def is_messages(prompt: Any) -> bool:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether the model says itself how a conversation is written."""
+    """Whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def control_tokens(text: str, tokenizer: Any) -> list[str]:
-    """Control tokens of the tokenizer that a text spells out, as a prompt to fill a gap or a finished template does.
+    """Control tokens of the tokenizer that occur in a text, such as a fill-in-the-middle prompt or a rendered template.
 
-    Not every tokenizer marks those of fill-in-the-middle as special, hence the shape; other added tokens may be plain
-    words or markup.
+    Some tokenizers do not mark fill-in-the-middle tokens as special, hence the test of the form. Other added tokens may
+    be plain words or markup.
     """
     added = [name for name in tokenizer.get_added_vocab() if name.startswith(("<|", "<\uff5c"))]
     return sorted({name for name in (*tokenizer.all_special_tokens, *added) if name in text}, key=text.index)
 
 
 def conversations_of(messages: Any) -> tuple[list[Sequence[Message]], bool]:
-    """Conversations, and whether a single one was given rather than a list of them.  Raises ``ValueError`` for anything
+    """Conversations, and whether the argument is a single one rather than a list. Raises ``ValueError`` for anything
     else."""
     if is_messages(messages):
         return [messages], True
@@ -69,8 +69,8 @@ def conversations_of(messages: Any) -> tuple[list[Sequence[Message]], bool]:
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
-    """Messages of the right shape, each with its text in one piece.  Raises ``ValueError`` for others, with the number
-    of the message, from 1."""
+    """Validated messages, each with its content as one string. Raises ``ValueError`` with the number of the invalid
+    message, from 1."""
     if not isinstance(messages, list | tuple):
         raise ValueError(f"{SHAPE}, not {_kind(messages)}")
     if not messages:
@@ -91,7 +91,7 @@ def _checked(message: Any, name: str) -> dict[str, Any]:
 
 
 def _with_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """A message with the arguments of its calls as objects, which OpenAI's clients send as text."""
+    """A message whose tool call arguments are objects; OpenAI's clients send them as JSON text."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -111,7 +111,7 @@ def _call(call: Any, name: str) -> Any:
 
 
 def _text_of(content: Any, name: str) -> str:
-    """The text of a content, which may come in parts."""
+    """The text of a content, which may be a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -126,15 +126,15 @@ def _text_of(content: Any, name: str) -> str:
 
 
 def from_sharegpt(turns: Any) -> list[dict[str, Any]]:
-    """Messages of ShareGPT's ``{"from", "value"}`` turns; messages with ``role`` and ``content`` stay as they are, and
-    so does a ``weight``.  Raises ``ValueError`` for other shapes and unknown speakers."""
+    """Messages of ShareGPT's ``{"from", "value"}`` turns. Messages with ``role`` and ``content`` stay unchanged, and a
+    ``weight`` is kept. Raises ``ValueError`` for other shapes and unknown speakers."""
     if not isinstance(turns, list):
         raise ValueError(f"'conversations' must be a list of messages, not {_kind(turns)}")
     return [_from_turn(turn, f"message {number}") for number, turn in enumerate(turns, 1)]
 
 
 def to_answer(messages: Any) -> list[dict[str, Any]]:
-    """A transcript up to the last message that an assistant would answer; a ``ValueError`` where there is none."""
+    """A transcript without its trailing assistant messages. Raises ``ValueError`` if nothing remains."""
     transcript = checked(messages)
     while transcript and transcript[-1]["role"] == "assistant":
         transcript.pop()
@@ -159,13 +159,13 @@ def render(
 ) -> list[int]:
     """Token ids of a conversation, by the tokenizer's chat template.
 
-    The template writes the beginning-of-text token itself, so the tokenizer adds none.  Where the last message is the
-    assistant's and an answer is wanted, the answer goes on behind it.  Raises ``ValueError`` without a template, for
-    messages of another shape, and for those that the template refuses.
+    The template writes the beginning-of-text token itself, so the tokenizer adds none. If the last message is the
+    assistant's and ``add_generation_prompt`` is set, the answer continues it. Raises ``ValueError`` without a template,
+    for invalid messages, and for messages that the template refuses.
 
     Args:
         messages: in order; a ``content`` is text or a list of OpenAI's text parts.
-        add_generation_prompt: end where the assistant answers.
+        add_generation_prompt: end at the start of the assistant's answer.
         template_kwargs: for the template: ``tools``, ``enable_thinking``, ...
     """
     if tokenizer is None:
@@ -181,7 +181,7 @@ def render(
         arguments |= {"add_generation_prompt": False, "continue_final_message": True}
     try:
         text = tokenizer.apply_chat_template(checked_messages, tokenize=False, **arguments)
-    except Exception as error:  # templates are programs: they raise what they like
+    except Exception as error:  # templates are programs and may raise anything
         raise ValueError(template_fault(error, tokenizer)) from None
     check_text("messages", text)
     ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -193,8 +193,8 @@ def render(
 def render_with(
     conversations: Sequence[Sequence[Message]], tokenizer: Any, template_kwargs: Mapping[str, Any] | None
 ) -> list[list[int]]:
-    """:func:`render` each conversation for a caller who has named what else the template gets.  Tools of which the
-    template shows nothing are refused by a ``ValueError``."""
+    """:func:`render` each conversation with a caller's template arguments. Raises ``ValueError`` for tools that the
+    template ignores."""
     more = {} if template_kwargs is None else template_kwargs
     fault = _mapping_fault(more)
     if fault:
@@ -209,7 +209,7 @@ def render_with(
 
 
 def _mapping_fault(mapping: Any) -> str:
-    """Why it is no mapping that :func:`render` could hand on; empty where it is one."""
+    """Why :func:`render` cannot take these template arguments; empty if it can."""
     if not isinstance(mapping, Mapping):
         return f"not {_kind(mapping)}"
     unnamed = [name for name in mapping if not isinstance(name, str)]
@@ -219,7 +219,7 @@ def _mapping_fault(mapping: Any) -> str:
 
 
 def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:
-    """Why a template wrote nothing, in one line: it is damaged (and where it is), or it refuses the messages."""
+    """A template's error in one line: a syntax error with its location, or a refusal of the messages."""
     words = " ".join(str(error).split())[:longest] or type(error).__name__
     if type(error).__name__ != "TemplateSyntaxError":
         return f"the chat template refuses these messages: {words}"
@@ -232,10 +232,10 @@ def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:
 
 
 def turn_ends(tokenizer: Any) -> frozenset[int]:
-    """The special tokens with which an answer ends: the tokenizer's end of text, and what its template writes right
-    behind an answer (``<|im_end|>``, ``<end_of_turn>``, ``<|eot_id|>``); none without a template.
+    """The special tokens that end an answer: the tokenizer's end of text, and the token that its template writes
+    directly after an answer (``<|im_end|>``, ``<end_of_turn>``, ``<|eot_id|>``). Empty without a template.
 
-    A checkpoint's ``generation_config.json`` should name them; those of many fine-tuned models do not.
+    A checkpoint's ``generation_config.json`` should list them; that of many fine-tuned models does not.
     """
     if tokenizer is None or not has_template(tokenizer):
         return frozenset()
@@ -246,7 +246,7 @@ def turn_ends(tokenizer: Any) -> frozenset[int]:
             [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}], tokenize=False
         )
         behind = tokenizer(text[text.rindex(answer) + len(answer) :].lstrip(), add_special_tokens=False)["input_ids"]
-    except Exception:  # whoever writes a conversation will be told what the template refuses
+    except Exception:  # rendering a conversation reports what the template refuses
         behind = []
     added = getattr(tokenizer, "added_tokens_decoder", {})
     ends |= {token for token, about in added.items() if str(about) in END_OF_TEXT}
@@ -255,7 +255,6 @@ def turn_ends(tokenizer: Any) -> frozenset[int]:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in a message of one line."""
     if value is None:
         return "None"
     if isinstance(value, str):

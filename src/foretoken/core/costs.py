@@ -1,6 +1,6 @@
-"""What a round costs and promises: measured once by ``foretoken tune``, or learned while serving.
+"""Cost and expected tokens of a round, measured by ``foretoken tune`` or learned while serving.
 
-    expected tokens E = 1 + sum over depths of the chance that the draft is accepted so far
+    expected tokens E = 1 + sum over depths of the probability that the draft is accepted to that depth
     round time      T = target(nodes of the batch) + draft(member, depth) + rest
 
 Section 8 of the specification; SmartSpec, arXiv 2406.14066.
@@ -18,16 +18,16 @@ def speedup(tokens: float, round_s: float, plain_s: float) -> float:
     """Tokens per second over those of plain decoding.
 
     Args:
-        tokens: of a round of one request, the target's own included.
+        tokens: tokens per round of one request, the target's own included.
         round_s: seconds of the round, or its cost in any unit.
-        plain_s: the same of a plain round of as many requests, which gives each of them one token.
+        plain_s: the same for a plain round of as many requests, which yields one token each.
     """
     return tokens * plain_s / round_s
 
 
 @dataclass(frozen=True)
 class TargetCost:
-    """Seconds of one target call (medians) by the number of nodes in it, summed over the batch: v(n), not relative."""
+    """Median seconds of a target call by its number of nodes over the whole batch: v(n) in absolute units."""
 
     seconds: Mapping[int, float]
 
@@ -36,7 +36,7 @@ class TargetCost:
             raise ValueError("a target's cost needs positive seconds for node counts from 1 on")
 
     def of(self, nodes: int) -> float:
-        """Seconds for ``nodes``: between measured counts interpolated, beyond them along the last slope."""
+        """Seconds for ``nodes``: interpolated between measured counts, extrapolated along the last slope."""
         counts = sorted(self.seconds)
         place = bisect_left(counts, nodes)
         if place == 0:
@@ -49,19 +49,20 @@ class TargetCost:
         return self.seconds[left] + max(slope, 0.0) * (nodes - left)
 
     def relative(self, nodes: int) -> float:
-        """v(n): the cost of ``nodes`` in calls with one."""
+        """v(n): the cost of ``nodes`` in single-node calls."""
         return self.of(nodes) / self.of(1)
 
 
 @dataclass(frozen=True)
 class DrafterCost:
-    """What a drafter costs and how far it is believed.
+    """Cost and acceptance of a drafter.
 
     Attributes:
-        call_s: seconds per round, whatever the length.
-        step_s: seconds per further depth of the draft.
-        survival: per depth (1 first) the chance that a draft is accepted at least so far, over all rounds asked.
-        proposes: share of the rounds in which it guessed anything at all.
+        call_s: seconds per round, independent of the length.
+        step_s: seconds per depth of the draft.
+        survival: per depth (1 first) the probability that a draft is accepted to that depth, over all rounds that
+            called it.
+        proposes: share of the rounds in which it proposed anything.
         nodes_per_depth: draft nodes per depth (1 for a chain).
     """
 
@@ -72,13 +73,13 @@ class DrafterCost:
     nodes_per_depth: float = 1.0
 
     def seconds(self, depth: int) -> float:
-        """Seconds to draft ``depth`` levels; nothing for depth 0."""
+        """Seconds to draft ``depth`` levels; 0 for depth 0."""
         return self.call_s + self.step_s * depth if depth > 0 else 0.0
 
     def expected_tokens(self, depth: int) -> float:
-        """Tokens of a round with drafts of ``depth``, the target's own one included."""
+        """Tokens of a round with drafts of ``depth``, the target's own included."""
         survival = list(self.survival[:depth])
-        if survival and len(survival) < depth:  # beyond what was seen: as the last step
+        if survival and len(survival) < depth:  # beyond the measured depths: the last ratio
             last = survival[-1] / survival[-2] if len(survival) > 1 and survival[-2] > 0 else survival[-1]
             while len(survival) < depth:
                 survival.append(survival[-1] * min(last, 1.0))
@@ -87,15 +88,15 @@ class DrafterCost:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """A target and the drafters (by spec) that were measured with it; ``rest_s`` are the seconds of a round that are
-    neither drafting nor the target call."""
+    """Costs of a target and of the drafters (by spec) measured with it; ``rest_s`` are a round's seconds outside
+    drafting and the target call."""
 
     target: TargetCost
     drafters: Mapping[str, DrafterCost] = field(default_factory=dict)
     rest_s: float = 0.0
 
     def round_s(self, spec: str | None, depth: int, batch: int = 1) -> float:
-        """Seconds of a round of ``batch`` requests with drafts of ``depth`` levels (``None``: plain)."""
+        """Seconds of a round of ``batch`` requests with drafts of ``depth`` levels; ``None`` is plain."""
         if spec is None or depth == 0:
             return self.target.of(batch) + self.rest_s
         drafter = self.drafters[spec]
@@ -108,7 +109,7 @@ class RoundCosts:
         return speedup(tokens, self.round_s(spec, depth, batch), self.round_s(None, 0, batch))
 
     def as_dict(self) -> dict[str, Any]:
-        """As a profile stores it."""
+        """The form stored in a profile."""
         return {
             "target_s": {str(n): s for n, s in sorted(self.target.seconds.items())},
             "rest_s": self.rest_s,
@@ -117,7 +118,7 @@ class RoundCosts:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> RoundCosts:
-        """What :meth:`as_dict` made.  Raises ``ValueError`` where something is missing or of the wrong type."""
+        """The inverse of :meth:`as_dict`. Raises ``ValueError`` for missing values and wrong types."""
         try:
             target = TargetCost({int(n): float(s) for n, s in stored["target_s"].items()})
             drafters = {}

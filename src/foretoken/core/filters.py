@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p: which tokens of a distribution stay.
+"""Top-k, top-p and min-p filters of distributions.
 
-On a CPU only the candidates of a row are looked at, a few hundred of a vocabulary of 50,000 to 150,000 tokens: sorting
-all of it takes 6 to 20 ms there, as long as the forward of a small model.
+On a CPU only a few hundred candidates of a row are examined. Sorting a vocabulary of 50,000 to 150,000 tokens takes 6
+to 20 ms there, as long as the forward of a small model.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from foretoken.core import NON_FINITE, NonFiniteLogitsError
 
 DEPTHS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-16)
-"""Tokens of at least such a probability, or such a share of the largest one, are looked at first: most often they are
-enough, and few."""
+"""Thresholds of the candidate search: a probability, or a share of the largest one. The first is mostly enough and
+leaves few tokens."""
 ROUNDING = 1e-5
-"""More than sums of float32 probabilities are off by."""
+"""Upper bound of the error of sums of float32 probabilities."""
 Row = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
 class Filters:
-    """What cuts tokens off, in Transformers' order; what is left is normalised after each.
+    """Filters in Transformers' order; the remaining distribution is normalised after each.
 
     Attributes:
-        top_k: keep the k most likely tokens, and those that are as likely as the last of them; 0 keeps all.
-        top_p: keep the most likely tokens up to this mass, of equally likely ones those of lower ids; 1 keeps all.
-        min_p: drop tokens less likely than so many times the most likely one; 0 keeps all.
+        top_k: keep the k most likely tokens, and ties with the last of them; 0 keeps all.
+        top_p: keep the most likely tokens up to this mass, lower ids first among ties; 1 keeps all.
+        min_p: drop tokens less likely than this share of the most likely one; 0 keeps all.
     """
 
     top_k: int = 0
@@ -38,7 +38,7 @@ class Filters:
     min_p: float = 0.0
 
     def filtered(self, scores: Tensor, temperature: float) -> Tensor:
-        """[N, V] what is left of the distributions by scores [N, V] on a CPU."""
+        """[N, V] filtered distributions of scores [N, V] on a CPU."""
         distributions = torch.zeros_like(scores)
         for row, result in zip(scores.numpy(), distributions.numpy(), strict=True):
             ids, weights = self.remaining(row, temperature)
@@ -46,16 +46,16 @@ class Filters:
         return distributions
 
     def logs(self, scores: Tensor, temperature: float) -> Tensor:
-        """[N, V] its logarithms, -inf for what is cut off.  (The logarithms of 150,000 zeros take 4 ms.)"""
+        """[N, V] their logarithms, -inf for dropped tokens. (The logarithms of 150,000 zeros take 4 ms.)"""
         logs = torch.full_like(scores, -torch.inf)
         for row, result in zip(scores.numpy(), logs.numpy(), strict=True):
             ids, weights = self.remaining(row, temperature)
-            with np.errstate(divide="ignore"):  # the smallest weights may be 0 after they were divided
+            with np.errstate(divide="ignore"):  # the smallest weights may be 0 after normalisation
                 result[ids] = np.log(weights)
         return logs
 
     def remaining(self, scores: Row, temperature: float) -> tuple[Row, Row]:
-        """The tokens that stay by scores [V], in the order of their ids, and their probabilities.  Raises
+        """The kept tokens for scores [V], in order of their ids, and their probabilities. Raises
         ``NonFiniteLogitsError`` for NaN, or without a finite score."""
         best = scores.max()
         if not np.isfinite(best):
@@ -80,8 +80,8 @@ class Filters:
         return ids, weights
 
     def _candidates(self, scores: Row, best: Any, temperature: float) -> tuple[Row, Row, float | None]:
-        """Tokens among which all are that stay, in the order of their ids, their weights (the largest is 1), and the
-        weight of all tokens where that counts: for top-p without top-k."""
+        """A superset of the kept tokens in order of their ids, their weights (the largest is 1), and the total weight
+        of all tokens, which only top-p without top-k needs."""
         has_top_k = 0 < self.top_k < len(scores)
         if self.top_p < 1 and not has_top_k:
             weights = _weights(scores, best, temperature)
@@ -92,7 +92,7 @@ class Filters:
                 if float(near.sum(dtype=np.float64)) > (self.top_p + ROUNDING) * total:
                     return ids, near, total
             least = (1 - self.top_p) / (2 * len(weights)) * total
-            ids = np.flatnonzero(weights >= least)  # all others have less than half of the mass that may be left out
+            ids = np.flatnonzero(weights >= least)  # all others have less than half of the mass that may be dropped
             return ids, weights[ids], total
         share_of_min_p = self.min_p / 2 or self.min_p  # half of the smallest float is 0, which has no logarithm
         count, shares = (self.top_k, DEPTHS) if has_top_k else (1, (share_of_min_p,) if self.min_p > 0 else ())
@@ -107,8 +107,9 @@ class Filters:
         return ids[possible], weights[possible], None
 
     def cut(self, distributions: Tensor, scores: Tensor) -> Tensor:
-        """[N, V] what is left of the distributions [N, V] that scores [N, V] make: the plain form, for a device."""
-        if self.top_k > 0:  # by scores: a high temperature makes probabilities equal that are not
+        """[N, V] filtered distributions, from distributions [N, V] and their scores [N, V]: the plain form, for a
+        device."""
+        if self.top_k > 0:  # by scores: a high temperature makes different probabilities equal
             threshold = scores.topk(min(self.top_k, scores.shape[-1]), -1).values[..., -1:]
             distributions = _normalised(distributions.where(scores >= threshold, 0.0))
         if self.top_p < 1:
@@ -123,7 +124,7 @@ class Filters:
 
 
 def _weights(scores: Row, best: Any, temperature: float) -> Row:
-    """What is proportional to the probabilities by scores of which the largest is ``best``."""
+    """Weights proportional to the probabilities, from scores of which the largest is ``best``."""
     with np.errstate(over="ignore"):  # to -inf
         weights = scores - best
         if temperature != 1:

@@ -1,7 +1,7 @@
-"""Hidden states stay where a forward has written them until somebody reads them.
+"""Hidden states, left in a forward's output tensors until they are read.
 
-A trained drafter needs the target's states of the whole text, but only when it drafts.  In rounds without a draft there
-is a reference for every request; rows are taken out of the forward's tensors when a draft is asked for.
+A trained drafter needs the target's states of the whole sequence, but only when it drafts. Rounds without a draft store
+a reference per request; rows are copied when a draft is made.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 HELD = 8
-"""For every row that is wanted, this many may be kept in memory: others in the batch, drafts that were refused."""
+"""Rows kept in memory per needed row, at most: the others belong to other requests or rejected drafts."""
 RECENT = 64
-"""Parts of a text after which that is looked at."""
+"""Number of parts between two checks of that ratio."""
 
 
 class HiddenStates(Mapping[str, Tensor]):
-    """Some rows of what a forward has handed out: hidden states [n, D] by tap, which are taken out when looked up.
+    """Some rows of a forward's hidden states [n, D] by tap, gathered on access.
 
     Args:
-        states: by tap all rows [..., D] of the forward.
-        places: n of them, counted through all dimensions but the last.
+        states: all rows [..., D] of the forward, by tap.
+        places: n indices into all dimensions but the last, flattened.
     """
 
     __slots__ = ("_states", "places")
@@ -54,22 +54,22 @@ class HiddenStates(Mapping[str, Tensor]):
 
     @property
     def num_rows(self) -> int:
-        """n."""
+        """Number of rows, n."""
         return len(self.places)
 
     @property
     def num_held(self) -> int:
-        """Rows that it keeps in memory."""
+        """Number of rows kept in memory."""
         return next((math.prod(states.shape[:-1]) for states in self._states.values()), 0)
 
     def only(self, taps: Sequence[str]) -> HiddenStates:
-        """The same rows of these taps alone."""
+        """The same rows of only these taps."""
         if len(taps) == len(self._states):
             return self
         return HiddenStates({tap: self._states[tap] for tap in taps}, self.places)
 
     def at(self, rows: Sequence[int] | slice) -> HiddenStates:
-        """Some of the rows, by their numbers among these."""
+        """Some of these rows, by index."""
         if not isinstance(rows, slice) and all(after == before + 1 for before, after in pairwise(rows)):
             rows = slice(rows[0], rows[-1] + 1) if rows else slice(0)
         places = self.places[rows] if isinstance(rows, slice) else [self.places[row] for row in rows]
@@ -77,11 +77,11 @@ class HiddenStates(Mapping[str, Tensor]):
 
 
 class HiddenText:
-    """Hidden states of places of a text, one after the other as rounds leave them.
+    """Hidden states of consecutive positions of a sequence, one part per round.
 
     Attributes:
-        parts: of one or more places each.
-        count: places.
+        parts: one or more positions each.
+        count: number of positions.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class HiddenText:
         self.count = self._settled = 0
 
     def add(self, part: HiddenStates) -> None:
-        """The next places; of every 64 parts the rows are copied where they keep too many others in memory."""
+        """Append positions. Every 64 parts, recent rows are copied if their tensors hold too many others."""
         if not part.num_rows:
             return
         self.parts.append(part)
@@ -101,13 +101,13 @@ class HiddenText:
             self._settled = len(self.parts)
 
     def first(self, count: int) -> Mapping[str, Tensor]:
-        """[count, D] of the first places, by the taps of the first part."""
+        """[count, D] hidden states of the first positions, by the first part's taps."""
         if len(self.parts) > 1:
             self.parts, self._settled = [HiddenStates.of(_joined(self.parts))], 1
         return self.parts[0].at(slice(count)) if self.parts else {}
 
     def drop(self, count: int) -> None:
-        """Forget the first places."""
+        """Drop the first positions."""
         remaining, gone = min(count, self.count), 0
         self.count -= remaining
         while gone < len(self.parts) and self.parts[gone].num_rows <= remaining:
@@ -119,7 +119,7 @@ class HiddenText:
             self.parts[0] = self.parts[0].at(slice(remaining, None))
 
     def copied(self) -> dict[str, Tensor]:
-        """[count, D] by the taps of the first part, which keep nothing else in memory."""
+        """[count, D] by the first part's taps, as copies that keep no other rows in memory."""
         return _joined(self.parts) if self.parts else {}
 
 

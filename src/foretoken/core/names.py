@@ -1,18 +1,18 @@
-"""Unknown names: what was probably meant, and what there is."""
+"""Messages for unknown names: similar and valid ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 FEW = 100
-"""Characters of a list that one line of a terminal has room for."""
+"""Longest list of choices in characters that fits a terminal line."""
 
 
 class UnknownName(ValueError):
     """A name that is none of the valid ones, all of which the message lists.
 
     Attributes:
-        short: the message for a terminal: of a long list, the nearest names and where all of them are.
+        short: message for a terminal: instead of a long list, the nearest names and a reference to the full list.
     """
 
     def __init__(self, message: str, short: str = "") -> None:
@@ -21,9 +21,9 @@ class UnknownName(ValueError):
 
 
 def did_you_mean(name: str, choices: Sequence[str]) -> str:
-    """``"did you mean a, b or c? "`` with the nearest choices, at most three; nothing where none is near.
+    """``"did you mean a, b or c? "`` with at most three similar choices; empty if none is similar.
 
-    Near are names of which at least a share of 0.65 are the same letters in the same order.
+    Names are similar if at least a share of 0.65 of their letters match in order.
     """
     from difflib import get_close_matches
 
@@ -46,10 +46,10 @@ def unknown(
     """The error for a name that is none of the choices.
 
     Args:
-        subject: the beginning of the message, which names it: ``"unknown drafter 'ngrm'"``.
-        lead: words in front of the choices.
-        catalogue: where all choices are shown, for the short message; without one it is the long message.
-        examples: choices for the short message where none is near.
+        subject: start of the message, including the name: ``"unknown drafter 'ngrm'"``.
+        lead: words before the choices.
+        catalogue: a reference to the full list, for the short message; without it the long message is used.
+        examples: choices for the short message if none is similar.
     """
     near, listed = did_you_mean(name, choices), f"{lead} {', '.join(choices)}"
     message = f"{subject}: {near}{listed}"

@@ -1,11 +1,11 @@
-"""Noise that belongs to a seed and a position: what makes a sampled text a function of its seed.
+"""Noise by seed and position, which makes a sampled output a function of its seed.
 
-Every output position t has its own numbers E_t(v) ~ Exp(1), one per token, all independent.  The target takes the
-token that wins the race ``argmin E_t(v) / p(v)``, which has probability p(v); a drafter's candidates are the first in
-the race ``E_t(v) / q(v)`` on the *same* numbers.  So the target's token never depends on what was drafted (Daliri,
-Musco, Suresh 2024, https://arxiv.org/abs/2408.07978).
+Every output position t has its own numbers E_t(v) ~ Exp(1), one per token, all independent. The target takes the token
+that wins the race ``argmin E_t(v) / p(v)``, which has probability p(v). A drafter's candidates are the first in the
+race ``E_t(v) / q(v)`` on the *same* numbers, so the target's token never depends on the draft (Daliri, Musco, Suresh
+2024, https://arxiv.org/abs/2408.07978).
 
-The numbers come from a counter-based generator: asking in another order, or twice, gives the same ones.
+The numbers come from a counter-based generator, so repeated or reordered reads give the same numbers.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from foretoken.core.values import is_whole, plain
 SEEDS = 2**64
 """Seeds are integers from 0 to one below this."""
 KEPT_NUMBERS, KEPT_POSITIONS = 2**18, 16
-"""Most that is kept per request: 2 MiB, or 16 positions if that is more: a round verifies with what it drafted with."""
+"""Largest cache per request: 2 MiB, or 16 positions if that is more, because verification reads the noise of drafting.
+"""
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse a seed that is no integer, negative, or of more than 64 bits, by a ``ValueError``."""
+    """Raise ``ValueError`` for a seed that is not an integer, negative, or longer than 64 bits."""
     if not is_whole(seed) or not 0 <= int(seed) < SEEDS:
         raise ValueError(f"a seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
 
 
 def seeds_of(seed: Any, count: int) -> Sequence[int | None]:
-    """One seed per prompt, as Python's integers: as given, or the one that was given for each.
+    """One seed per prompt, as Python integers: the given seed for all, or a list unchanged.
 
-    They may be a tensor's or an array's.  Raises ``ValueError`` for another number of seeds, and for what is none.
+    Tensors and arrays are accepted. Raises ``ValueError`` for a wrong number of seeds and for invalid ones.
     """
     seed = plain(seed)
     seeds = [plain(value) for value in seed] if isinstance(seed, list | tuple) else [seed] * count
@@ -48,20 +49,20 @@ def seeds_of(seed: Any, count: int) -> Sequence[int | None]:
 
 
 def samples_of(seed: int | None, count: int) -> list[int | None]:
-    """The seeds of ``count`` samples of one prompt: counted up from its own, so that each can be asked for alone."""
+    """Consecutive seeds of ``count`` samples of one prompt, so that each sample can be requested alone."""
     return [seed if seed is None else (seed + i) % SEEDS for i in range(count)]
 
 
 def random_seed() -> int:
-    """A seed from torch's own generator, so that ``torch.manual_seed`` fixes what was asked for without a seed."""
+    """A seed from torch's generator, so that ``torch.manual_seed`` fixes requests without a seed."""
     return int(torch.randint(2**63 - 1, ()))
 
 
 @contextmanager
 def unseeded_from(seed: int) -> Iterator[None]:
-    """Nested, requests without a seed of their own are the same in every run: what measures them can be repeated.
+    """Make requests without a seed reproducible inside the block, so that measurements can be repeated.
 
-    torch's own generator is left as it was.
+    The state of torch's generator is restored.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -69,20 +70,21 @@ def unseeded_from(seed: int) -> Iterator[None]:
 
 
 class Source(Protocol):
-    """What makes the numbers of noise."""
+    """Source of the random numbers of noise."""
 
     def exponentials(self, seed: int, position: int, size: int) -> Tensor:
-        """[size] float64, independent Exp(1) numbers: finite, positive, a function of their place and the arguments."""
+        """[size] float64 independent Exp(1) numbers, finite and positive, a function of their index and the
+        arguments."""
 
     def exponentials_of(self, seed: int, position: int, tokens: Tensor) -> Tensor:
-        """[n] those of tokens [n] (int64, in order) alone."""
+        """[n] the same, for tokens [n] (int64, in order) only."""
 
     def negative_logs(self, numbers: Tensor) -> Tensor:
-        """``-log`` of positive float64 numbers [n], in their place."""
+        """``-log`` of positive float64 numbers [n], computed in place."""
 
 
 class NumPySource:
-    """The numbers by NumPy; :mod:`foretoken.models.native.noise` has them several times as fast."""
+    """Random numbers by NumPy; :mod:`foretoken.models.native.noise` is several times as fast."""
 
     def exponentials(self, seed: int, position: int, size: int) -> Tensor:
         # The position goes into the generator's counter, far above the words that count the numbers drawn.
@@ -106,7 +108,7 @@ class NumPySource:
 
 
 class Noise:
-    """The noise of one request, by its seed from 0 to 2**64 - 1."""
+    """The noise of one request, from its seed from 0 to 2**64 - 1."""
 
     def __init__(self, seed: int, source: Source | None = None) -> None:
         check_seed(seed)
@@ -114,17 +116,17 @@ class Noise:
         self._cached: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def exponentials(self, position: int, size: int) -> Tensor:
-        """[size] float64, independent Exp(1) numbers of an output position (0 is the first new token).
+        """[size] float64 independent Exp(1) numbers of an output position (0 is the first new token).
 
-        Finite and positive.  A function of the seed, the position and the token alone.
+        Finite and positive. A function of the seed, the position and the token alone.
         """
         return self.source.exponentials(self.seed, position, size)
 
     def gumbels(self, position: int, size: int, device: torch.device) -> Tensor:
-        """[size] ``-log E``, what is added to log-probabilities before the largest is taken; float64 (float32 on mps).
+        """[size] ``-log E``, added to log-probabilities before the argmax; float64 (float32 on mps).
 
-        One vector serves the draft and every node of a depth, so they are kept: until :meth:`forget`, or until there
-        are too many.
+        One vector serves the draft and every node of a depth, so it is cached until :meth:`forget`, or until the cache
+        is full.
         """
         noise = self._cached.get((position, size, device))
         if noise is None:
@@ -135,7 +137,7 @@ class Noise:
         return noise
 
     def gumbels_of(self, position: int, tokens: Tensor) -> Tensor:
-        """[n] those of tokens [n] (int64, in order) alone, on a CPU; not kept."""
+        """[n] the same, for tokens [n] (int64, in order) only, on a CPU; not cached."""
         return self.source.negative_logs(self.source.exponentials_of(self.seed, position, tokens))
 
     def _made(self, position: int, size: int) -> Tensor:
@@ -143,20 +145,20 @@ class Noise:
 
     def _keep(self, position: int, numbers: Tensor) -> None:
         while len(self._cached) >= max(KEPT_POSITIONS, KEPT_NUMBERS // len(numbers)):
-            del self._cached[min(self._cached, key=lambda key: key[0])]  # text by now
+            del self._cached[min(self._cached, key=lambda key: key[0])]  # already committed
         self._cached[position, len(numbers), numbers.device] = numbers
 
     def forget(self, position: int) -> None:
-        """Positions before this one are text now: their noise is not asked for again."""
+        """Drop the noise of positions before this one, which are committed."""
         for key in [k for k in self._cached if k[0] < position]:
             del self._cached[key]
 
 
 def send_together(noises: Sequence[tuple[Noise, Sequence[int]]], like: Tensor) -> None:
-    """Bring the noise of several requests to a device by one transfer: :meth:`Noise.gumbels` then has it there.
+    """Copy the noise of several requests to a device in one transfer, for :meth:`Noise.gumbels`.
 
     Args:
-        noises: the noise of each, and its positions.
+        noises: the noise of each request, and its positions.
         like: logits [.., V] of the vocabulary, on the device.
     """
     size, device = like.shape[-1], like.device

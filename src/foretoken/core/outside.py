@@ -1,4 +1,4 @@
-"""Drafters from outside the package: a class in a file, ``file.py:Class``, or an entry point of another package."""
+"""Drafters from outside the package: a class in a file, ``file.py:Class``, or another package's entry point."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from foretoken.core.values import with_article
 
 
 class OutsideError(ValueError):
-    """Code that is none of ours has raised, or broken a rule of the protocol that it keeps."""
+    """Code from outside raised an error, or broke a rule of its protocol."""
 
 
 def is_code(name: str) -> bool:
-    """Whether the name in a spec is a class in a file: ``file.py:Class``."""
+    """Whether a spec names a class in a file: ``file.py:Class``."""
     return name.partition(":")[0].endswith(".py")
 
 
 def refuse_code(spec: Any, place: str) -> None:
-    """Refuse a spec that came with data and names a file of code, by a ``ValueError``: data must not run code."""
+    """Raise ``ValueError`` for a spec from data that names a file of code: data must not run code."""
     if isinstance(spec, str) and re.search(r"\.py\s*:", spec):
         raise ValueError(f"{place} names code ({spec}), which is only run when you name it: give --drafter {spec}")
 
 
 def check_code(name: str) -> None:
-    """Refuse what cannot be a ``file.py:Class``, by a ``ValueError``, before anything is imported."""
+    """Raise ``ValueError`` for an invalid ``file.py:Class``, before anything is imported."""
     file, _, cls = name.partition(":")
     if not Path(file).expanduser().is_file():
         raise ValueError(f"there is no file {file} with a drafter: a drafter from outside is file.py:Class")
@@ -40,7 +40,8 @@ def check_code(name: str) -> None:
 
 @cache
 def class_in_file(name: str) -> type[Any]:
-    """The drafter ``file.py:Class``, which is run once.  Raises ``ValueError`` where it is none, or raises itself."""
+    """The drafter ``file.py:Class``; its file is run once. Raises ``ValueError`` if it is no drafter, or if the file
+    raises."""
     check_code(name)
     place, _, cls = name.partition(":")
     module = _run(Path(place).expanduser().resolve())
@@ -54,13 +55,12 @@ def class_in_file(name: str) -> type[Any]:
 
 @cache
 def _run(file: Path) -> Any:
-    """The module of a file."""
     name = f"drafters_of_{file.stem}_{abs(hash(file)):x}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{file} cannot be read as Python")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and type hints look their module up
+    sys.modules[name] = module  # dataclasses and type hints look up their module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -76,7 +76,7 @@ def _run(file: Path) -> Any:
 
 @cache
 def installed() -> dict[str, Any]:
-    """The entry points of installed packages, ``name = "package.module:Class"``, by the name of the drafter."""
+    """Entry points of installed packages, ``name = "package.module:Class"``, by drafter name."""
     from importlib.metadata import entry_points
 
     return {point.name: point for point in entry_points(group="foretoken.drafters")}
@@ -84,7 +84,7 @@ def installed() -> dict[str, Any]:
 
 @cache
 def installed_class(name: str) -> type[Any]:
-    """The class behind an entry point.  Raises ``ValueError`` where it cannot be imported, or is no drafter."""
+    """The class of an entry point. Raises ``ValueError`` if it cannot be imported, or is no drafter."""
     point = installed()[name]
     try:
         drafter = point.load()
@@ -97,8 +97,8 @@ def installed_class(name: str) -> type[Any]:
 
 
 def checked(thing: Any, name: str) -> type[Any]:
-    """What was named, if it is a drafter that can be made.  Else it raises ``ValueError``, with the class, the rule and
-    the line."""
+    """The argument, if it is a concrete drafter class. Else raises ``ValueError`` with the class, the rule and the
+    line."""
     place = f"{name} ({line_of(thing)})" if inspect.isclass(thing) else name
     if not _is_drafter(thing):
         fault = "is a class, but no drafter" if inspect.isclass(thing) else f"is {type(thing).__name__}, no drafter"
@@ -112,7 +112,7 @@ def checked(thing: Any, name: str) -> type[Any]:
 
 
 def line_of(thing: Any) -> str:
-    """``"period.py, line 12"`` of a class or a function."""
+    """``"period.py, line 12"`` of a class or function."""
     try:
         file, (_, line) = inspect.getsourcefile(thing), inspect.getsourcelines(thing)
     except (OSError, TypeError):
@@ -121,7 +121,7 @@ def line_of(thing: Any) -> str:
 
 
 def fault_of(thing: Any, protocol: type[Any], role: str) -> str:
-    """What is wrong with an object that was given for a role, whatever it is; empty where nothing is."""
+    """Why an object cannot fill a role; empty if it can."""
     if isinstance(thing, type):
         return f"{thing.__name__} ({line_of(thing)}) is a class: give an object, {thing.__name__}(...)"
     if not isinstance(thing, protocol):
@@ -132,8 +132,8 @@ def fault_of(thing: Any, protocol: type[Any], role: str) -> str:
 
 
 def misfit_of(thing: Any, protocol: type[Any]) -> str:
-    """The method of a protocol that an object from outside has overridden with arguments with which nobody calls it;
-    empty where there is none.  Said at load: the call itself would fail in our code, in which no line is theirs."""
+    """The first method of a protocol that an outside object overrides with an incompatible signature; empty if there is
+    none. Checked at load, because the call would fail in our code, with no line of theirs."""
     cls = type(thing)
     for name, method in vars(protocol).items():
         function = getattr(cls, name)
@@ -148,16 +148,16 @@ def misfit_of(thing: Any, protocol: type[Any]) -> str:
 
 
 def told_of(cls: type[Any], method: str, rule: str) -> str:
-    """The rule that a method of a class broke, in one line with its place."""
+    """The rule that a class's method broke, in one line with its location."""
     return f"{cls.__name__}.{method} ({line_of(getattr(cls, method))}) {rule}"
 
 
 def is_outside(cls: type[Any]) -> bool:
-    """Whether a class is none of ours."""
+    """Whether a class is defined outside foretoken."""
     return cls.__module__.partition(".")[0] != "foretoken"
 
 
 def _is_drafter(thing: Any) -> bool:
-    """By the names of its bases: to import the class that drafters derive from takes seconds."""
+    """Checked by the names of the bases, because importing the base class takes seconds."""
     base_class = ("foretoken.methods.drafters.base", "Drafter")
     return inspect.isclass(thing) and any((base.__module__, base.__name__) == base_class for base in thing.__mro__)

@@ -1,4 +1,4 @@
-"""How a number of tokens that may be read is divided among texts."""
+"""Division of a token budget among sequences."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 
 def portions(sizes: Sequence[int], most: int) -> dict[int, int]:
-    """How many tokens each of some texts gets.
+    """Number of tokens for each sequence.
 
-    Half of them are the first text's, which so gets done; the rest goes to those that want least, which so do not wait
-    for it.  A text that wants nothing gets that, as long as anything is left.
+    The first sequence gets half, so that it finishes. The rest goes to the smallest sizes first, so that these do not
+    wait for it. A size of 0 is included as long as budget remains.
 
     Args:
-        sizes: tokens per text, in order of arrival.
+        sizes: tokens per sequence, in order of arrival.
         most: tokens in all.
 
     Returns:
-        By index of the text, for those that get their turn.
+        Tokens by index, for the sequences that get any turn.
     """
     portion_of: dict[int, int] = {}
     remaining = most

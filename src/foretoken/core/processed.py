@@ -1,4 +1,4 @@
-"""What a request's processors give: whether it is scores of one text, and scores that a token can be drawn from."""
+"""Checks of the scores that a request's processors return."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
 def name_of(hook: Any) -> str:
-    """What a processor or criterion of a caller is called: the function, or its class."""
+    """Name of a caller's processor or criterion: the function's, or its class's."""
     return str(getattr(hook, "__name__", type(hook).__name__))
 
 
 def one_row(processor: LogitsProcessor, made: Any, shape: torch.Size) -> Tensor:
-    """What a processor made of the scores [1, V] of one text.  It is refused by an ``OptionError`` if it is not scores
-    of one text: of several rows the first would be taken for every text's."""
+    """Processed scores [1, V] of one sequence. Raises ``OptionError`` for any other shape: of several rows the first
+    would be used for every sequence."""
     if isinstance(made, Tensor) and made.shape == shape:
         return made
     if isinstance(made, Tensor):
@@ -35,8 +35,8 @@ def one_row(processor: LogitsProcessor, made: Any, shape: torch.Size) -> Tensor:
 
 
 def check_processed(logits: Tensor, scores: Tensor) -> None:
-    """Tell processed scores [V] that leave no token (``NothingAllowedError``) and those that a processor spoiled
-    (``OptionError``) from logits [V] that were bad to begin with."""
+    """Raise ``NothingAllowedError`` if processing left no token in scores [V], or ``OptionError`` if it made them
+    non-finite. Logits [V] that were already non-finite raise nothing here."""
     best = scores.amax()
     if bool(torch.isfinite(best)) or not bool(torch.isfinite(logits.amax())):
         return

@@ -1,4 +1,4 @@
-"""What a prompt may be: text, token ids, or a conversation; one of them or several."""
+"""Prompts: text, token ids or a conversation, single or several."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from foretoken.core.conversation import Message, is_messages, render
 from foretoken.core.values import check_text, is_whole
 
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
-"""Text, token ids (a list, or a tensor or array), messages, or what a tokenizer returns for one text."""
+"""Text, token ids (a list, tensor or array), messages, or a tokenizer's output for one text."""
 KINDS = "a prompt is text, token ids (a list, or a 1-D tensor or array of integers), or a list of messages"
 
 
 def encode(prompt: Any, tokenizer: Any | None) -> list[int]:
-    """Token ids of one prompt.  Raises ``ValueError`` for what is no prompt, or several."""
+    """Token ids of one prompt. Raises ``ValueError`` for anything else, including several prompts."""
     prompts, single = prompts_of(prompt, tokenizer)
     if not single:
         if not prompts:
@@ -31,13 +31,13 @@ def encode(prompt: Any, tokenizer: Any | None) -> list[int]:
 
 
 def prompts_of(prompts: Any, tokenizer: Any | None = None) -> tuple[list[Any], bool]:
-    """Prompts, each for :func:`encode`, and whether a single one was given rather than several.
+    """Prompts for :func:`encode`, and whether the argument is a single one.
 
-    A list of numbers and a list of messages are one prompt, and so is a tensor or a tokenizer's output of one row.
-    Raises ``ValueError`` for what is neither.
+    A list of numbers, a list of messages, a 1-row tensor, and a tokenizer's 1-row output are one prompt. Raises
+    ``ValueError`` for anything else that is no list of prompts.
 
     Args:
-        tokenizer: tells which id fills rows up.
+        tokenizer: names the padding id.
     """
     if isinstance(prompts, str) or is_messages(prompts):
         return [prompts], True
@@ -53,7 +53,7 @@ def prompts_of(prompts: Any, tokenizer: Any | None = None) -> tuple[list[Any], b
 
 
 def _of_mapping(mapping: Mapping[str, Any]) -> tuple[list[Any], bool]:
-    """The rows of a tokenizer's output, without what fills them up at the left."""
+    """The rows of a tokenizer's output, without left padding."""
     if "input_ids" not in mapping:
         hint = "put the message into a list" if "role" in mapping else "a mapping needs input_ids"
         raise ValueError(f"{KINDS}, not {_shown(mapping)}: {hint}")
@@ -94,7 +94,7 @@ def _of_array(values: Any, tokenizer: Any | None) -> tuple[list[Any], bool]:
 
 
 def _rows(values: Any) -> tuple[list[list[Any]], bool]:
-    """Rows of ids, and whether it is a single one."""
+    """Rows of ids, and whether there is a single one."""
     if not isinstance(values, list | tuple):
         raise ValueError(f"{KINDS}: input_ids cannot be {_shown(values)}")
     listed = [_listed(item) for item in values]
@@ -108,7 +108,6 @@ def _rows(values: Any) -> tuple[list[list[Any]], bool]:
 
 
 def _listed(value: Any) -> Any:
-    """A tensor or array as lists."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -132,7 +131,6 @@ def _checked_ids(ids: Sequence[Any]) -> list[int]:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message of one line."""
     if value is None or isinstance(value, bool | int | float | str):
         return ascii(value)[:60]
     return f"an object of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""The tokens of several requests with noise, which share calls where that saves time."""
+"""Tokens of several requests with noise, in shared calls where that saves time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from foretoken.core.sampling import Sampler
 def fixed_tokens(
     samplers: Sequence[Sampler], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """The tokens that several requests with noise take: what each one's ``ranking`` is the largest of.
+    """The tokens that several requests with noise take: the argmax of each one's ``ranking``.
 
     Args:
-        samplers: of requests of one recipe, so that the first one's probabilities are everyone's.
+        samplers: of requests with the same recipe, so that the first one's probabilities apply to all.
         logits: [N_i, V] per request.
         lengths: N_i per request, as for :meth:`foretoken.core.sampling.Sampler.ranking`.
     """
@@ -31,7 +31,7 @@ def fixed_tokens(
 
 
 def race(samplers: Sequence[Sampler], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
-    """[N, V] what their tokens are the largest of, all rows of all requests; arguments as for :func:`fixed_tokens`."""
+    """[N, V] scores whose argmax is the token, all rows of all requests; arguments as for :func:`fixed_tokens`."""
     if len(samplers) == 1:
         return samplers[0].with_noise(samplers[0].log_probs(logits[0]), lengths[0])
     log_probs = samplers[0].log_probs(torch.cat(list(logits)))

@@ -1,4 +1,4 @@
-"""What a verifier decides of a round, and what is recorded of it."""
+"""A verifier's verdict, and the records of a round."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is accepted of a tree.
+    """The accepted part of a tree.
 
     Attributes:
-        path: accepted draft nodes from the root's child downwards (the root itself is not listed).
+        path: accepted draft nodes from the root's child downwards, without the root.
         next_token: the token after them: the next root.
-        next_is_bonus: whether every draft on the way to a leaf was accepted (bonus token) or one was rejected
-            (recovered).
+        next_is_bonus: true after a fully accepted path to a leaf (bonus token), false after a rejection (recovered
+            token).
     """
 
     path: Sequence[int]
@@ -24,7 +24,7 @@ class Verdict:
 
 
 class RoundTimes(NamedTuple):
-    """Seconds of a round of the whole batch: drafting, the target's call, verification, and all of it."""
+    """Seconds of a round of the whole batch: drafting, target call, verification, and total."""
 
     draft_s: float
     target_s: float
@@ -33,19 +33,19 @@ class RoundTimes(NamedTuple):
 
     @property
     def overhead_s(self) -> float:
-        """What is none of the parts."""
+        """Seconds outside drafting, target call and verification."""
         return self.total_s - self.draft_s - self.target_s - self.verify_s
 
 
 class StepRecord(NamedTuple):
-    """Counts and times of one round of one request (seconds are those of the whole batch's round).
+    """Counts and times of one request's round (seconds are the whole batch's).
 
     Attributes:
-        num_nodes: of this request's tree, the root included; ``round_nodes`` are those of the whole batch,
-            as rows that the target computed (with padding, where it pads).
-        member: which member of a group drafted (its index), -1 when there is no group or nothing was drafted.
+        num_nodes: nodes of this request's tree, the root included; ``round_nodes`` are the rows that the target
+            computed for the whole batch, with any padding.
+        member: index of the group member that drafted; -1 without a group or draft.
         depth: levels of the draft.
-        waiting: requests that wait for a place in the batch.
+        waiting: requests waiting for admission to the batch.
     """
 
     request_id: int

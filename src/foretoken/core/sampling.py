@@ -1,10 +1,10 @@
-"""One function turns logits into a distribution, and one into the token that a greedy or a seeded request takes.
+"""The sampling pipeline: logits to a distribution, and to the token of a greedy or seeded request.
 
-Greedy is a one-hot distribution made by the same function as every other distribution.  Processors run in Transformers'
+Greedy is a one-hot distribution made by the same function as every other distribution. Processors run in Transformers'
 order: logit bias and penalties on the raw logits, user processors, then temperature, top-k, top-p, min-p.
 
 A request with :class:`~foretoken.core.noise.Noise` takes the token of largest ``log p + noise``, as a greedy one takes
-that of largest logit: in both, the token after a prefix is fixed, whoever asks for it.
+that of largest logit. In both, the prefix alone determines the next token.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from foretoken.core.tally import TokenTally
 from foretoken.core.values import check_ids, check_real, check_whole
 
 LARGEST = 1e30
-"""What is added to logits, or divides or multiplies them, is no larger: float32 holds what comes of it."""
+"""Bound of numbers that are added to, multiply or divide logits, so that float32 does not overflow."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn from the target.
+    """Parameters by which tokens are drawn from the target.
 
     Attributes:
         temperature: 0 is greedy.
@@ -45,10 +45,10 @@ class SamplingParams:
         presence_penalty: subtracted once from every token of the prefix's generated part.
         frequency_penalty: subtracted once per occurrence in the generated part.
         logit_bias: added to single tokens' logits.
-        processors: any Transformers ``LogitsProcessor``; must be pure functions of (prefix, scores).
+        processors: Transformers ``LogitsProcessor`` objects; must be pure functions of (prefix, scores).
 
     Raises:
-        OptionError: a value of another kind or outside its range; it names the option.
+        OptionError: a value of a wrong type or outside its range; it names the option.
     """
 
     temperature: float = 0.0
@@ -82,9 +82,9 @@ class SamplingParams:
 
 
 FILTERS = ("top_k", "top_p", "min_p")
-"""Parameters that cut tokens off."""
+"""Parameters that remove tokens."""
 NO_FILTERS = {name: getattr(SamplingParams, name) for name in FILTERS}
-"""Values that cut none off."""
+"""Values that remove none."""
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -101,14 +101,14 @@ class Sampler:
     """The sampling pipeline of one request.
 
     Args:
-        prompt_length: where the generated part of a prefix begins (presence and frequency penalties, noise).
-        noise: of a request whose draws its seed fixes.  A greedy request has no use for it.
-        skipped: tokens at the beginning that the repetition penalty does not see (an encoder's input).
+        prompt_length: start of a prefix's generated part (for presence and frequency penalties, and noise).
+        noise: of a request whose seed fixes its draws. A greedy request ignores it.
+        skipped: leading tokens that the repetition penalty ignores (an encoder's input).
 
     Attributes:
-        context_free: whether the distribution depends on the logits alone, which go into it as they are.
-        cuts: whether a filter cuts tokens off.
-        fixed: whether every prefix has one token that follows it, the largest of :meth:`ranking`.
+        context_free: whether the distribution depends on unprocessed logits alone.
+        cuts: whether a filter removes tokens.
+        fixed: whether every prefix has exactly one next token, the largest of :meth:`ranking`.
     """
 
     def __init__(
@@ -132,28 +132,28 @@ class Sampler:
 
     @property
     def restricts(self) -> bool:
-        """Whether rules of the request may rule out tokens (processors, a grammar among them, or a bias)."""
+        """Whether the request may forbid tokens (by processors such as a grammar, or by a bias)."""
         return bool(self.params.processors or self.params.logit_bias)
 
     @cached_property
     def unprocessed(self) -> Sampler:
-        """The same without processors, for places whose text is not known; itself where there are none."""
+        """The same without processors, for positions whose prefix is unknown; itself if it has none."""
         if not self.params.processors:
             return self
         return Sampler(replace(self.params, processors=()), self.prompt_length, self.noise, self.skipped)
 
     @property
     def recipe(self) -> Hashable:
-        """Equal ones make equal distributions of equal logits; ``None`` where the prefix counts, or single tokens
-        do."""
+        """Samplers with equal recipes make equal distributions from equal logits; ``None`` if the prefix or single
+        tokens count."""
         params = self.params
         return (params.temperature, *(getattr(params, name) for name in FILTERS)) if self.context_free else None
 
     def distribution(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
-        """[V] float distribution at the end of ``prefix`` from logits [V]; one-hot when greedy.
+        """[V] distribution after ``prefix`` from logits [V]; one-hot when greedy.
 
-        float32, or float64 when the logits are float64.  Raises ``NonFiniteLogitsError`` without a finite logit, and
-        ``NothingAllowedError`` where processors leave none.
+        float32, or float64 when the logits are float64. Raises ``NonFiniteLogitsError`` without a finite logit, and
+        ``NothingAllowedError`` where processors leave no token.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if not self.context_free:
@@ -165,11 +165,11 @@ class Sampler:
         return self._finish(self._all_processed(logits, prefixes))
 
     def ranking(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
-        """[N, V] what the token that follows is the largest of (the lowest id on ties), from logits [N, V].
+        """[N, V] scores whose argmax (the lowest id on ties) is the next token, from logits [N, V].
 
-        Greedy: the processed logits.  With noise: log p(v) - log E_t(v), up to a constant per row, in float64; so the
-        token has the distribution p.  Without either: log p(v), up to a constant.  The second largest and so on are
-        what would follow if those before them were impossible: candidates, when the logits are a draft model's.  Raises
+        Greedy: the processed logits. With noise: log p(v) - log E_t(v), up to a constant per row, in float64; so the
+        token has the distribution p. Without either: log p(v), up to a constant. The second largest and so on would
+        follow if those before them were impossible: from a draft model's logits, they are candidates. Raises
         ``NonFiniteLogitsError`` for a row without a finite logit.
 
         Args:
@@ -184,9 +184,9 @@ class Sampler:
         return self.with_noise(self._log_probs(scores), lengths)
 
     def winners(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> list[int]:
-        """Of each row what its :meth:`ranking` is the largest of; arguments and errors are the same.
+        """Argmax of each row's :meth:`ranking`; arguments and errors are the same.
 
-        Of rows on a CPU of which filters keep few tokens no ranking is made.
+        Filtered rows on a CPU keep few tokens and need no whole ranking.
         """
         if self.noise is None or not self.cuts or logits.device.type != "cpu":
             is_plain = self.greedy and self.context_free
@@ -198,14 +198,14 @@ class Sampler:
         return [self._winner_of_kept(self.noise, row, length - self.prompt_length) for row, length in rows]
 
     def _winner_of_kept(self, noise: Noise, scores: Tensor, position: int) -> int:
-        """The same by processed scores [V]."""
+        """The same for one row, from processed scores [V]."""
         ids, weights = self._filters.remaining(scores.numpy(), self.params.temperature)
-        with np.errstate(divide="ignore"):  # the smallest weights may be 0 after they were divided
+        with np.errstate(divide="ignore"):  # the smallest weights may be 0 after normalisation
             sums = np.log(weights) + noise.gumbels_of(position, torch.from_numpy(ids)).numpy()
         return int(ids[sums.argmax()])
 
     def with_noise(self, log_probs: Tensor, lengths: Sequence[int]) -> Tensor:
-        """``log_probs`` [N, V] plus the noise of the positions behind ``lengths``; as they are without noise."""
+        """``log_probs`` [N, V] plus the noise of the positions after ``lengths``; unchanged without noise."""
         if self.noise is None:
             return log_probs
         if self.cuts and log_probs.device.type == "cpu":
@@ -215,7 +215,7 @@ class Sampler:
         return (rows[0][None] if level else torch.stack(rows)) + log_probs
 
     def _with_noise_of_kept(self, noise: Noise, log_probs: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The same where few tokens are possible: making the noise of all takes longer than a small model's draft."""
+        """The same for filtered rows: the noise of a whole vocabulary takes longer than a small model's draft."""
         rows = log_probs.double()
         for row, length in zip(rows, lengths, strict=True):
             possible = torch.from_numpy(np.flatnonzero(row.numpy() > -np.inf))
@@ -223,7 +223,7 @@ class Sampler:
         return rows
 
     def noise_rows(self, lengths: Sequence[int], like: Tensor) -> list[Tensor]:
-        """The noise [V] of the positions behind ``lengths``, for the vocabulary and the device of ``like`` [.., V]."""
+        """The noise [V] of the positions after ``lengths``, for the vocabulary and device of ``like`` [.., V]."""
         if self.noise is None:
             return []
         return [self.noise.gumbels(n - self.prompt_length, like.shape[-1], like.device) for n in lengths]
@@ -239,7 +239,7 @@ class Sampler:
         params = self.params
         unprocessed, scores = scores, scores.clone()
         if params.logit_bias:
-            count = len(params.logit_bias)  # (Of 300 Python integers torch makes a tensor in 260 us, NumPy in 15.)
+            count = len(params.logit_bias)  # (For 300 Python integers, torch takes 260 us to make a tensor, NumPy 15.)
             tokens = torch.from_numpy(np.fromiter(params.logit_bias, np.int64, count)).to(scores.device)
             added = torch.from_numpy(np.fromiter(params.logit_bias.values(), float, count)).to(scores.dtype)
             scores[tokens] += added.to(scores.device)
@@ -271,20 +271,21 @@ class Sampler:
         return self._filters.cut(distributions, scores) if self.cuts else distributions
 
     def _log_probs(self, scores: Tensor) -> Tensor:
-        """Processed scores [N, V] -> log-probabilities [N, V], up to a constant per row; -inf for the impossible."""
+        """Processed scores [N, V] -> log-probabilities [N, V], up to a constant per row; -inf for impossible tokens."""
         if self.cuts and scores.device.type == "cpu":
             return self._filters.logs(scores, self.params.temperature)
         return self._finish(scores).log_() if self.cuts else self._tempered(scores)
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """The same from logits [N, V], for a pipeline that is context-free."""
+        """The same from logits [N, V], for a context-free pipeline."""
         return self._log_probs(self._all_processed(logits, None))
 
     def _tempered(self, scores: Tensor) -> Tensor:
         best = best_of(scores)
         if self.params.temperature == 1.0:
             return scores
-        # Shifted first, and never divided by what rounds to 0: a tiny temperature must not give inf - inf or 0 / 0.
+        # Shifted first, and never divided by a number that rounds to 0: a tiny temperature must not give inf - inf or 0
+        # / 0.
         return (scores - best).div_(max(self.params.temperature, torch.finfo(scores.dtype).tiny))
 
 
@@ -292,10 +293,10 @@ DRAW_BLOCK = 256
 
 
 def running_sums(weights: Tensor) -> Tensor:
-    """[..., V] running sums of weights [..., V], for draws by the inverse of their distribution function.
+    """[..., V] running sums of weights [..., V], for draws by inverse CDF.
 
-    In float32 the steps are multiples of 6e-8: too coarse for the tail of a vocabulary, whose tokens would never be
-    drawn, or twice as often.  (mps has no float64.)
+    In float32 the steps are multiples of 6e-8, too coarse for the tail of a vocabulary: its tokens would be drawn never
+    or twice as often. (mps has no float64.)
     """
     return weights.cumsum(-1) if weights.device.type == "mps" else weights.cumsum(-1, dtype=torch.float64)
 
@@ -303,7 +304,7 @@ def running_sums(weights: Tensor) -> Tensor:
 def draw_by_blocks(distribution: Tensor, u: float) -> int:
     """Inverse-CDF draw from weights [V] on a CPU with a uniform ``u`` in [0, 1), never a token of zero weight.
 
-    First a block of tokens and then a token of it: a running sum of all is serial, .4 ms for 150,000 tokens.
+    A block of tokens is drawn first, then a token of it: one running sum is serial, 0.4 ms for 150,000 tokens.
     """
     weights = distribution.numpy()
     whole = len(weights) // DRAW_BLOCK * DRAW_BLOCK
@@ -318,7 +319,7 @@ def draw_by_blocks(distribution: Tensor, u: float) -> int:
 
 
 def _first_above(cdf: np.ndarray[Any, Any], goal: float, weights: np.ndarray[Any, Any]) -> int:
-    """The first index whose running sum exceeds ``goal``; the last of positive weight where rounding leaves none."""
+    """The first index whose running sum exceeds ``goal``; the last of positive weight if rounding leaves none."""
     index = int(cdf.searchsorted(goal, side="right"))
     return index if index < len(weights) and weights[index] > 0 else int(weights.nonzero()[0][-1])
 
@@ -328,8 +329,8 @@ _LATER: ContextVar[list[Tensor] | None] = ContextVar("largest entries that are c
 
 @contextmanager
 def checks_later() -> Iterator[list[Tensor]]:
-    """Inside the block nobody waits for a device to learn whether rows are finite: their largest entries are collected
-    there, and whoever reads them with something else hands them to :func:`check_best`."""
+    """Defer finiteness checks inside the block, without a device sync: the rows' largest entries are collected in the
+    list. The caller reads them with other results and passes them to :func:`check_best`."""
     largest: list[Tensor] = []
     token = _LATER.set(largest)
     try:
@@ -339,13 +340,13 @@ def checks_later() -> Iterator[list[Tensor]]:
 
 
 def check_best(largest: Sequence[Tensor]) -> None:
-    """Look at what :func:`checks_later` has collected.  Raises ``NonFiniteLogitsError`` where some are not finite."""
+    """Check values collected by :func:`checks_later`. Raises ``NonFiniteLogitsError`` if some are not finite."""
     if not all(bool(torch.isfinite(values).all()) for values in largest):
         raise NonFiniteLogitsError(NON_FINITE)
 
 
 def best_of(scores: Tensor) -> Tensor:
-    """[N, 1] the largest of each row [N, V].  Raises ``NonFiniteLogitsError`` where one is not finite, unless inside
+    """[N, 1] the largest of each row [N, V]. Raises ``NonFiniteLogitsError`` if one is not finite, unless inside
     :func:`checks_later`."""
     best, later = scores.amax(-1, keepdim=True), _LATER.get()
     if later is not None:

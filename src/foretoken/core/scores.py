@@ -1,4 +1,4 @@
-"""The target's view of a tree."""
+"""The target's scores of a tree."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 NON_FINITE = "the model's logits are NaN or all -inf: check the checkpoint, or load it with dtype=float32"
 
 LARGE = 32768
-"""Vocabulary from which on, on a CPU, an operation on a row of it takes so long that calls should see few rows."""
+"""Vocabulary size above which operations on its rows are so slow on a CPU that calls should pass few rows."""
 
 
 def is_large(logits: Tensor) -> bool:
-    """Whether an operation on logits [.., V] takes so long that as few rows as possible should see it."""
+    """Whether operations on logits [.., V] are so slow that calls should pass few rows."""
     return logits.device.type == "cpu" and logits.shape[-1] > LARGE
 
 
@@ -32,13 +32,13 @@ class NonFiniteLogitsError(ValueError):
 
 
 class NothingAllowedError(NonFiniteLogitsError):
-    """The model is right, and the request's own rules leave no token that may follow."""
+    """The model's logits are finite, but the request's rules allow no next token."""
 
 
 def argmaxes(logits: Tensor) -> tuple[list[int], bool]:
     """Row-wise argmax (lowest index on ties) of logits [N, V], and whether every maximum is finite."""
     if logits.device.type == "cpu":
-        # NumPy's argmax is several times faster than torch's on CPU, and it stops at the first NaN.
+        # On a CPU, NumPy's argmax is several times faster than torch's, and it stops at the first NaN.
         rows = (logits if logits.dtype == torch.float64 else logits.float()).numpy()
         indices = rows.argmax(-1)
         return indices.tolist(), bool(np.isfinite(np.take_along_axis(rows, indices[:, None], -1)).all())
@@ -48,21 +48,22 @@ def argmaxes(logits: Tensor) -> tuple[list[int], bool]:
 
 @dataclass
 class Scores:
-    """The target's view of a tree.  Distributions are made only for the nodes that are asked for.
+    """The target's scores of a tree. Distributions are computed only for the nodes that are read.
 
     Attributes:
         logits: [N, V] raw target logits, one row per node.
-        tree: the tree that was scored.
+        tree: the scored tree.
         prefix: committed tokens up to and including the root.
         sampler: the sampling pipeline of the request.
-        taps: hidden states that the drafter asked for, by name, each [N, D]; a row is taken out when it is looked up.
-        batched_p: [n, V] target distributions of the first n nodes, where they were made for the whole batch
+        taps: hidden states for the drafter, by name, each [N, D]; rows are gathered on access.
+        batched_p: [n, V] target distributions of the first n nodes, if computed for the whole batch
             (:mod:`foretoken.methods.verifiers.batched`).
-        weights: p(x) and q(x) of all drafts of a chain, where they were read for the whole batch.
-        chosen: the token after every node, where they were looked up for the whole batch.
-        stuck: paths of tokens below the root after which the request lets nothing follow, of those that were looked at.
-            Such a place needs a distribution all the same, since it may be below a draft that is refused: all of it is
-            on token 0, and whoever commits a token that was drawn there must end the text before it.
+        weights: p(x) and q(x) of all drafts of a chain, if read for the whole batch.
+        chosen: the token after every node, if computed for the whole batch.
+        stuck: token paths below the root after which the request allows no token, among those read. They still need a
+            distribution, because they may follow a rejected draft: all probability is on token 0, and the commit must
+                end
+            the output before a token drawn there.
     """
 
     logits: Tensor
@@ -83,7 +84,7 @@ class Scores:
         return [*self.prefix, *(self.tree.tokens[i] for i in self.tree.path(node)[1:])]
 
     def p(self, node: int) -> Tensor:
-        """[V] target distribution after ``node``: the whole sampling pipeline run on that node's own prefix."""
+        """[V] target distribution after ``node``: the whole sampling pipeline on that node's prefix."""
         if self.batched_p is not None and node < len(self.batched_p):
             return self.batched_p[node]
         distribution = self._distributions.get(node)
@@ -97,7 +98,7 @@ class Scores:
         return distribution
 
     def _stuck_at(self, node: int, elsewhere: float) -> Tensor:
-        """[V] all weight on token 0 and ``elsewhere`` on the others, for a place where nothing may follow."""
+        """[V] all weight on token 0 and ``elsewhere`` on the others, for a node after which nothing may follow."""
         self.stuck.add(tuple(self.tree.tokens[i] for i in self.tree.path(node)[1:]))
         wide = torch.promote_types(self.logits.dtype, torch.float32)
         weights = torch.full_like(self.logits[node], elsewhere, dtype=wide)
@@ -105,7 +106,7 @@ class Scores:
         return weights
 
     def chain_p(self) -> Tensor:
-        """[N, V] target distributions of all nodes at once (for rules that need every position of a chain)."""
+        """[N, V] target distributions of all nodes at once, for rules that need every position of a chain."""
         if self.batched_p is not None and len(self.batched_p) == len(self.tree):
             return self.batched_p
         if self.sampler.context_free:
@@ -114,22 +115,22 @@ class Scores:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens before the one that follows each node: the position in the text of that token."""
+        """Length of the prefix up to each node: the position of the token that follows it."""
         return [len(self.prefix) + depth for depth in self.tree.depths]
 
     @property
     def positions(self) -> list[int]:
-        """Positions in the output of the tokens that may follow the nodes."""
+        """Output positions of the tokens that may follow the nodes."""
         return sorted({length - self.sampler.prompt_length for length in self.lengths})
 
     @property
     def races_at_once(self) -> bool:
-        """Whether looking up the tokens after all nodes is cheaper than after each that the walk reaches: for a chain,
-        unless rows are long.  Of a branching tree most nodes are never reached."""
+        """Whether reading the tokens after all nodes together is cheaper than node by node: true for chains with short
+        rows. The walk never reaches most nodes of a branching tree."""
         return self.tree.is_chain and not is_large(self.logits)
 
     def ranking(self, node: int) -> Tensor:
-        """[V] what the token after ``node`` is the largest of, on that node's own prefix, if the request is fixed."""
+        """[V] scores whose argmax is the token after ``node``, on that node's prefix; for fixed requests."""
         prefixes = None if self.sampler.context_free else [self.node_prefix(node)]
         try:
             return self.sampler.ranking(self.logits[node : node + 1], self.lengths[node : node + 1], prefixes)[0]

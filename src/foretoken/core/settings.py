@@ -1,4 +1,4 @@
-"""Fields of dataclasses that commands have options for."""
+"""Dataclass fields with command-line options."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _KEY = "setting"
 
 @dataclass(frozen=True)
 class About:
-    """What an option says of a field.
+    """Metadata of an option.
 
     Attributes:
-        help: a sentence; empty where the name says all.
-        low, high: the smallest and the largest number that it takes; ``None`` where there is no such limit.
-        is_flag: whether the option stands alone and turns something on, with none that turns it off.
+        help: one sentence; empty if the name suffices.
+        low, high: bounds of the number; ``None`` without one.
+        is_flag: whether the option takes no value and turns something on, without an inverse.
     """
 
     help: str = ""
@@ -27,20 +27,20 @@ class About:
 def setting(
     default: Any, help: str = "", low: float | None = None, high: float | None = None, *, shown: bool = True
 ) -> Any:
-    """A dataclass field with an option, which commands make of it (:mod:`foretoken.cli.settings`).
+    """A dataclass field with an option, which commands derive from it (:mod:`foretoken.cli.settings`).
 
     Args:
         help, low, high: see :class:`About`.
-        shown: whether the value stands in the object's ``repr``.
+        shown: whether the value is part of the object's ``repr``.
     """
     return field(default=default, metadata={_KEY: About(help, low, high)}, repr=shown)
 
 
 def flag(help: str) -> Any:
-    """A switch that is off, with an option to turn it on."""
+    """A switch that is off by default, with an option to turn it on."""
     return field(default=False, metadata={_KEY: About(help, is_flag=True)})
 
 
 def settings_of(config: type) -> dict[Field[Any], About]:
-    """The fields of a dataclass that :func:`setting` has made, in order."""
+    """The fields of a dataclass made by :func:`setting`, in order."""
     return {item: item.metadata[_KEY] for item in fields(config) if _KEY in item.metadata}

@@ -1,4 +1,4 @@
-"""Spec strings ``name[:path][,key=value...]``, and what their values mean to the class that is named."""
+"""Parsing of spec strings ``name[:path][,key=value...]``, and conversion of their values."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Spec:
 def parse_spec(text: str) -> Spec:
     """Split a spec string into name, path and options.
 
-    Commas inside parentheses do not split, so an option may hold specs: ``cascade:./d,inner=(ngram,n=3,k=6)``.  A value
-    that is wrapped in parentheses loses the outer pair.  A name may be a class in a file, ``file.py:Class``.  Raises
+    Commas inside parentheses do not split, so an option may hold specs: ``cascade:./d,inner=(ngram,n=3,k=6)``. A value
+    wrapped in parentheses loses the outer pair. A name may be a class in a file, ``file.py:Class``. Raises
     ``ValueError`` for anything else.
     """
     head, *rest = split_outside(text, ",")
@@ -47,8 +47,8 @@ def parse_spec(text: str) -> Spec:
 
 
 def split_specs(text: str) -> list[str]:
-    """The specs of a list such as ``model:./a,k=4|ngram|(suffix,k=8)``: split where no parenthesis is open.  Raises
-    ``ValueError`` for an empty place, or parentheses that do not close."""
+    """The specs of a list such as ``model:./a,k=4|ngram|(suffix,k=8)``, split outside parentheses. Raises
+    ``ValueError`` for an empty entry or unbalanced parentheses."""
     specs = [_unwrap(part.strip()) for part in split_outside(text, "|")]
     if not all(specs):
         raise ValueError(
@@ -58,7 +58,7 @@ def split_specs(text: str) -> list[str]:
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """Split at separators outside parentheses.  Raises ``ValueError`` for parentheses that do not close."""
+    """Split at separators outside parentheses. Raises ``ValueError`` for unbalanced parentheses."""
     parts, depth = [""], 0
     for sign in text:
         depth += (sign == "(") - (sign == ")")
@@ -74,21 +74,21 @@ def split_outside(text: str, separator: str) -> list[str]:
 
 
 def _unwrap(text: str) -> str:
-    """Without the one pair of parentheses around all of it, if there is one."""
+    """The text without a single pair of parentheses around all of it."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0
     for place, sign in enumerate(text):
         depth += (sign == "(") - (sign == ")")
-        if depth == 0:  # where the first one closes
+        if depth == 0:  # the first one closes here
             return text[1:-1].strip() if place == len(text) - 1 else text
     return text
 
 
 def options_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
-    """The plain options of the constructor, and of ``build`` where there is one.
+    """Options of the constructor, and of ``build`` if there is one, of a plain type.
 
-    Plain is what is annotated with str, int, float, bool, or one of them or None.
+    Plain types are str, int, float and bool, and each of them or None.
     """
     options: dict[str, inspect.Parameter] = {}
     for function in filter(None, (cls.__init__, getattr(cls, "build", None))):
@@ -102,7 +102,7 @@ def options_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
 
 
 def convert_options(role: str, name: str, cls: type[Any], options: dict[str, str]) -> dict[str, Any]:
-    """Turn a spec's strings into the constructor's types.  Raises ``ValueError`` for an unknown key (lists the valid
+    """Convert a spec's strings to the constructor's types. Raises ``ValueError`` for an unknown key (lists the valid
     ones), or a value of another type."""
     valid = options_of(cls)
     result = {}

@@ -1,6 +1,6 @@
-"""Which tokens a text holds and how often, for penalties and processors, which ask about every node of a tree.
+"""Token counts of prefixes, for penalties and processors, which read them at every node of a tree.
 
-The nodes' texts have all but a few tokens in common.  That part is counted once, when it has grown by some tokens.
+The nodes' prefixes share all but a few tokens. The common part is counted once, whenever it has grown by some tokens.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 AHEAD = 32
-"""Tokens at the end of a text that are counted anew each time: a draft may be refused, and counted no more."""
+"""Last tokens of a prefix, which are counted anew each time, because a draft may be rejected."""
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class TokenTally:
-    """The tokens of one request's texts; those before ``begin`` are not counted."""
+    """Token counts of one request's prefixes; tokens before ``begin`` are not counted."""
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
@@ -26,17 +26,17 @@ class TokenTally:
     def _forget(self) -> None:
         self._text: list[int] = []
         self._ids: Numbers = np.empty(0, np.int64)
-        self._rows: dict[int, int] = {}  # where each token stands in the two arrays below
+        self._rows: dict[int, int] = {}  # index of each token in the two arrays below
         self._tokens: Numbers = np.empty(0, np.int64)
         self._counts: Numbers = np.empty(0, np.int64)
 
     def ids(self, text: Sequence[int]) -> Numbers:
-        """[n] all tokens of a text."""
+        """[n] all tokens of a prefix."""
         behind = self._behind(text)
         return np.concatenate([self._ids, _numbers(behind)])
 
     def counts(self, text: Sequence[int]) -> tuple[Numbers, Numbers]:
-        """[m] the different tokens of a text behind ``begin``, and [m] how often they are there."""
+        """[m] distinct tokens of a prefix after ``begin``, and [m] their counts."""
         behind = self._behind(text)
         new = Counter(behind[max(0, self.begin - len(self._text)) :])
         counts = self._counts.copy()
@@ -45,7 +45,7 @@ class TokenTally:
         return np.concatenate([self._tokens, _numbers(list(new))]), np.concatenate([counts, _numbers([*new.values()])])
 
     def _behind(self, text: Sequence[int]) -> list[int]:
-        """What follows the part of a text that is counted, which grows with the text."""
+        """Tokens after the counted part of a prefix, which grows with the prefix."""
         length = len(self._text)
         head = text[:length]
         if (head if isinstance(head, list) else list(head)) != self._text:

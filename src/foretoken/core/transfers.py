@@ -1,4 +1,4 @@
-"""What the host reads of a device, in one transfer: every one of them waits until the device has done all its work."""
+"""Device-to-host copies in one transfer; every transfer waits for all pending work of the device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors on the CPU, by one transfer.
+    """The tensors on the CPU, copied in one transfer.
 
     Args:
-        tensors: of one device, of any shapes.  Whole numbers must be below 2^24, as token ids are: they travel as
+        tensors: of one device, of any shapes. Integers must be below 2^24, as token ids are, because they are copied as
             floats.
 
     Returns:
-        float32, or float64 where one of them is; whole numbers as int64.
+        float32, or float64 if one of them is; integers as int64.
     """
     if not tensors:
         return []

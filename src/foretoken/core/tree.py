@@ -1,4 +1,4 @@
-"""The token tree: a speculation, and how its siblings were drawn."""
+"""The token tree and the kinds of its siblings."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ from torch import Tensor
 
 
 class Kind(enum.StrEnum):
-    """How the siblings of a tree were drawn; decides which verifiers are lossless for it."""
+    """Sampling kind of a tree's siblings; determines which verifiers are lossless."""
 
     POINT = "point"
     """Deterministic: each token is a point mass given the context (top-k, n-grams, guesses)."""
     IID = "iid"
     """Independent draws, with replacement, each from its recorded distribution; duplicates stay separate nodes."""
     WITHOUT_REPLACEMENT = "without_replacement"
-    """Sequential draws from one distribution per parent with earlier siblings removed; sibling order is sampling
-    order."""
+    """Sequential draws from one distribution per parent, without earlier siblings; sibling order is sampling order."""
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A speculation.  Node 0 is the root: the last committed token, whose KV is not yet in the target's cache.
+    """A speculation. Node 0 is the root: the last committed token, whose KV is not yet in the target's cache.
 
     Attributes:
         tokens: N token ids.
         parents: N parent indices, parents before children, ``-1`` for the root only.
         kind: how siblings were drawn.
-        q: [R, V] draft distributions, after temperature, filters and vocabulary maps: what tokens were *really* drawn
-            from.
-            ``None`` for ``POINT`` trees.
+        q: [R, V] draft distributions that the tokens were *really* drawn from, after temperature, filters and
+            vocabulary maps; ``None`` for ``POINT`` trees.
         q_rows: per node the row of ``q`` that it was drawn from (siblings of one drafter share a row), ``-1`` for a
-            node that is a point mass.  Empty means all ``-1``.
-        probes: per node, whether it is a probe: scored for the drafter, never walked by a verifier.  Empty means none.
-        drafters: per node, the index of the drafter that guessed it (ensembles); empty means one drafter.
+            point mass. Empty means all ``-1``.
+        probes: per node, whether it is a probe: scored for the drafter, never walked by a verifier. Empty means none.
+        drafters: per node, the index of the drafter that proposed it (ensembles); empty means one drafter.
     """
 
     tokens: Sequence[int]
@@ -81,7 +79,7 @@ class TokenTree:
 
     @property
     def num_drafts(self) -> int:
-        """Draft tokens: nodes that are neither the root nor probes."""
+        """Number of draft tokens: nodes that are neither the root nor probes."""
         return len(self.tokens) - 1 - sum(self.probes)
 
     @cached_property
@@ -94,7 +92,7 @@ class TokenTree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Children of every node in sibling (= sampling) order, probes left out."""
+        """Children of every node in sibling (= sampling) order, without probes."""
         rows: list[list[int]] = [[] for _ in self.parents]
         for node in range(1, len(self.parents)):
             if not (self.probes and self.probes[node]):
@@ -103,7 +101,7 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every node hangs from the one before it and none is a probe."""
+        """Whether every node's parent is the node before it and none is a probe."""
         return not any(self.probes) and all(p == i - 1 for i, p in enumerate(self.parents))
 
     def path(self, node: int) -> list[int]:
@@ -114,7 +112,7 @@ class TokenTree:
         return nodes[::-1]
 
     def matched(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens`` a path below the root begins with."""
+        """Length of the longest prefix of ``tokens`` that is a path below the root."""
         node = 0
         for count, token in enumerate(tokens):
             below = [child for child in self.children[node] if self.tokens[child] == token]
@@ -124,13 +122,13 @@ class TokenTree:
         return len(tokens)
 
     def guessed_by(self, drafter: int) -> TokenTree:
-        """The same tree with the index of the drafter at every node but the root."""
+        """The same tree with the drafter's index at every node but the root."""
         tree = object.__new__(TokenTree)
-        # All that was checked and worked out stays true: this runs for every request in every round.
+        # Checks and cached values stay valid: this runs for every request in every round.
         tree.__dict__.update(self.__dict__, drafters=(-1, *[drafter] * (len(self.tokens) - 1)))
         return tree
 
     def distribution(self, node: int) -> Tensor | None:
-        """[V] distribution that ``node`` was drawn from, ``None`` when it is a point mass."""
+        """[V] distribution that ``node`` was drawn from; ``None`` for a point mass."""
         row = self.q_rows[node] if self.q_rows else -1
         return None if row < 0 or self.q is None else self.q[row]

@@ -1,4 +1,4 @@
-"""Values of options: of which kind they must be, and the error that names the option."""
+"""Validation of option values, with an error that names the option."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class OptionError(ValueError):
-    """An option has a value that cannot be."""
+    """An option has an invalid value."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
@@ -17,23 +17,23 @@ class OptionError(ValueError):
 
 
 def plain(value: Any) -> Any:
-    """A value of Python's own kinds: numbers and lists where it is a tensor's, an array's or NumPy's."""
+    """A tensor, array or NumPy value as Python numbers and lists; others unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number; a truth value is none."""
+    """Whether a value is an integer; booleans are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_whole(option: str, value: Any) -> None:
-    """Refuse what is no whole number, by an ``OptionError``; a truth value is none."""
+    """Raise ``OptionError`` for a value that is not an integer; booleans are not."""
     if not is_whole(value):
         raise OptionError(option, f"{option} must be a whole number, not {_shown(value)}")
 
 
 def check_counts(options: Mapping[str, Any], least: int) -> None:
-    """Refuse options, by their names, that are no whole number or less than the least, by an ``OptionError``."""
+    """Raise ``OptionError`` for options that are no integer or below ``least``."""
     for option, value in options.items():
         check_whole(option, value)
         if value < least:
@@ -41,27 +41,27 @@ def check_counts(options: Mapping[str, Any], least: int) -> None:
 
 
 def check_least(method: str, least: float, **options: float | None) -> None:
-    """Refuse options of a method below the least, by a ``ValueError``; ``None`` was not given."""
+    """Raise ``ValueError`` for options of a method below ``least``; ``None`` means unset."""
     for option, value in options.items():
         if value is not None and not value >= least:
             raise ValueError(f"{method} needs {option} >= {least}, not {value}")
 
 
 def check_real(option: str, value: Any) -> None:
-    """Refuse what is no number, by an ``OptionError``; a truth value is none."""
+    """Raise ``OptionError`` for a value that is not a number; booleans are not."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise OptionError(option, f"{option} must be a number, not {_shown(value)}")
 
 
 def check_flags(**options: Any) -> None:
-    """Refuse options, by their names, that are no truth values, by an ``OptionError``."""
+    """Raise ``OptionError`` for options that are not booleans."""
     for option, value in options.items():
         if not isinstance(value, bool):
             raise OptionError(option, f"{option} must be True or False, not {_shown(value)}")
 
 
 def check_text(option: str, value: Any) -> None:
-    """Refuse what is no text, and text that is no Unicode (half a surrogate pair), by an ``OptionError``."""
+    """Raise ``OptionError`` for a value that is not text, or not valid Unicode (half a surrogate pair)."""
     if not isinstance(value, str):
         raise OptionError(option, f"{option} must be text, not {_shown(value)}")
     try:
@@ -71,7 +71,7 @@ def check_text(option: str, value: Any) -> None:
 
 
 def texts_of(option: str, value: Any, each: str) -> tuple[str, ...]:
-    """One text or several.  Raises ``OptionError`` for anything else, an empty text, or text that is no Unicode."""
+    """One text or several. Raises ``OptionError`` for anything else, an empty text, or invalid Unicode."""
     if value is None:
         return ()
     texts = (value,) if isinstance(value, str) else _members(option, value, "text, or a list of texts")
@@ -83,7 +83,7 @@ def texts_of(option: str, value: Any, each: str) -> tuple[str, ...]:
 
 
 def ids_of(option: str, value: Any) -> tuple[int, ...]:
-    """Token ids, whether the vocabulary has them or not.  Raises ``OptionError`` for anything but whole numbers."""
+    """Token ids, inside the vocabulary or not. Raises ``OptionError`` for anything but integers."""
     ids = _members(option, value, "a list of token ids")
     for token in ids:
         if not is_whole(token):
@@ -93,9 +93,9 @@ def ids_of(option: str, value: Any) -> tuple[int, ...]:
 
 @contextmanager
 def numbered(place: int, count: int) -> Iterator[None]:
-    """Say of an error which of several prompts it is about, from 0.
+    """Add to an error the number of the prompt that caused it; ``place`` counts from 0.
 
-    An option that would be refused for any prompt is refused with the first, which is not to blame.
+    An error of an option that would be refused for any prompt is raised unchanged for the first one.
     """
     try:
         yield
@@ -107,7 +107,7 @@ def numbered(place: int, count: int) -> Iterator[None]:
 
 
 def check_ids(option: str, ids: Iterable[Any], vocab_size: int | None) -> None:
-    """Refuse ids that the vocabulary lacks, by an ``OptionError``; of one of unknown size, negative ids."""
+    """Raise ``OptionError`` for ids outside the vocabulary, or for negative ids if its size is unknown."""
     for token in ids:
         if not is_whole(token):
             raise OptionError(option, f"{option} must hold token ids (whole numbers), not {_shown(token)}")
@@ -124,11 +124,10 @@ def _members(option: str, value: Any, rule: str) -> tuple[Any, ...]:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message of one line."""
     is_short = value is None or isinstance(value, str | int | float)
     return ascii(value)[:60] if is_short else with_article(type(value).__name__)
 
 
 def with_article(name: str) -> str:
-    """The name of a type in a sentence: ``"a list"``, ``"an int"``."""
+    """A type's name with its article: ``"a list"``, ``"an int"``."""
     return f"an {name}" if name[:1].lower() in ("a", "e", "i", "o") else f"a {name}"
