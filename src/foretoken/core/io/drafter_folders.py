@@ -1,7 +1,7 @@
-"""What a folder holds, by its structure: a drafter of some kind, or a model that stands by itself.
+"""The kind of a folder, by its structure: a drafter, or a whole model.
 
-A drafter may call itself ``model_type: "qwen3"`` and have neither embedding nor projection: who loads it as a model is
-told the name of a tensor.  Its tensors say what it is.
+A drafter may declare ``model_type: "qwen3"`` and lack embedding and output projection, so loading it as a model fails
+with the name of a tensor. Its tensor names identify it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ OURS = "drafter.json"
 IMPORTED = ("eagle", "eagle3", "peagle", "medusa", "mtp", "dflash", "dflash2", "dspark")
 """Methods whose drafters other projects train, in layouts that ``foretoken import`` reads."""
 PREFIXES = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "midlayer.": "layers.0."}
-"""How names of a block drafter begin elsewhere -> ours."""
+"""Prefixes of tensor names in other projects' block drafters -> ours."""
 MEDUSA = re.compile(r"(?:medusa_head\.)?\d+\.\d+\.linear\.weight|(?:medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight")
 NAMED = {"dflash2": "dflash2", "dflash": "dflash", "dspark": "dspark", "peagle": "peagle", "eagle3": "eagle3"}
-"""What the class in ``config.json`` has in its name -> the kind, where there are no tensors to ask."""
+"""Part of the class name in ``config.json`` -> kind, for folders without readable tensors."""
 
 
 def header_of(shard: Path) -> dict[str, Any]:
-    """What a safetensors file says of its tensors (``dtype``, ``shape``, ``data_offsets``), by their names."""
+    """Tensor entries of a safetensors header (``dtype``, ``shape``, ``data_offsets``), by name."""
     with shard.open("rb") as file:
         header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)
@@ -31,18 +31,18 @@ def header_of(shard: Path) -> dict[str, Any]:
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
-    """Names of all tensors in a folder's safetensors files; those of a damaged file are left out."""
+    """Names of all tensors in a folder's safetensors files; damaged files are skipped."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         try:
             names.update(header_of(file))
         except (OSError, ValueError, AttributeError, MemoryError, OverflowError):
-            continue  # who reads the file says what is wrong with it
+            continue  # reading the file reports its damage
     return frozenset(names)
 
 
 def our_name(name: str) -> str:
-    """A tensor's name without what others put before it."""
+    """A tensor's name without other projects' prefixes."""
     name = name.removeprefix("model.")
     for theirs, prefix in PREFIXES.items():
         if name.startswith(theirs):
@@ -51,7 +51,7 @@ def our_name(name: str) -> str:
 
 
 def block_kind(names: Collection[str]) -> str | None:
-    """Which block drafter tensors of these names make: ``dflash``, ``dflash2`` or ``dspark``; ``None``: none."""
+    """Kind of block drafter with these tensors: ``dflash``, ``dflash2`` or ``dspark``; ``None`` for others."""
     keys = {our_name(name) for name in names}
     if not {"fc.weight", "hidden_norm.weight"} <= keys:
         return None
@@ -62,7 +62,7 @@ def block_kind(names: Collection[str]) -> str | None:
 
 
 def drafter_kind(folder: Path) -> str | None:
-    """Which drafter a folder holds, ours or another project's; ``None``: none."""
+    """Kind of the drafter in a folder, ours or another project's; ``None`` without one."""
     if (folder / OURS).is_file():
         return str(_object(folder / OURS).get("method") or "of a kind that its damaged drafter.json does not tell")
     config, names = _object(folder / "config.json"), tensor_names(folder)
@@ -71,13 +71,13 @@ def drafter_kind(folder: Path) -> str | None:
 
 
 def is_whole_model(folder: Path) -> bool:
-    """Whether a folder holds a model with an embedding of its own, and no drafter."""
+    """Whether a folder holds a model with its own embedding and no drafter."""
     embeds = any("embed" in name or "wte" in name for name in tensor_names(folder))
     return (folder / "config.json").is_file() and embeds and drafter_kind(folder) is None
 
 
 def not_a_model(folder: Path) -> str | None:
-    """Why a folder with a drafter is no model, and how it is used, in one line; ``None`` for any other folder."""
+    """Why a drafter folder is not a model, with its correct use, in one line; ``None`` for other folders."""
     kind = drafter_kind(folder)
     if kind is None:
         return None
@@ -106,7 +106,7 @@ def _kind(config: Mapping[str, Any], names: frozenset[str]) -> str | None:
 
 
 def _named_kind(config: Mapping[str, Any]) -> str | None:
-    """By what ``config.json`` says alone: weights are pickled, or not there."""
+    """The kind by ``config.json`` alone, for pickled or missing weights."""
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
         return "medusa"
     architectures = config.get("architectures")
@@ -116,7 +116,7 @@ def _named_kind(config: Mapping[str, Any]) -> str | None:
 
 
 def _target_of(folder: Path) -> str:
-    """Whom a drafter is for, in words that follow its kind; empty where its files do not tell."""
+    """The target of a drafter, as words that follow its kind; empty if its files do not name it."""
     target, config = _object(folder / OURS).get("target"), _object(folder / "config.json")
     if isinstance(target, Mapping):
         layers, size = target.get("num_layers"), target.get("hidden_size")
@@ -134,7 +134,7 @@ def _target_of(folder: Path) -> str:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none, or a damaged one."""
+    """A JSON object; empty if the file is missing or damaged."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

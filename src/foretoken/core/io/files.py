@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and checksums."""
+"""Checksums, and files and folders that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from foretoken.core.io.quiet import NO_BARS
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A draft beside ``path`` that takes its place when the block ends well, and is removed otherwise.
+    """Path of a temporary file or folder that replaces ``path`` if the block succeeds; otherwise it is removed.
 
-    The block writes a file or a folder there.  Two processes may write the same path: the later one wins.  Raises
-    ``OSError`` where it cannot be written.
+    If two processes write the same path, the later one wins. Raises ``OSError`` if it cannot be written.
     """
     path = Path(path)
     draft = path.with_name(f".tmp-{os.getpid()}-{path.name}")
@@ -33,7 +32,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from None
     except OSError as error:
-        if error.errno and error.filename is None:  # a full disk is found by a write, which knows no name
+        if error.errno and error.filename is None:  # a write to a full disk reports no file name
             error.filename = str(path)
         raise
     finally:
@@ -48,7 +47,7 @@ def _remove(path: Path) -> None:
 
 
 def _put(draft: Path, path: Path) -> None:
-    """Rename; an old folder, which no other one can replace, is set aside first and comes back when that fails."""
+    """Rename. An old folder, which cannot be replaced, is moved aside first and restored on failure."""
     aside = draft.with_name(f"{draft.name}-old")
     if draft.is_dir() and path.exists():
         path.rename(aside)
@@ -62,25 +61,25 @@ def _put(draft: Path, path: Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write a file, whole or not at all.  Raises ``OSError`` as :func:`replacing` does."""
+    """Write a file, whole or not at all. Raises ``OSError`` as :func:`replacing` does."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
     return Path(path)
 
 
 def write_json(path: str | Path, content: Any) -> Path:
-    """Write indented JSON, whole or not at all; makes the folder that it is in."""
+    """Write indented JSON, whole or not at all; creates the parent folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     return write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def save_model(network: Any, tokenizer: Any | None, folder: Path) -> None:
-    """Write a network and its tokenizer in Hugging Face's layout; every file appears whole or not at all."""
+    """Write a network and its tokenizer in Hugging Face's layout; each file appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / ".tmp-model"
     _remove(draft)
     try:
-        with NO_BARS.changed():  # of one file, in the middle of ours
+        with NO_BARS.changed():  # of one file, among ours
             network.save_pretrained(draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
@@ -91,19 +90,19 @@ def save_model(network: Any, tokenizer: Any | None, folder: Path) -> None:
 
 
 def save_described(folder: Path, weights: tuple[str, dict[str, Any]], described: tuple[str, Any]) -> None:
-    """Write tensors and the JSON file beside them, each under its name; both appear whole or not at all."""
+    """Write tensors and a JSON file, each under its name; both appear whole or not at all."""
     from safetensors.torch import save_file
 
     (name, tensors), (card, content) = weights, described
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / card) as text, replacing(folder / name) as draft:  # which takes its place first
+    with replacing(folder / card) as text, replacing(folder / name) as draft:  # renamed first
         save_file(tensors, draft, {"format": "pt"})
         text.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        shutil.copymode(text, draft)  # safetensors lets only the owner read
+        shutil.copymode(text, draft)  # safetensors makes files readable for the owner only
 
 
 def files_checksum(files: Iterable[Path]) -> str:
-    """Tells the contents of files, in this order, from others."""
+    """Checksum of the contents of files, in this order."""
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
         digest.update(file.stat().st_size.to_bytes(8, "little"))
@@ -114,5 +113,5 @@ def files_checksum(files: Iterable[Path]) -> str:
 
 
 def checksum(data: bytes | str, size: int = 8) -> str:
-    """Tells data from other data: ``size`` bytes as hexadecimal digits."""
+    """Checksum of data: ``size`` bytes as hexadecimal digits."""
     return hashlib.blake2b(data.encode() if isinstance(data, str) else data, digest_size=size).hexdigest()

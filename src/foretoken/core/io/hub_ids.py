@@ -1,6 +1,6 @@
-"""Models named by a Hugging Face id: whether the hub can be asked, found out before anything waits for it.
+"""Models by Hugging Face id, with an early check whether the hub can be reached.
 
-Without a network the hub's client tries every file again and again (33 seconds for a model that is not there).
+Without a network the hub's client retries every file (33 seconds for a missing model).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 from threading import Thread
 
 FILES = ("config.json", "adapter_config.json")
-"""Of a model in the hub's cache, one of them is there."""
+"""Files of which every model in the hub's cache has one."""
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class UnreachableError(ValueError):
-    """A model that is neither on this machine nor to be fetched; the message says what to do."""
+    """A model that is neither local nor reachable; the message gives a remedy."""
 
 
 def place_of(source: str) -> str:
-    """Where the model of a path or an id is read from: itself, or its folder in the hub's cache if the hub cannot be
-    asked.  Raises ``UnreachableError`` where it is neither here nor in the cache, and nobody can be asked for it."""
+    """Source of a model: the path or id itself, or its folder in the hub's cache if the hub cannot be reached. Raises
+    ``UnreachableError`` if it is neither local nor cached and the hub cannot be reached."""
     if Path(source).expanduser().exists():
         return source
     if not _ID.fullmatch(source):
@@ -43,7 +43,7 @@ def place_of(source: str) -> str:
 
 
 def cached_folder(source: str) -> str | None:
-    """The folder of a hub id in the hub's cache; ``None`` where it is not there."""
+    """The folder of a hub id in the hub's cache; ``None`` if it is not cached."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     files = [try_to_load_from_cache(source, file, cache_dir=constants.HF_HUB_CACHE) for file in FILES]
@@ -52,9 +52,9 @@ def cached_folder(source: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _answers(endpoint: str, minute: int) -> bool:
-    """Whether anything answers there; the answer is kept for a minute.
+    """Whether the endpoint answers; the result is cached for a minute.
 
-    The question is asked in a thread of its own, because looking up a name cannot be given a time limit.
+    A separate thread asks, because a name lookup has no time limit.
     """
     wait_s = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 1.5)
     answers: list[bool] = []
@@ -64,7 +64,7 @@ def _answers(endpoint: str, minute: int) -> bool:
 
         try:
             get_session().head(endpoint, timeout=wait_s)
-        except Exception:  # whatever it is, the hub could not be asked
+        except Exception:  # any error: the hub could not be reached
             return
         answers.append(True)
 

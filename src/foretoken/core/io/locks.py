@@ -1,4 +1,4 @@
-"""Files and folders that one process at a time may write."""
+"""Locks of files and folders that one process at a time may write."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def lock(descriptor: int, path: Path, kind: str = "file", wait: bool = False) -> None:
-    """Keep what was opened at ``path`` for this process until it is closed, or the process ends in any way.  Raises
-    ``ValueError`` where another one has it, and it is not to ``wait`` for."""
+    """Lock the file opened at ``path`` for this process until it is closed or the process ends. Raises ``ValueError``
+    if another process holds the lock and ``wait`` is false."""
     try:
         import fcntl
-    except ImportError:  # Windows: two runs in one place are the user's to avoid
+    except ImportError:  # Windows: users must not run two processes in one folder
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

