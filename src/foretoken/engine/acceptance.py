@@ -1,4 +1,4 @@
-"""The stage of a round that decides: which rule verifies which request's draft, and what it says."""
+"""The verification stage of a round: chooses each draft's acceptance rule and applies it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class AcceptanceRules:
     """The acceptance rules of one engine.
 
     Attributes:
-        is_outside: whether the rule that was asked for is none of ours: its verdicts are looked at, and it decides
-            request by request, so that where it fails it is asked about nobody else twice: it may have a state.
+        is_outside: whether the chosen rule comes from outside the package. Its verdicts are checked. It decides request
+            by request, because it may have state: after a failure it is not called again for the other requests.
     """
 
     def __init__(self, verifier: Verifier | None, drafter: Drafter | None, allow_lossy: bool) -> None:
@@ -30,7 +30,7 @@ class AcceptanceRules:
             self._check(verifier, greedy=verifier.greedy_only)
 
     def check(self, request: Request) -> None:
-        """Refuse sampling that the rule is not right for, by a ``ValueError``."""
+        """Raise ``ValueError`` for sampling that the rule does not support."""
         if self.verifier is not None:
             self._check(self.verifier, greedy=request.params.temperature == 0)
 
@@ -42,14 +42,14 @@ class AcceptanceRules:
             check_proposals(drafter.traits.proposals, verifier, drafter.name, self.allow_lossy, greedy)
 
     def races(self, request: Request) -> bool:
-        """Whether draft and target share noise: then the seed fixes the text.  By default where a seed was given, or
-        where it is accepted most; a verifier with draws of its own that was asked for has no use for it."""
+        """Whether draft and target share noise, so that the seed fixes the output. By default with a seed, or where the
+        drafter prefers noise; an explicit verifier with its own draws does not use it."""
         if self.verifier is not None:
             return self.verifier.races
         return request.seed is not None or (self.drafter is not None and self.drafter.traits.prefers_noise)
 
     def verify(self, turns: Sequence[Turn]) -> None:
-        """What is accepted of each draft, and the token after it."""
+        """Set each turn's verdict: the accepted path and the token after it."""
         for turn in turns:
             turn.verifier = turn.rule or self._rule_for(turn)
         rngs = [turn.run.context.rng for turn in turns]
@@ -63,7 +63,7 @@ class AcceptanceRules:
         tree, scores = turn.tree, turn.scores
         kind = tree.kind
         if len(tree) == 1 and self.verifier is not None and kind not in self.verifier.kinds:
-            kind = min(self.verifier.kinds)  # an empty draft is of any kind
+            kind = min(self.verifier.kinds)  # an empty draft fits any kind
         key = (kind, not tree.is_chain, scores.sampler.greedy, scores.sampler.fixed)
         rule = self._chosen.get(key)
         if rule is None:

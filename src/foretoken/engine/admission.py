@@ -1,4 +1,4 @@
-"""Which requests may enter, and which of them is next: what is wrong with one is said before it costs anything."""
+"""Validation of requests before they cost anything, and the choice of the next one to run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from foretoken.models.cache.fixed import rectangle_of
 from foretoken.models.vocabulary import check_vocabulary
 
 SCRATCH = 64
-"""Slots for draft tokens that every text may need besides its own tokens."""
+"""Slots for draft tokens that a sequence may need in addition to its tokens."""
 SHARE = 8
-"""One place in so many is kept for owners that have none."""
+"""One in this many batch slots is reserved for owners without a running request."""
 
 
 def check(request: Request, target: LanguageModel) -> None:
-    """Refuse a request that cannot be served, by a ``ValueError`` that says why."""
+    """Raise ``ValueError`` with the reason for a request that cannot be served."""
     check_vocabulary(target)
     _check_kinds(request)
     if request.seed is not None:
@@ -54,7 +54,7 @@ def check(request: Request, target: LanguageModel) -> None:
 
 
 def _check_kinds(request: Request) -> None:
-    """Each value is of its kind: what compares otherwise (NaN, a truth value) would pass for a number."""
+    """Check types first, because NaN and booleans would pass comparisons of numbers."""
     for name in ("max_new_tokens", "min_tokens", "priority"):
         check_whole(name, getattr(request, name))
     for name in ("logprobs", "prompt_logprobs", "max_draft_tokens"):
@@ -88,16 +88,16 @@ def _check_lengths(request: Request, context_length: int, reason: str) -> None:
 
 
 class KvBudget:
-    """The memory that keys and values may take: a request is admitted when its prompt and answer fit.
+    """Memory for keys and values: a request is admitted when its prompt and answer fit.
 
-    The cache of a model that runs graphs is one rectangle, so that a text takes as much as the longest: what is counted
-    is the rectangle of all texts.
+    A model that runs graphs has one rectangle as its cache, in which every sequence takes as much as the longest.
+    There, the whole rectangle counts.
 
     Args:
         limit: bytes; ``None`` for no limit.
 
     Attributes:
-        reserved: slots that every admitted request may come to need.
+        reserved: slots that each admitted request may need.
     """
 
     def __init__(self, target: LanguageModel, limit: int | None) -> None:
@@ -111,17 +111,17 @@ class KvBudget:
         self.reserved: dict[int, int] = {}
 
     def need(self, request: Request) -> int:
-        """Bytes that a request may come to need, if it is alone."""
+        """Bytes that a request may need if it runs alone."""
         return self._bytes([_slots(request)]) if self.limit is not None else 0
 
     def _bytes(self, texts: Sequence[int]) -> int:
-        """Bytes that texts of so many slots take together."""
+        """Bytes of sequences with these numbers of slots together."""
         cache = rectangle_of(self.target)
         return (sum(texts) if cache is None else prod(cache.rectangle(texts))) * self.target.kv_bytes_per_token
 
     def check(self, request: Request) -> None:
-        """Refuse what could never be admitted, by an ``OptionError``: of ``prompt`` where one that is so long leaves no
-        room, else of ``max_new_tokens``."""
+        """Raise ``OptionError`` for a request that can never be admitted: for ``prompt`` if its length leaves no room,
+        else for ``max_new_tokens``."""
         need = self.need(request)
         if self.limit is not None and need > self.limit:
             fits = (self.room(len(request.prompt)) or 0) > 0
@@ -132,22 +132,22 @@ class KvBudget:
             )
 
     def room(self, prompt: int) -> int | None:
-        """The most new tokens that a request with a prompt of so many has memory for, if it is alone; 0 or less where
-        there is room for none, and ``None`` without a limit."""
+        """Most new tokens that fit after a prompt of this length if it runs alone; 0 or less without room, ``None``
+        without a limit."""
         if self.limit is None:
             return None
         longest = range(1, self.target.context_length + SCRATCH + 1)
         return bisect_right(longest, self.limit, key=lambda slots: self._bytes([slots])) - SCRATCH - prompt
 
     def at_once(self, prompt: int, new: int, most: int) -> int:
-        """How many requests with a prompt and new tokens of so many fit together, up to ``most``."""
+        """Number of requests with these prompt and output lengths that fit together, up to ``most``."""
         if self.limit is None:
             return most
         slots = prompt + new + SCRATCH
         return bisect_right(range(1, most + 1), self.limit, key=lambda count: self._bytes([slots] * count))
 
     def admits(self, run: Running) -> bool:
-        """Reserve what a request needs, if there is room."""
+        """Reserve a request's memory. Returns whether it fits."""
         need = _slots(run.request)
         if self.limit is not None:
             texts, cache = [*self.reserved.values(), need], rectangle_of(self.target)
@@ -159,18 +159,18 @@ class KvBudget:
         return True
 
     def most_texts(self, most: int) -> int:
-        """How many texts of the shortest kind fit together, up to ``most``; at least 1."""
+        """Number of sequences of the shortest kind that fit together, up to ``most``; at least 1."""
         while self.limit is not None and most > 1 and self._bytes([1] * most) > self.limit:
             most //= 2
         return most
 
     def free(self, run: Running) -> None:
-        """A request has left."""
+        """Release a request's reservation."""
         self.reserved.pop(run.id, None)
 
     @property
     def remaining(self) -> int | None:
-        """Bytes that no request has reserved, and no rectangle holds; ``None`` without a limit."""
+        """Bytes neither reserved nor held by a rectangle; ``None`` without a limit."""
         if self.limit is None:
             return None
         cache = rectangle_of(self.target)
@@ -183,21 +183,21 @@ def _slots(request: Request) -> int:
 
 
 def kept_back(places: int) -> int:
-    """Places that nobody gets who has one already, so that one owner cannot hold all: an eighth, of few places one."""
+    """Batch slots reserved for owners without a running request, so that one owner cannot hold all: an eighth, rounded
+    up."""
     return -(-places // SHARE) if places > 1 else 0
 
 
 def first_in_turn(waiting: Sequence[Running], running: Sequence[Running], places: int, reserved: int) -> Running | None:
-    """The request that joins next: of those that come first by priority the one whose owner has the fewest running,
-    and of these the one that came first.
+    """The next request to join: by priority, then by its owner's number of running requests, then by arrival.
 
     Args:
         waiting: by priority, then in order of arrival.
-        running: those that have a place.
-        reserved: how many of them are for owners of which nothing runs.
+        running: requests in the batch.
+        reserved: slots for owners without a running request.
 
     Returns:
-        ``None`` where nobody may join now.
+        ``None`` if no request may join now.
     """
     num_running = Counter(run.request.owner for run in running)
     is_short = places - len(running) <= reserved

@@ -1,7 +1,7 @@
-"""The engine in a thread of its own, fed by a queue: for servers, and for programs that use asyncio.
+"""The engine in a separate thread, fed by a queue: for servers, and for programs that use asyncio.
 
-Whoever asks never touches a tensor: requests go in through :meth:`AsyncLlm.submit`, what they gain comes out of the
-ticket, and cancelling takes effect between two rounds.
+Callers never touch a tensor. Requests enter through :meth:`AsyncLlm.submit`, tickets deliver output, and cancellation
+takes effect between two rounds.
 """
 
 from __future__ import annotations
@@ -34,27 +34,26 @@ T = TypeVar("T")
 OnEnd = Callable[[Request, float, SpecStats, FinishReason | None], None]
 
 IDLE_S = 0.2
-"""How often an idle engine shows that it lives, and how old a controller's report may get."""
+"""Heartbeat interval of an idle engine, and age limit of the controller's report."""
 MISHAPS = 3
-"""Rounds in a row that may fail as a whole before the engine gives up."""
+"""Consecutive failed rounds before the engine gives up."""
 
 
 class AsyncLlm:
-    """An :class:`~foretoken.llm.Llm` that serves many askers at once.
+    """An :class:`~foretoken.llm.Llm` that serves concurrent requests.
 
     Args:
-        llm: what is served.  Its own methods may be called meanwhile, from other threads: a round serves everybody.
-        max_running: most requests that run together.
-        max_queued: most requests that wait besides; more are refused.
-        kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
-        prefill_chunk: tokens of prompts that are read between two rounds.
-        prefill_s: seconds that this may take while others run or wait (or as long as a round, where that is longer);
-            ``None`` for no limit.
-        kept_places: how many of ``max_running`` are for owners of which nothing runs.
-        prefix_cache: keep finished texts for others with the same beginning (and the same ``cache_salt``).
-        prefix_bytes: most memory for them.
-        on_end: told of every request that has ended, however it did: what was asked, the clock's value when it arrived,
-            its statistics, and its finish reason, ``None`` where it was cancelled.  In the engine's thread.
+        llm: the served model. Other threads may call its methods meanwhile; every round serves all requests.
+        max_running: most requests in the batch.
+        max_queued: most waiting requests in addition; more are refused.
+        kv_memory: bytes of keys and values for running and cached sequences; ``None`` for no limit.
+        prefill_chunk: prompt tokens that are processed between two rounds.
+        prefill_s: time limit of this while others run or wait (at least the time of a round); ``None`` for no limit.
+        kept_places: part of ``max_running`` reserved for owners without a running request.
+        prefix_cache: cache finished sequences for requests with the same prefix (and the same ``cache_salt``).
+        prefix_bytes: largest size of this cache.
+        on_end: called in the engine's thread for every ended request with the request, its arrival time, its
+            statistics, and its finish reason, ``None`` after cancellation.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class AsyncLlm:
         check_counts({"max_queued": max_queued, "kept_places": kept_places, "prefix_bytes": prefix_bytes}, 0)
         self.llm, self.max_running, self.max_queued = llm, max_running, max_queued
         cache_bytes = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
-        self._turn = llm.calls.turn  # before ``_lock``, where both are held
+        self._turn = llm.calls.turn  # acquired before ``_lock`` if both are held
         self._on_end = on_end
         self._limits = {
             "max_batch": max_running,
@@ -91,7 +90,7 @@ class AsyncLlm:
             "kept_places": kept_places,
         }
         with self._turn:
-            if llm.calls.others is None:  # the limits of one that serves stay as they are
+            if llm.calls.others is None:  # a serving one keeps its limits
                 self._take_over()
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -105,7 +104,7 @@ class AsyncLlm:
         self._beat = monotonic()
         self._report: dict[str, Any] = {}
         self._reported, self._mishaps = 0.0, 0
-        llm.memory()  # a model finds out once what a token costs, by running: before a thread of its own does
+        llm.memory()  # a model measures the cost of a token once, by running: do it before the thread starts
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an AsyncLlm is neither copied nor pickled: make one of an Llm that is loaded in each process")
@@ -123,7 +122,7 @@ class AsyncLlm:
         """Start the engine's thread.
 
         Raises:
-            ValueError, EngineClosed: another one serves the same :class:`Llm`; this one was closed.
+            ValueError, EngineClosed: another AsyncLlm serves the same :class:`Llm`; this one was closed.
         """
         if self._stopping:
             raise EngineClosed("this AsyncLlm was closed: make another one of the same Llm")
@@ -137,11 +136,11 @@ class AsyncLlm:
             self._thread = start_thread(self, self._wake, IDLE_S)
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those that are there are finished."""
+        """Refuse new requests; present ones are finished."""
         self._draining = True
 
     async def close(self, drain_s: float = 30.0) -> None:
-        """Refuse new requests, wait for the others, cancel those that take longer, and end the thread."""
+        """Refuse new requests, wait for the others, cancel them after ``drain_s``, and end the thread."""
         self.drain()
         end = monotonic() + drain_s
         while self.num_open and monotonic() < end and self._dead is None:
@@ -153,26 +152,26 @@ class AsyncLlm:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         with self._lock:
             return len(self._new) + len(self._tickets)
 
     @property
     def status(self) -> EngineStatus:
-        """What the engine does just now."""
+        """Current state of the engine."""
         age_s = monotonic() - self._beat
         return status_of(self.llm.engine, self.num_open, age_s, self._dead, self._draining, self._report)
 
-    # -- asking ------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Ticket:
-        """Queue a request; from any thread.
+        """Queue a request, from any thread.
 
         Raises:
-            QueueFull: as many wait as may.
-            Draining: the server is about to stop.
-            EngineDead: there is nobody to serve it.
-            ValueError: it cannot be served.
+            QueueFull: the queue is full.
+            Draining: the server is shutting down.
+            EngineDead: no engine is running.
+            ValueError: the request is invalid.
         """
         if self._dead is None and not self._draining:
             self.llm.engine.check(request)
@@ -184,7 +183,7 @@ class AsyncLlm:
         return ticket
 
     def check_room(self, count: int = 1) -> None:
-        """Refuse what :meth:`submit` would refuse now, before anything is done for it.
+        """Raise the errors that :meth:`submit` would raise now, before any work is done.
 
         Raises:
             QueueFull, Draining, EngineDead: as there.
@@ -200,7 +199,7 @@ class AsyncLlm:
             raise QueueFull(f"{self.max_running} requests run and {self.max_queued} wait already", 1.0)
 
     def _check_life(self) -> None:
-        """Under the lock, so that nothing is queued behind the engine's last look."""
+        """Called under the lock, so that nothing is queued after the engine's last check."""
         if self._dead is not None:
             raise EngineDead(self._dead)
         if self._thread is None:
@@ -219,8 +218,8 @@ class AsyncLlm:
 
         Raises:
             RequestFailed: it ended with an error.
-            DeadlineExceeded: its time was up before it had a token.
-            EngineDead: there is nobody to serve it any more.
+            DeadlineExceeded: its deadline passed before its first token.
+            EngineDead: the engine has stopped.
         """
         ticket = self.submit(request)
         try:
@@ -232,13 +231,13 @@ class AsyncLlm:
             self.cancel(ticket)
 
     async def pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
-        """The output of a request, round by round; who stops listening cancels it."""
+        """The output of a request, round by round; closing the generator cancels it."""
         async with aclosing(self.follow(self.submit(request))) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def follow(self, ticket: Ticket) -> AsyncGenerator[Piece, None]:
-        """:meth:`pieces` of a request that is queued already."""
+        """:meth:`pieces` of a queued request."""
         pieces = Pieces(self.llm.tokenizer)
         try:
             while True:
@@ -260,10 +259,10 @@ class AsyncLlm:
                 yield piece
 
     async def call(self, function: Callable[[Llm], T]) -> T:
-        """What a function of the :class:`Llm` gives, run between two rounds in the engine's thread.
+        """Run a function of the :class:`Llm` between two rounds in the engine's thread, and return its result.
 
         Raises:
-            EngineDead: there is nobody to run it.
+            EngineDead: no engine is running.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -275,7 +274,7 @@ class AsyncLlm:
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
     def serve_waiting(self) -> bool:
-        """Rounds as long as there is something to do; false once it was closed."""
+        """Run rounds while there is work. Returns false after closing."""
         try:
             while not self._stopping:
                 self._show_life()
@@ -304,7 +303,8 @@ class AsyncLlm:
         return False
 
     def _show_life(self) -> None:
-        """A heartbeat, and now and then what the controller says: nobody else may look at it while it learns."""
+        """Update the heartbeat and, from time to time, the controller's report, which no other thread may read while it
+        learns."""
         self._beat = monotonic()
         controller = self.llm.engine.controller
         if controller is not None and self._beat - self._reported > IDLE_S:
@@ -312,13 +312,12 @@ class AsyncLlm:
                 self._report, self._reported = controller.report(), self._beat
 
     def _check_target(self) -> None:
-        """End the engine where its target is gone: nobody can be served, and nobody should be told otherwise."""
+        """End the engine if its target is lost, because no request can be served."""
         trouble = self.llm.engine.target.trouble
         if trouble is not None:
             raise TargetGone(trouble)
 
     def _take_in(self) -> None:
-        """Requests, cancellations and calls that came since the last round."""
         with self._lock:
             cancelled, self._cancelled = self._cancelled, []
             calls, self._calls = self._calls, []
@@ -336,18 +335,18 @@ class AsyncLlm:
                     self.llm.engine.cancel(ticket.id)
         for function, future in calls:
             if not future.set_running_or_notify_cancel():
-                continue  # who asked has gone
+                continue  # the caller is gone
             try:
                 with self._turn:
                     result = function(self.llm)
                 future.set_result(result)
-            except Exception as error:  # the caller's own
+            except Exception as error:  # the caller's error
                 future.set_exception(error)
 
     def _enter(self, ticket: Ticket) -> None:
-        """Without the lock while the engine looks at it: the event loop must not wait for that."""
+        """Add a request. The engine checks it without the lock, because the event loop must not wait."""
         failed = None
-        with self._turn:  # from here until the ticket is where gains are looked up
+        with self._turn:  # until the ticket is registered for delivery
             try:
                 ticket.id = self.llm.engine.add(ticket.request, arrived_s=ticket.arrived_s)
             except Exception as error:  # of this request alone
@@ -360,9 +359,9 @@ class AsyncLlm:
             ticket.put(failed)
 
     def _take_gains(self, emissions: Sequence[tuple[Running, Emission]]) -> None:
-        """Everybody gets what is theirs of a round, which the engine's thread has run or a direct caller of the Llm."""
+        """Deliver a round's output, run by the engine's thread or by a direct caller of the Llm, to the tickets."""
         if self.llm.engine.target.trouble is not None:
-            return  # the engine's thread ends, and says so to all
+            return  # the engine's thread ends and reports this to all
         with self._lock:
             gains = [(self._tickets[run.id], (run, emission)) for run, emission in emissions if run.id in self._tickets]
             for run, emission in emissions:
@@ -371,7 +370,6 @@ class AsyncLlm:
         hand_over(gains)
 
     def _fail_lost(self, error: Exception) -> None:
-        """Tell those whose requests were dropped when a round failed as a whole."""
         with self._turn, self._lock:
             lost = [key for key in self._tickets if not self.llm.engine.holds(key)]
             tickets = [self._tickets.pop(key) for key in lost]
@@ -394,5 +392,5 @@ class AsyncLlm:
             for ticket in open_:
                 if ticket.id is not None:
                     self.llm.engine.cancel(ticket.id)
-            if kind is not EngineClosed:  # what is left behind is nobody's to go on with
+            if kind is not EngineClosed:  # no one else continues these sequences
                 self.llm.engine.close()

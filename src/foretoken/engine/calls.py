@@ -15,32 +15,32 @@ from foretoken.models.network.alone import lock_of
 
 
 class Calls:
-    """What callers ask of an engine that runs in their own threads.
+    """Calls to an engine that runs in its callers' threads.
 
-    A stream may be read between the rounds of another call: every round serves all of them, so what each gained waits
-    in a box of its own until it is asked for.
+    Every round serves all calls, and each call's output is queued until it is read. A stream may thus be read between
+    the rounds of another call.
 
     Attributes:
-        turn: held by whoever touches the engine.
-        others: takes what requests gain that are nobody's call: those of a thread that serves the same engine.
+        turn: lock for every use of the engine.
+        others: takes the output of requests that belong to no call: those of a thread that serves the same engine.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._boxes: dict[int, deque[tuple[Running, Emission]]] = {}
-        self.turn = lock_of(engine.target, "call")  # the target's: another engine of the same one shares its cache
+        self.turn = lock_of(engine.target, "call")  # the target's: another engine of the same target shares its cache
         self.others: Callable[[Sequence[tuple[Running, Emission]]], None] | None = None
         self._limited_by: object | None = None
         self._process = os.getpid()
 
     def limit(self, service: object, **limits: Any) -> None:
-        """Let the engine run within a service's limits, where it does not run within them already."""
+        """Apply a service's limits to the engine, unless they apply already."""
         if self._limited_by is not service:
             self._engine.serve(**limits)
             self._limited_by = service
 
     def follow(self, request: Request) -> Iterator[tuple[Running, Emission]]:
-        """What a request gains, round by round, until it ends or raises; who stops listening cancels it."""
+        """Output of a request, round by round, until it ends or raises; closing the generator cancels it."""
         request_id = self._enter(request)
         try:
             while True:
@@ -52,8 +52,7 @@ class Calls:
             self._exit(request_id)
 
     def finish(self, requests: Sequence[Request]) -> list[Running]:
-        """Requests that run together, when all of them have ended, in their order; where one fails the others are
-        cancelled."""
+        """Run requests together until all have ended, in their order; an error of one cancels the others."""
         ids: list[int] = []
         finished: dict[int, Running] = {}
         try:
@@ -69,7 +68,7 @@ class Calls:
         return [finished[request_id] for request_id in ids]
 
     def _enter(self, request: Request) -> int:
-        if os.getpid() != self._process and torch.get_num_threads() > 1:  # PyTorch's threads are not forked: it waits
+        if os.getpid() != self._process and torch.get_num_threads() > 1:  # forked without PyTorch's threads: it hangs
             raise RuntimeError(
                 "this Llm was made before its process was forked, and PyTorch's threads stayed behind: load it in each "
                 "process, or call torch.set_num_threads(1) there"
@@ -85,11 +84,10 @@ class Calls:
             self._engine.cancel(request_id)
 
     def _next(self, request_id: int) -> tuple[Running, Emission]:
-        """What a request gained in its next round."""
         box = self._boxes[request_id]
         while not box:
             with self.turn:
-                if not box:  # else another thread has served this request meanwhile
+                if not box:  # else another thread has served this request
                     if not self._engine.holds(request_id):
                         raise RuntimeError("the request was dropped when a round was broken off: ask again")
                     self.round()
@@ -99,7 +97,7 @@ class Calls:
         return run, emission
 
     def round(self) -> None:
-        """One round for everybody."""
+        """Run one round for all requests."""
         with self.turn:
             others: list[tuple[Running, Emission]] = []
             for run, emission in self._engine.step():

@@ -1,17 +1,18 @@
-"""One string of a finite language, drawn from the model's distribution on condition that the output is in it.
+"""Conditional sampling: one string of a finite language, drawn from the model's distribution conditioned on the
+language.
 
 The strings of the language are a tree of tokens, so one forward of the target gives the distribution after every node.
 With p(v | node) of the request's own pipeline, a string of tokens x_1 .. x_k has the probability
 
     p(string) = p(x_1 | root) ... p(x_k | x_1 .. x_{k-1}) * p(end | x_1 .. x_k),
 
-and the output is a draw from p(string) / (sum over the language).  That is the distribution of plain sampling, repeated
-until its tokens are a string of the language and the end of the text.  Masking every step instead is a product of
-normalised steps: it ignores what a token leads to (grammar-aligned decoding, https://arxiv.org/abs/2405.21047;
+and the output is a draw from p(string) / (sum over the language). This equals plain sampling, repeated until the output
+is a string of the language followed by the end of text. Masking every step instead is a product of normalised steps: it
+ignores the continuations of a token (grammar-aligned decoding, https://arxiv.org/abs/2405.21047;
 https://arxiv.org/abs/2605.07698 measures total variations up to .996).
 
-A tree that is too wide for one forward, or any that branches on a target that takes chains only, is scored in pieces
-before the round.  The string is then drawn already, and the round scores and commits that one.
+A tree that is too wide for one forward, or that branches on a chain-only target, is scored in pieces before the round.
+The string is drawn then, and the round scores and commits it.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from foretoken.methods.verifiers.base import Coins, Verifier, draw
 from foretoken.models.base import Feed, LanguageModel
 
 MOST_NODES = 2048
-"""Nodes of a language's tree: scoring them takes what reading a prompt of as many tokens takes."""
+"""Largest tree of a language in nodes; scoring it costs as much as a prompt of as many tokens."""
 WIDTH = 64
-"""Nodes that are scored by one forward, as in the widest trees of drafters; what is above them comes on top."""
+"""Nodes per forward, as in drafters' widest trees, without their ancestors."""
 
 
 def whole_params(params: SamplingParams) -> SamplingParams:
-    """The pipeline by which strings are scored: at temperature 0 the model's own distribution, unfiltered, of whose
-    strings the most likely one is taken; a product of one-hot distributions would know only one string."""
+    """The pipeline that scores strings. At temperature 0 it is the model's unfiltered distribution, of which the most
+    likely string is taken, because a product of one-hot distributions would allow only one string."""
     return replace(params, temperature=1.0, **NO_FILTERS) if params.temperature == 0 else params
 
 
 def check_language(
     request: Request, language: FiniteLanguage, target: LanguageModel, tokenizer: Any | None, ends: frozenset[int]
 ) -> None:
-    """Refuse what cannot go together with a request's language, and with what ends it, by an ``OptionError``."""
+    """Raise ``OptionError`` for options that conflict with a request's language or its ends."""
     _check_options(request)
     if len(language) > MOST_NODES:
         raise OptionError(
@@ -71,7 +72,7 @@ def check_language(
 
 
 def _check_options(request: Request) -> None:
-    """A string ends with the end of the text, and keeps every probability that the model gives it."""
+    """Check options: a string ends with the end of text, and every string keeps the model's probability."""
     if request.ignore_eos:
         raise OptionError(
             "ignore_eos", "ignore_eos cannot go with conditional sampling: a string ends with the end of the text"
@@ -86,7 +87,7 @@ def _check_options(request: Request) -> None:
 
 
 def _check_ends(request: Request, language: FiniteLanguage, tokenizer: Any | None, ends: frozenset[int]) -> None:
-    """What ends a text may come behind a string, and not inside."""
+    """Check that ends of the text follow strings and do not occur in them."""
     inside = ends.intersection(language.tokens)
     if inside:
         option = "stop_token_ids" if inside & request.stop_token_ids else "constraint"
@@ -101,16 +102,16 @@ def _check_ends(request: Request, language: FiniteLanguage, tokenizer: Any | Non
 
 
 class LanguageRound:
-    """The one round of a request whose output is a string of a language: its tree, and the rule that decides.
+    """The single round of a request with a finite language: its tree and its acceptance rule.
 
     Args:
         ends: ids that end the text.
         greedy: take the most likely string (the first of equals) instead of drawing one.
-        uniforms: two numbers in [0, 1): for the string, and for which of several ends follows it.  They are given once,
-            so whoever asks again gets the same string.
+        uniforms: two numbers in [0, 1), for the string and for the end that follows it. They are fixed, so a repeated
+            call gives the same string.
 
     Attributes:
-        width: nodes that are scored by one forward.
+        width: nodes scored per forward.
     """
 
     width = WIDTH
@@ -119,9 +120,9 @@ class LanguageRound:
         self.language, self.ends, self.greedy, self.uniforms = language, ends, greedy, uniforms
 
     def propose(self, target: LanguageModel, context: Context) -> tuple[TokenTree, Verifier]:
-        """The whole language as a tree, or, of one that takes several forwards, the string that was drawn.
+        """The whole language as a tree, or the drawn string if scoring takes several forwards.
 
-        A pure function of the text: it may be asked again.  The request's scratch in the target is left empty.
+        A pure function of the prefix, so it may be repeated. The request's scratch in the target is left empty.
         """
         tree = tree_of(self.language, context.root)
         whole = self.language.whole
@@ -140,8 +141,8 @@ class LanguageRound:
 
 
 class ConditionalVerifier(Verifier):
-    """Draws a string among those of a tree, by their probabilities as wholes; ``whole`` [N] says at which nodes one may
-    end.  The rest is as in :class:`LanguageRound`."""
+    """Draws one string of a tree by the strings' probabilities; ``whole`` [N] marks the nodes where one may end. The
+    other arguments are those of :class:`LanguageRound`."""
 
     name = "conditional"
     kinds = frozenset({Kind.POINT})
@@ -151,14 +152,14 @@ class ConditionalVerifier(Verifier):
         self.whole, self.ends, self.greedy, self.uniforms = whole, ends, greedy, uniforms
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The path of the string, and the end of the text after it."""
+        """The path of the string, and the end of text after it."""
         log_probs = step_log_probs(tree, scores, self.ends)
         last, end = self.choose(string_log_probs(tree, self.whole, *log_probs))
         return Verdict(tree.path(last)[1:], end, True)
 
     def choose(self, log_probs: Tensor) -> tuple[int, int]:
-        """The last node of a string and the id that ends it, from log-probabilities [N, E] as :func:`string_log_probs`
-        gives them.  Raises ``CannotGoOn`` where no string can be."""
+        """The last node of a string and the id that ends it, from log-probabilities [N, E] of :func:`string_log_probs`.
+        Raises ``CannotGoOn`` if no string has any probability."""
         strings = log_probs.logsumexp(-1)
         best = strings.max()
         if float(best) == -torch.inf:
@@ -171,18 +172,18 @@ class ConditionalVerifier(Verifier):
         return node, sorted(self.ends)[index]
 
     def draws_last(self, tree: TokenTree) -> bool:
-        """Never: what is drawn is a string."""
+        """Always false: a string is drawn, not a token."""
         return False
 
 
 def tree_of(language: FiniteLanguage, root: int) -> TokenTree:
-    """The language as a draft behind the token ``root``."""
+    """The language as a draft after the token ``root``."""
     return TokenTree((root, *language.tokens[1:]), language.parents)
 
 
 def step_log_probs(tree: TokenTree, scores: Scores, ends: frozenset[int]) -> tuple[Tensor, Tensor]:
-    """log p(token of a node | nodes above it) [N], 0 for the root, and log p(end | node) [N, E] for the ids of ``ends``
-    in ascending order; float64 on the CPU."""
+    """log p(token of a node | nodes above it) [N], 0 for the root, and log p(end | node) [N, E] for ``ends`` in
+    ascending order; float64 on the CPU."""
     rows = _log_probs(tree, scores)
     device = rows.device
     steps = rows.new_zeros(len(tree))
@@ -195,7 +196,7 @@ def step_log_probs(tree: TokenTree, scores: Scores, ends: frozenset[int]) -> tup
 
 
 def _log_probs(tree: TokenTree, scores: Scores) -> Tensor:
-    """[N, V] log-probabilities after every node, each on its own prefix; -inf throughout where nothing may follow."""
+    """[N, V] log-probabilities after every node on its own prefix; all -inf where nothing may follow."""
     sampler, lengths = scores.sampler, scores.lengths
     if sampler.context_free:
         rows = sampler.ranking(scores.logits, lengths, None)
@@ -203,7 +204,7 @@ def _log_probs(tree: TokenTree, scores: Scores) -> Tensor:
         rows = torch.stack([_log_probs_after(node, scores) for node in range(len(tree))])
     if rows.device.type != "mps":
         rows = rows.double()
-    totals = rows.logsumexp(-1, keepdim=True)  # the pipeline gives them up to a constant per row
+    totals = rows.logsumexp(-1, keepdim=True)  # the pipeline's scores have an unknown constant per row
     return torch.where(totals > -torch.inf, rows - totals, -torch.inf)
 
 
@@ -216,12 +217,12 @@ def _log_probs_after(node: int, scores: Scores) -> Tensor:
 
 
 def string_log_probs(tree: TokenTree, whole: Sequence[bool], steps: Tensor, ends: Tensor) -> Tensor:
-    """[N, E] log-probability of the string that ends with each node, by each end; -inf where none does.
+    """[N, E] log-probability of the string that ends at each node, by end token; -inf where none ends.
 
     Args:
-        whole: [N] at which nodes one ends.
-        steps: [N] of every node given those above it.
-        ends: [N, E] of every end after every node.
+        whole: [N] nodes at which a string ends.
+        steps: [N] log-probability of every node given those above it.
+        ends: [N, E] log-probability of every end after every node.
     """
     totals = steps.tolist()
     for node in range(1, len(tree)):
@@ -236,11 +237,11 @@ def score_in_pieces(
 ) -> tuple[Tensor, Tensor]:
     """:func:`step_log_probs` of a tree of any size, by several forwards on the request's empty scratch.
 
-    Memory is bounded: of a piece's logits only the probabilities of the tree's own tokens are kept.
+    Memory is bounded: only the probabilities of the tree's tokens are kept of a piece's logits.
 
     Args:
-        context: the request; its ``sequence`` is used, and left as it was.
-        width: nodes of a piece besides those above them; ``None`` takes one path at a time.
+        context: the request; its ``sequence`` is used and left unchanged.
+        width: nodes per piece, without their ancestors; ``None`` takes one path at a time.
     """
     steps = torch.zeros(len(tree), dtype=torch.float64)
     last = torch.full((len(tree), len(ends)), -torch.inf, dtype=torch.float64)
@@ -255,13 +256,13 @@ def score_in_pieces(
 
 
 def pieces(tree: TokenTree, width: int | None) -> Iterator[list[int]]:
-    """Nodes in ascending order that make a tree each, all that is above them included; together they are all nodes."""
+    """Node lists in ascending order, each a tree with all its ancestors; together they cover all nodes."""
     if width is None:
         parents = set(tree.parents)
         yield from (tree.path(node) for node in range(len(tree)) if node not in parents)
         return
     for start in range(0, len(tree), width):
         nodes = set(range(start, min(start + width, len(tree))))
-        # In preorder what is above a node is above the first of the piece, or in the piece.
+        # In preorder the ancestors of a node are in the piece, or are ancestors of its first node.
         nodes.update(tree.path(start))
         yield sorted(nodes)

@@ -1,6 +1,6 @@
-"""The last stages of a round: the accepted path is committed, the request gets its tokens, everybody learns.
+"""The last stages of a round: commit, delivery of tokens, and feedback to drafter and controller.
 
-Output is truncated here and nowhere else, by the request's :class:`~foretoken.engine.stopping.Stopper`.
+Output is truncated only here, by the request's :class:`~foretoken.engine.stopping.Stopper`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from foretoken.engine.trace import trace
 
 
 class Delivery:
-    """Gives the requests of one engine what a round has brought; ``members`` are names of the drafters of a group."""
+    """Delivers a round's results to an engine's requests; ``members`` are the names of a group's drafters."""
 
     def __init__(self, requests: Requests, members: Sequence[str]) -> None:
         self.requests, self.members = requests, members
         self.target, self.drafter, self.controller = requests.target, requests.drafter, requests.controller
 
     def commit(self, turns: Sequence[Turn]) -> None:
-        """Keep the accepted path in the target's cache, and write the tokens."""
+        """Keep the accepted path in the target's cache, and append the tokens to the output."""
         for turn in turns:
             run, tree, scores, verdict = turn.run, turn.tree, turn.scores, turn.verdict
             self._note_drafter(turn)
@@ -53,7 +53,6 @@ class Delivery:
             turn.emission = Emission(run.id, tokens[:num_kept], origins, reason, logprobs, run.rounds[-1:])
 
     def _note_drafter(self, turn: Turn) -> None:
-        """Count who drafted, and keep a trace where one was asked for."""
         run, tree, name = turn.run, turn.tree, self._drafter_of(turn)
         if tree.num_drafts:
             run.stats.drafters[name] = run.stats.drafters.get(name, 0) + 1
@@ -63,7 +62,7 @@ class Delivery:
             run.context.rng.tests = []
 
     def _drafter_of(self, turn: Turn) -> str:
-        """Who drafted: the request itself, the member of a group, what was known, or the drafter."""
+        """Source of the round's draft: the request's rule, a group member, a known continuation, or the drafter."""
         if turn.rule is not None:
             return turn.rule.name
         if self.drafter is None:
@@ -78,7 +77,7 @@ class Delivery:
         if len(context.tokens) == context.prompt_length:
             run.stats.first_token_s = monotonic() - run.arrived_s
         context.hidden_start = len(context.tokens) - 1
-        list.extend(context.tokens, tokens)  # the context's own methods are refused to all others
+        list.extend(context.tokens, tokens)  # the methods of ``tokens`` raise for all other code
         if context.sampler.noise is not None:
             context.sampler.noise.forget(len(context.tokens) - context.prompt_length)
         context.hidden = hidden
@@ -86,13 +85,13 @@ class Delivery:
             run.add_states(hidden)
 
     def teach(self, turns: Sequence[Turn]) -> None:
-        """Show the drafter what became of its guesses."""
+        """Show the drafter the verdicts of its drafts."""
         for turn in turns:
             if self.drafter is not None and turn.run.finish_reason is None:
                 self.drafter.observe(turn.run.context, turn.tree, turn.scores, turn.verdict)
 
     def account(self, turn: Turn, counts: tuple[int, int], times: RoundTimes) -> None:
-        """Count the round in the request's statistics, and tell the controller.
+        """Add the round to the request's statistics, and report it to the controller.
 
         Args:
             counts: requests of the round, and the rows that the target ran for them.
@@ -126,5 +125,5 @@ class Delivery:
 
 
 def _member_of(turn: Turn) -> int:
-    """The member of a group that guessed last; -1 where nobody is named."""
+    """Index of the group member that drafted last; -1 without one."""
     return turn.tree.drafters[-1] if turn.tree.drafters else -1

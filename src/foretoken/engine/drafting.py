@@ -1,6 +1,7 @@
-"""The first stage of a round: what is drafted for each request, and how much of it.
+"""The first stage of a round: draft budgets and draft trees.
 
-The controller says how much, the drafter what; a request may name a member of a group, or bring a tree of its own.
+The controller sets the budget and the drafter builds the tree. A request may name a group member, or bring its own
+tree.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from foretoken.models.clock import now
 
 
 def check_target(target: LanguageModel, drafter: Drafter) -> None:
-    """Refuse a target that cannot do what a drafter needs, by a ``CapabilityError``."""
+    """Raise ``CapabilityError`` for a target that lacks a capability the drafter needs."""
     needed = ["rollback"]
     if drafter.traits.draws_trees:
         needed += ["tree_mask", "keep_path"]
@@ -38,7 +39,7 @@ def check_target(target: LanguageModel, drafter: Drafter) -> None:
 
 
 def drop_scratch(target: LanguageModel, run: Running) -> None:
-    """Take away the nodes that an attempt which failed has left."""
+    """Remove the nodes that a failed attempt left."""
     if run.text.scratch_tokens and not run.text.provisional:
         target.commit(run.text, ())
 
@@ -47,12 +48,13 @@ class Drafting:
     """Drafts for the requests of one engine.
 
     Args:
-        members: names of those of a group, in its order.
-        pace: how much drafters may read of texts in a round.
+        members: names of a group's drafters, in order.
+        pace: limit of the tokens that draft models prefill in a round.
 
     Attributes:
-        has_outside: whether the drafter, or a member of a group, is none of ours: its proposals are looked at closely.
-        read_s: seconds in which texts were read in order to draft, those of several requests at once counted once.
+        has_outside: whether the drafter or a group member comes from outside the package; its proposals are checked
+            strictly.
+        read_s: seconds of draft models' prefill, counted once for requests that share it.
     """
 
     def __init__(
@@ -69,14 +71,14 @@ class Drafting:
         self._device = getattr(target, "device", None)
 
     def check_member(self, name: str | None) -> None:
-        """Refuse the name of a member that there is not, by a ``ValueError``."""
+        """Raise ``ValueError`` for an unknown member name."""
         if name is not None and name not in self.members:
             members = ", ".join(self.members)
             hint = f"choose one of {members}" if members else "there is no router here: leave it out"
             raise ValueError(f"drafter={name!r} of a request names a member of a router: {hint}")
 
     def begin(self, turns: Sequence[Turn]) -> None:
-        """Nothing is drafted yet, unless a request brings its own tree: making that reads, and is no part of the
+        """Set empty drafts. A request with its own tree builds it here, which runs the target and is not part of the
         round."""
         for turn in turns:
             run = turn.run
@@ -85,14 +87,14 @@ class Drafting:
                 start_s = now(self._device)
                 drop_scratch(self.target, run)
                 turn.tree, turn.rule = run.language_round.propose(self.target, run.context)
-                turn.planned = False  # the controller has not decided it
+                turn.planned = False  # not decided by the controller
                 spent = now(self._device) - start_s
                 self.read_s += spent
                 run.stats.prefill_s += spent
                 run.stats.total_s += spent
 
     def propose(self, turns: Sequence[Turn]) -> None:
-        """Ask the controller for budgets, and the drafter for trees within them."""
+        """Get budgets from the controller, and trees within them from the drafter."""
         open_turns = [turn for turn in turns if turn.rule is None]
         if self.drafter is None or self.controller is None or not open_turns:
             return
@@ -119,7 +121,7 @@ class Drafting:
                 turn.tree = truncate(tree, budget.deepest)
 
     def _as_asked(self, run: Running, budget: Budget) -> Budget:
-        """The controller's budget, or that of the member which the request has named."""
+        """The controller's budget, or that of the member named by the request."""
         name = run.request.drafter
         if name is None or self.drafter is None:
             return budget
@@ -128,8 +130,8 @@ class Drafting:
         return Budget(limits.max_depth, limits.max_nodes, member=member)
 
     def _fit(self, run: Running, budget: Budget) -> Budget:
-        """Never draft past the room that is left (one token of every round is the target's own), past what the
-        target can read in one way, or past what the request allows."""
+        """Limit a budget to the remaining room (one token of every round is the target's), to the length that the
+        target processes in one way, and to the request's limit."""
         depth = min(budget.max_depth, run.context.max_length - len(run.context.tokens) - 1)
         depth = min(depth, self.target.room(run.text) - 1)  # the root takes one
         if run.request.max_draft_tokens is not None:
@@ -138,19 +140,18 @@ class Drafting:
             budget = replace(budget, max_depth=max(depth, 0))
         return budget if budget.otherwise is None else replace(budget, otherwise=self._fit(run, budget.otherwise))
 
-    # -- what drafters read before they draft ------------------------------------------------------------------------
+    # -- prefill of draft models -------------------------------------------------------------------------------------
 
     def allow_reading(self, runs: Sequence[Running], most: int) -> None:
-        """Drafters may read as much beside a round as the target does (``most`` tokens), and more than texts grow by
-        meanwhile."""
+        """Allow draft models as many prefill tokens beside a round as the target (``most``), and more than the
+        sequences grow meanwhile."""
         self.pace.remaining, self.pace.spent_s = max(most, 2 * BESIDE), 0.0
         for run in runs:
             texts = DraftTexts.of(run.context)
             texts.waits = texts.has_read = False
 
     def note_reading(self, turns: Sequence[Turn]) -> float:
-        """Tell requests what drafters have read of their texts before they drafted; returns the seconds that it
-        took."""
+        """Add the draft models' prefill to the requests' statistics. Returns its seconds."""
         spent = self.pace.spent_s
         self.read_s += spent
         for turn in turns:
@@ -161,5 +162,5 @@ class Drafting:
                 stats.prefill_s += spent
                 stats.total_s += spent
             if texts.waits and not turn.tree.num_drafts:
-                turn.planned = False  # the controller would learn that nothing is drafted
+                turn.planned = False  # else the controller would learn that nothing is drafted
         return spent

@@ -1,4 +1,4 @@
-"""What ends a request's text: the model's own ids, ids and strings that were asked for, the end of a constraint."""
+"""Ends of a request's output: the model's end-of-text ids, requested ids and strings, and the end of a constraint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from foretoken.models.base import LanguageModel
 
 @dataclass(frozen=True)
 class Ends:
-    """Token ids that end a text.
+    """Token ids that end the output.
 
     Attributes:
-        eos: as an end of text.
-        stops: as a stop string does.
-        special_stops: stop strings that are the text of a special token, by its id.  Text is decoded without special
-            tokens, so that such a string would never be met in it.
-        special: ids of all special tokens, by their text, where there are stop strings.
+        eos: ids that end it as end of text.
+        stops: ids that end it as a stop string does.
+        special_stops: stop strings that are the text of a special token, by its id. Text is decoded without special
+            tokens, so such a string never occurs in it.
+        special: ids of all special tokens, by their text, if there are stop strings.
     """
 
     eos: frozenset[int]
@@ -31,15 +31,15 @@ class Ends:
 
     @property
     def ids(self) -> frozenset[int]:
-        """All of them."""
+        """Ids of all three groups."""
         return self.eos | self.stops | frozenset(self.special_stops)
 
 
 def ends_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> Ends:
-    """The ids that end a request's text.
+    """Token ids that end a request's output.
 
-    A constraint ends the text where nothing may follow, even with ``ignore_eos``, and a string of a language where it
-    is whole.
+    A constraint ends it where nothing may follow, even with ``ignore_eos``; a string of a language ends where it is
+    complete.
     """
     eos = frozenset() if request.ignore_eos else target.eos_token_ids
     for rule in (request.constraint, request.language):
@@ -51,7 +51,7 @@ def ends_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> E
 
 
 def special_tokens(tokenizer: Any | None) -> dict[str, int]:
-    """Ids of a tokenizer's special tokens, by their text; none without a tokenizer."""
+    """Ids of a tokenizer's special tokens, by their text; empty without a tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     ids = {str(token.content): int(number) for number, token in added.items() if token.special}
     for text in getattr(tokenizer, "all_special_tokens", ()):
@@ -61,8 +61,8 @@ def special_tokens(tokenizer: Any | None) -> dict[str, int]:
 
 
 def end_where_nothing_follows(run: Running, tokens: Sequence[int]) -> FinishReason:
-    """How a text ends behind which (``tokens`` of the last round included) the request's rules leave nothing: a
-    complete constraint is a good end, and any other raises ``CannotGoOn``."""
+    """Finish reason where the request's rules allow no token after ``tokens`` of the last round. A complete constraint
+    ends with ``stop``; anything else raises ``CannotGoOn``."""
     request, output = run.request, [*run.output, *tokens]
     if request.constraint is not None and request.constraint.may_end(output):
         return "stop"

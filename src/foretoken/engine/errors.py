@@ -1,4 +1,4 @@
-"""What can go wrong with a request that was sent to a running engine."""
+"""Errors of requests to a running engine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PROTOCOLS: tuple[tuple[type[Any], type[OutsideError]], ...] = (
     (Verifier, VerifierError),
     (Controller, ControllerError),
 )
-"""What may come from outside, and the error that names who raised."""
+"""Protocols that outside code may implement, with the errors that name the code."""
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may; ask again later.
+    """The queue is full; try again later.
 
     Attributes:
-        retry_after_s: seconds after which it may be worth it.
+        retry_after_s: seconds after which to retry.
     """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
@@ -40,7 +40,7 @@ class QueueFull(RuntimeError):
 
 
 class Draining(RuntimeError):
-    """No new requests are taken: the server is about to stop."""
+    """The server is shutting down and takes no new requests."""
 
 
 class EngineDead(RuntimeError):
@@ -48,22 +48,22 @@ class EngineDead(RuntimeError):
 
 
 class TargetGone(RuntimeError):
-    """The target cannot run anything any more, which ends the engine."""
+    """The target can no longer run, which ends the engine."""
 
 
 class EngineClosed(EngineDead):
-    """The engine was closed before the request had ended."""
+    """The engine was closed before the request ended."""
 
 
 class DeadlineExceeded(RuntimeError):
-    """A request's time was up before it had a token."""
+    """A request's deadline passed before its first token."""
 
 
 class RequestFailed(RuntimeError):
-    """Something went wrong with this request.
+    """A request failed.
 
     Attributes:
-        reason: ``"out_of_memory"`` (it may work later), ``"contradiction"`` (what was asked for cannot be) or
+        reason: ``"out_of_memory"`` (a retry may succeed), ``"contradiction"`` (no output can satisfy the request) or
             ``"error"``.
     """
 
@@ -73,14 +73,14 @@ class RequestFailed(RuntimeError):
 
 
 def is_full_memory(error: Exception) -> bool:
-    """Whether an error says that there is no memory left."""
+    """Whether an error means that memory ran out."""
     # PyTorch's allocator for the CPU raises a plain RuntimeError.
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def as_error(error: Exception | SystemExit) -> Exception:
-    """The error, or one for an exit that code from outside has called in a thread of an engine: it would end the engine
-    for everybody.  In the main thread handlers of signals raise it as well, so there it ends the process."""
+    """The error, or an error for an exit that outside code called in an engine's thread, where it would end the engine
+    for all requests. In the main thread signal handlers raise it as well, so there it ends the process."""
     if not isinstance(error, SystemExit):
         return error
     if current_thread() is main_thread():
@@ -89,7 +89,7 @@ def as_error(error: Exception | SystemExit) -> Exception:
 
 
 def blamed(error: Exception) -> Exception:
-    """The error, or one that names the class from outside whose code raised it, and the line."""
+    """The error, or one that names the outside class and line that raised it."""
     if isinstance(error, OutsideError | NonFiniteLogitsError | CannotGoOn) or is_full_memory(error):
         return error
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -110,7 +110,8 @@ def blamed(error: Exception) -> Exception:
 
 
 def _without_super(error: Exception) -> OutsideError | None:
-    """What is told where code of ours misses an attribute of an object from outside that a base class of ours sets."""
+    """An error for an attribute that a base class of ours sets and an outside object lacks; ``None`` for other
+    errors."""
     owner = _owner_of({"self": error.obj}) if isinstance(error, AttributeError) else None
     if owner is None:
         return None
@@ -121,8 +122,8 @@ def _without_super(error: Exception) -> OutsideError | None:
 
 
 def _owner_of(names: dict[str, Any]) -> tuple[type[Any], type[OutsideError]] | None:
-    """The class whose method a frame with these names runs, and its error, if it keeps a protocol and is from
-    outside."""
+    """The outside class whose method runs in a frame with these names, and its protocol's error; ``None`` for other
+    classes."""
     owner = names.get("self", names.get("cls"))
     cls = owner if isinstance(owner, type) else type(owner)
     errors = (error for protocol, error in PROTOCOLS if issubclass(cls, protocol) and is_outside(cls))
@@ -130,7 +131,7 @@ def _owner_of(names: dict[str, Any]) -> tuple[type[Any], type[OutsideError]] | N
 
 
 def failure_of(error: Exception) -> RequestFailed:
-    """What a sender is told of what was raised while its request was served."""
+    """The error that a client gets for an exception raised while its request was served."""
     if isinstance(error, CannotGoOn):
         return RequestFailed(str(error), "contradiction")
     reason = "out_of_memory" if is_full_memory(error) else "error"

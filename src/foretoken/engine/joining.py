@@ -1,4 +1,4 @@
-"""From a request to what the engine keeps of it."""
+"""Setup of a request's state in the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from foretoken.models.native.noise import noise_source
 
 
 def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> Stopper:
-    """What decides where the output ends.  Raises ``ValueError`` for empty stop strings, or without a tokenizer."""
+    """The request's stop rules. Raises ``ValueError`` for empty stop strings, or without a tokenizer."""
     ends = ends_of(request, target, tokenizer)
     return Stopper(
         ends.eos,
@@ -38,13 +38,13 @@ def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -
 
 
 def join(request_id: int, request: Request, target: LanguageModel, tokenizer: Any | None, races: bool) -> Running:
-    """A waiting request.  Where it ``races`` draft and target share noise, so that the seed fixes the text."""
+    """A waiting request. With ``races``, draft and target share noise, so that the seed fixes the output."""
     tokens = CommittedTokens(request.prompt)
     seed = _seed(request)
-    # A string of a language is drawn as a whole, with one uniform: noise belongs to tokens.
+    # A string of a language is drawn as a whole with one uniform, while noise belongs to tokens.
     noise = Noise(seed, noise_source()) if seed is not None and races and request.language is None else None
     params = request.params if request.language is None else whole_params(request.params)
-    # What an encoder reads is no part of the text whose tokens are penalised or processed.
+    # An encoder's input is not part of the sequence that penalties and processors see.
     skipped = len(tokens) - len(target.answer_start) if target.answer_start else 0
     processors = [OfAnswer(processor, skipped) for processor in params.processors] if skipped else params.processors
     params = replace(params, processors=(*processors, *rules(request, target, tokenizer)))
@@ -66,16 +66,16 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
 
 
 def _seed(request: Request) -> int | None:
-    """Given, or drawn; none for a greedy request."""
+    """The request's seed, or a random one; none for a greedy request."""
     if request.params.temperature == 0:
         return None
     return random_seed() if request.seed is None else int(request.seed)
 
 
 def rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> list[LogitsProcessor]:
-    """What a request's fields besides its sampling ask of the logits, in the order in which they are asked.
+    """Logits processors of a request's fields outside its sampling parameters, in order of application.
 
-    With a constraint, ``ignore_eos`` means to go on for as long as the constraint lets it.
+    With a constraint, ``ignore_eos`` means to continue as long as the constraint allows.
     """
     processors: list[LogitsProcessor] = []
     ends = ends_of(request, target, tokenizer).ids
@@ -93,7 +93,7 @@ def rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> lis
 
 
 def check_rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> None:
-    """Refuse a request whose rules leave no first token, by an ``OptionError``; of later ones nothing is known yet."""
+    """Raise ``OptionError`` if a request's rules leave no first token; later tokens are not known yet."""
     allowed = request.allowed_token_ids
     if allowed is not None and request.min_tokens and allowed <= ends_of(request, target, tokenizer).ids:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as OpenAI's ``logprobs`` reports them: of the model itself, before any sampling."""
+"""Log-probabilities of tokens, as OpenAI's ``logprobs`` reports them: the model's own, before any sampling."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from foretoken.core.largest import largest
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One token.
+    """Log-probabilities of one token.
 
     Attributes:
-        logprob: its natural log-probability.
-        top: the likeliest tokens and theirs, the likeliest first.  The token's own value is the same number in both.
+        logprob: natural log-probability.
+        top: the most likely tokens with theirs, in descending order; the same number for the token itself.
     """
 
     token_id: int
@@ -26,7 +26,7 @@ class TokenLogprobs:
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """What logits [n, V] say of the n tokens that followed, and of the ``count`` likeliest ones."""
+    """Log-probabilities of the n next tokens, and of the ``count`` most likely ones, from logits [n, V]."""
     if not tokens:
         return []
     wide = torch.log_softmax(logits[: len(tokens)].to(torch.promote_types(logits.dtype, torch.float32)), -1)

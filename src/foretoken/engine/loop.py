@@ -7,8 +7,8 @@
     target.commit(verdict.path); drafter.observe(...); controller.observe(...)
     emit
 
-Plain decoding is the same loop with an empty draft.  Between two rounds requests leave, join, and have pieces of their
-prompts read.  Each stage is an object of its own, and :class:`Engine` is the order in which they work:
+Plain decoding is the same loop with an empty draft. Between two rounds requests leave, join, and prefill a chunk of
+their prompts. Each stage is an object, and :class:`Engine` runs them in this order:
 
     add       queue a checked request                        (:mod:`foretoken.engine.joining`)
     admit     what memory and owners allow                   (:mod:`foretoken.engine.admission`)
@@ -49,7 +49,7 @@ from foretoken.models.clock import now
 from foretoken.models.forward.attention import few_plans
 
 OnRound = Callable[[Sequence[Running], Sequence[TokenTree], Sequence[Verdict], RoundTimes], None]
-"""Told of every round: the requests, their trees and verdicts, and (draft_s, target_s, verify_s, total_s)."""
+"""Called after every round with the requests, their trees and verdicts, and (draft_s, target_s, verify_s, total_s)."""
 
 
 class Engine:
@@ -57,27 +57,27 @@ class Engine:
 
     Args:
         target: the model whose distribution is kept.
-        drafter: what guesses, or ``None`` for plain decoding.
-        verifier: the acceptance rule, or ``None`` to choose the best lossless one for every tree.
-        controller: how much to guess; needed with a drafter.
+        drafter: proposes draft tokens; ``None`` for plain decoding.
+        verifier: the acceptance rule; ``None`` chooses the best lossless one for every tree.
+        controller: sets draft budgets; needed with a drafter.
         tokenizer: for stop strings.
         allow_lossy: accept a verifier that changes the target's distribution.
-        max_batch: most requests that run together; others wait.
-        kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
-        prefill_chunk: tokens of prompts that are read before every round; ``None`` reads whole prompts at once.
-        prefix_bytes: bytes of finished texts that are kept, so that others need not read the same beginning again.
-        on_round: told of every finished round, for benchmarks and displays; its time is in no round's.
+        max_batch: most requests in a batch; others wait.
+        kv_memory: bytes of keys and values for running and cached sequences; ``None`` for no limit.
+        prefill_chunk: prompt tokens that are processed before every round; ``None`` prefills whole prompts at once.
+        prefix_bytes: size of the prefix cache in bytes.
+        on_round: called after every round, for benchmarks and displays; its time is not part of any round.
 
     Attributes:
-        requests: those that wait and run, and the memory that they may take.
+        requests: waiting and running requests, and their memory.
         taps: hidden states of the target that the drafter needs.
-        rounds: how many there were.
-        times: their seconds, added up.
-        kept_places: how many of ``max_batch`` are for owners of which nothing runs.
+        rounds: number of rounds.
+        times: total seconds of the rounds.
+        kept_places: batch slots reserved for owners without a running request.
 
     Raises:
-        ValueError: the drafter and the verifier do not fit, or the verifier is lossy and that was not allowed.
-        CapabilityError: the target cannot do what the drafter needs.
+        ValueError: the drafter and the verifier are incompatible, or the verifier is lossy without ``allow_lossy``.
+        CapabilityError: the target lacks a capability that the drafter needs.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Engine:
         self.allow_lossy, self.max_batch, self.kept_places, self.on_round = allow_lossy, max_batch, 0, on_round
         self.rounds, self.times = 0, RoundTimes(0.0, 0.0, 0.0, 0.0)
         self._ids, self._bookkeeping_s = 0, 0.0
-        self._device = getattr(target, "device", None)  # whose work the times of a round wait for
+        self._device = getattr(target, "device", None)  # a round's times wait for this device
         self.requests = Requests(target, self.drafter, controller, kv_memory, prefix_bytes)
         self.taps = self.requests.taps
         members = [] if drafter is None else [member.name for member in drafter.limits.members]
@@ -124,10 +124,10 @@ class Engine:
         prefill_s: float | None = None,
         kept_places: int = 0,
     ) -> None:
-        """Change how many requests run together, and what they may take, see :class:`AsyncLlm`; nothing may be running.
+        """Change the limits of an idle engine; see :class:`AsyncLlm`.
 
         Raises:
-            ValueError: requests are there already, or a limit that makes no sense.
+            ValueError: requests are present, or a limit is invalid.
         """
         if self.busy:
             raise ValueError("requests are running: finish or close them first")
@@ -135,14 +135,14 @@ class Engine:
         self.reader.chunk, self.reader.time = prefill_chunk, ReadingTime(prefill_s)
         self.requests.limit_memory(kv_memory, prefix_bytes)
 
-    # -- requests come and go ----------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Refuse what cannot be served; :meth:`add` does it, too.
+        """Validate a request; :meth:`add` calls this.
 
         Raises:
-            ValueError: what :func:`foretoken.engine.admission.check` refuses, more memory than there is, or sampling
-                that the verifier is not right for.
+            ValueError: see :func:`foretoken.engine.admission.check`; also for too little memory, or sampling that the
+                verifier does not support.
         """
         check(request, self.target)
         self.budget.check(request)
@@ -155,14 +155,13 @@ class Engine:
             check_language(request, request.language, self.target, self.tokenizer, ends)
 
     def add(self, request: Request, arrived_s: float | None = None) -> int:
-        """Queue a request; it joins before the next round.  Returns its id.
+        """Queue a request, which joins before the next round. Returns its id.
 
         Args:
-            request: what is asked.
-            arrived_s: when it arrived, by the monotonic clock; now by default.
+            arrived_s: arrival time by the monotonic clock; now by default.
 
         Raises:
-            ValueError: what :meth:`check` refuses.
+            ValueError: as for :meth:`check`.
         """
         self.check(request)
         if self.target.answer_start:
@@ -175,11 +174,11 @@ class Engine:
         return run.id
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request, waiting or running."""
+        """Drop a waiting or running request."""
         self.requests.cancel(request_id)
 
     def close(self) -> None:
-        """Drop everything (also what an interrupted round left behind)."""
+        """Drop all requests, and the remains of an interrupted round."""
         self.requests.close()
 
     def holds(self, request_id: int) -> bool:
@@ -198,35 +197,35 @@ class Engine:
 
     @property
     def running(self) -> list[Running]:
-        """Requests that are."""
+        """Admitted requests."""
         return self.requests.running
 
     @property
     def read_s(self) -> float:
-        """Seconds outside the rounds in which prompts were read.
+        """Seconds of prefill outside the rounds.
 
-        Wall time: requests that are read together each count all of it as their own ``prefill_s``, here it counts once.
+        Wall time: requests that share a prefill each count all of it as their own ``prefill_s``; here it counts once.
         """
         return self.reader.read_s + self.drafting.read_s
 
     @property
     def budget(self) -> KvBudget:
-        """The memory that requests may take."""
+        """Memory for requests."""
         return self.requests.budget
 
     @property
     def prefix_cache(self) -> PrefixCache:
-        """What is kept of texts."""
+        """The prefix cache."""
         return self.requests.prefix_cache
 
     # -- one step, stage by stage ------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Running, Emission]]:
-        """Admit what waits, read prompts, run one round for everything that runs; return what each request gained.
+        """Admit waiting requests, prefill prompts, and run one round. Returns each request's new output.
 
-        A request for which something raises ends with ``finish_reason`` "error".  When a round is broken off by an
-        interrupt, the requests that it left half-done are dropped and the others go on with the next one.
+        A request whose processing raises ends with ``finish_reason`` "error". If an interrupt stops a round, its
+        half-done requests are dropped and the others continue with the next one.
         """
         before = {run.id: len(run.context.tokens) for run in self.running}
         try:
@@ -241,7 +240,7 @@ class Engine:
         return [*emissions, *self.requests.take_ended()]
 
     def _admit(self) -> None:
-        """Let requests in that have a place and the memory they need; those whose time is up end."""
+        """Admit requests with a free batch slot and enough memory; end those past their deadline."""
         waiting, running = self.waiting, self.running
         for run in [run for run in (*waiting, *running) if run.is_late]:
             self.requests.end(run, "deadline")
@@ -266,7 +265,7 @@ class Engine:
         started = now(device)
         self.drafting.allow_reading(runs, ALL if self.reader.chunk is None else self.reader.most())
         turns = together(self.drafting.propose, turns)
-        started += self.drafting.note_reading(turns)  # which is no part of the round, as the target's reading is none
+        started += self.drafting.note_reading(turns)  # not part of the round, like the target's prefill
         drafted = now(device)
         target_before, rows_before = target.run_s, target.run_rows
         turns = together(self._score, turns)
@@ -278,7 +277,7 @@ class Engine:
         committed = now(device)
         turns = each(self.delivery.teach, turns)
         observed = now(device)
-        # What the bookkeeping of the last round took is part of serving, and known only now.
+        # The previous round's bookkeeping is part of serving, and its time is only known now.
         draft_s = drafted - started + observed - committed
         times = RoundTimes(draft_s, target_s, verified - scored, observed - started + self._bookkeeping_s)
         self.rounds, self.times = self.rounds + 1, RoundTimes(*map(sum, zip(self.times, times, strict=True)))
@@ -301,10 +300,10 @@ class Engine:
             turn.scores = Scores(row.logits, turn.tree, context.tokens, context.sampler, row.taps)
 
     def _verify(self, turns: Sequence[Turn]) -> None:
-        """What is accepted.  Where scores are not finite a draft may be why: attention multiplies what a mask hides by
-        0, which infinity outlives.  Plain decoding would not have seen it, so the root is scored without drafts.
+        """Verify the drafts. A draft may cause non-finite scores, because attention multiplies masked values by 0, and
+        infinity remains. Plain decoding would not see this, so the root is scored again without drafts.
 
-        Not where draws have led to such a node: they would be made again, and other tokens would gain by that.
+        Not where random draws led to such a node: new draws would favour other tokens.
         """
         try:
             self.acceptance.verify(turns)

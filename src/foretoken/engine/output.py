@@ -1,4 +1,4 @@
-"""What a request gives: whole outputs, and pieces of a stream."""
+"""Output of a request: whole, and as pieces of a stream."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Output:
     """One finished generation.
 
     Attributes:
-        text: the new text (cut before a stop string, special tokens left out).
+        text: the new text, cut before a stop string, without special tokens.
         token_ids: the new tokens only.
         finish_reason: ``eos``, ``stop``, ``length`` or ``deadline``.
         stats: counts and times.
-        origins: per token, whether it was an accepted draft token, a recovered, a bonus or a plainly decoded one.
-        seed: of a sampled output, the given one or one that was drawn; ``None`` for a greedy output.  Asked for with
-            this seed, an output that was coupled (all seeded ones, unless another verifier was named) comes again.
+        origins: source of each token: an accepted draft token, recovered, bonus or plainly decoded.
+        seed: the given or random seed of a sampled output; ``None`` for a greedy output. A coupled output (any with a
+            seed, unless another verifier was named) is reproduced by this seed.
         stop_reason: the stop string or token id that ended it.
-        logprobs: of the new tokens, where they were asked for.
-        prompt_logprobs: of the prompt's tokens, where they were asked for; the first has none.
-        rounds: what happened, round by round, with ``explain=True``.
-        why: why it drafted as it did in the end, as the controller says.
+        logprobs: of the new tokens, if requested.
+        prompt_logprobs: of the prompt's tokens, if requested; the first has none.
+        rounds: a trace of each round, with ``explain=True``.
+        why: the controller's reason for its last draft decision.
         note: one line for the user where the text shows nothing; empty otherwise.
     """
 
@@ -50,16 +50,16 @@ class Output:
 
 @dataclass
 class Piece:
-    """A part of a stream: what one round added.
+    """A part of a stream: the output of one round.
 
     Attributes:
-        text: new text that is certain (may be empty while a character is half-written).
+        text: new text that is certain (may be empty while a character is incomplete).
         token_ids: new tokens.
         accepted: per token, whether it was an accepted draft token.
-        origins: per token, where it came from.
+        origins: source of each token.
         finish_reason, stats, seed, stop_reason, why, note: as in :class:`Output`, on the last piece.
-        logprobs: of its tokens, where they were asked for.
-        rounds: the round that it came from, with ``explain=True``.
+        logprobs: of its tokens, if requested.
+        rounds: trace of its round, with ``explain=True``.
         prompt_logprobs: as in :class:`Output`, on the first piece.
     """
 
@@ -79,7 +79,7 @@ class Piece:
 
 
 class Pieces:
-    """Turns what a request gains into pieces of text."""
+    """Converts a request's emissions into pieces of text."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer)
@@ -109,11 +109,10 @@ class Pieces:
         )
 
     def _whole(self, run: Running) -> str:
-        """The text of a finished request."""
         return self._text.text[: run.stopper.cut] + run.stopper.suffix
 
     def _certain(self, run: Running, final: bool) -> str:
-        """New text; what may still turn out to be the beginning of a stop string is held back."""
+        """New text; a possible beginning of a stop string is held back."""
         if final:
             self._text.flush()
             end = len(self._text.text) if run.stopper.cut is None else run.stopper.cut
@@ -124,7 +123,7 @@ class Pieces:
 
 
 def output_of(run: Running, tokenizer: Any | None) -> Output:
-    """The whole output of a finished request.  Raises ``RuntimeError`` where it is not finished."""
+    """The whole output of a finished request. Raises ``RuntimeError`` if it is not finished."""
     if run.finish_reason is None:
         raise RuntimeError("an unfinished request has no output")
     text = ""
@@ -150,7 +149,7 @@ def output_of(run: Running, tokenizer: Any | None) -> Output:
 
 
 def note_of(run: Running, tokenizer: Any | None, text: str) -> str:
-    """Why a finished text shows nothing; empty where it shows something, or where there is no tokenizer to show it."""
+    """Why a finished text shows nothing; empty if it shows something, or without a tokenizer."""
     stopper, ids = run.stopper, run.output
     if run.finish_reason == "stop" and stopper.reason is not None:
         is_stop_first = (
@@ -176,7 +175,7 @@ def _count(ids: Sequence[int], noun: str) -> str:
 
 
 def _lacks_template(prompt: Sequence[int], tokenizer: Any | None) -> bool:
-    """Whether a prompt holds none of the special tokens that the model's chat template names, and it names some."""
+    """Whether the chat template names special tokens and the prompt contains none of them."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     template_ids = (
         {token for text, token in special_tokens(tokenizer).items() if text in template} if template else set()

@@ -1,4 +1,4 @@
-"""What is kept of texts: copied when one ends, found again when another one begins alike."""
+"""The prefix cache: sequences are copied when they end and reused by requests with the same prefix."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PrefixCache:
     """The prefix cache of an engine.
 
     Args:
-        target: whose keys and values are copied.
-        taps: hidden states that the drafter needs of a prompt; they are kept beside.
-        capacity: most bytes; 0 keeps nothing.
+        target: the model whose keys and values are copied.
+        taps: hidden states of a prompt that the drafter needs; they are cached with it.
+        capacity: largest size in bytes; 0 disables the cache.
     """
 
     def __init__(self, target: LanguageModel, taps: Sequence[str], capacity: int) -> None:
@@ -31,11 +31,11 @@ class PrefixCache:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything can be kept at all."""
+        """Whether the cache is enabled."""
         return self.prefixes.capacity > 0
 
     def take_over(self, run: Running, others: Sequence[Running]) -> None:
-        """Fill a request's empty text with what an earlier or a running one has of the same beginning."""
+        """Fill a request's empty sequence with the longest common prefix of a cached or running one."""
         if not self.keeps or run.request.prompt_logprobs is not None:
             return
         tokens = _prompt_of(run)
@@ -70,10 +70,11 @@ class PrefixCache:
     def find_draft(
         self, run: Running, others: Sequence[Running], key: Hashable, draft_text: DraftText, tokens: Sequence[int]
     ) -> tuple[Snapshot, int] | None:
-        """What a drafter's model has of the beginning of a text that it opens: of an earlier text, or of one that runs.
+        """A draft model's state for the longest common prefix of a cached or running sequence, and its length in
+        tokens.
 
         Args:
-            tokens: what it is to read, in the model's own ids.
+            tokens: the sequence to prefill, in the model's own ids.
         """
         ids = np.asarray(tokens, dtype=np.int64)
 
@@ -92,7 +93,7 @@ class PrefixCache:
         return None if snapshot is None else (snapshot, length)
 
     def keep(self, run: Running) -> None:
-        """Keep the text of a request that leaves."""
+        """Cache the sequence of a request that leaves."""
         if self.keeps and run.request.prompt_logprobs is None and not run.text.scratch_tokens:
             copied = self._copy_of(run, len(run.text.tokens))
             if copied is not None:
@@ -112,7 +113,7 @@ class PrefixCache:
         return Kept(_salt(run), tokens, snapshot, hidden)
 
     def _hidden(self, states: HiddenText, length: int) -> dict[str, Tensor] | None:
-        """[length, D] by tap; ``None`` where some are missing."""
+        """[length, D] by tap; ``None`` if some are missing."""
         if states.count < length and self.taps:
             return None
         copied = states.copied()
@@ -120,7 +121,7 @@ class PrefixCache:
 
 
 def _drafts_of(run: Running) -> dict[Hashable, KeptDraft]:
-    """What drafters' models have read of a request's text, copied."""
+    """Copies of the draft models' states for a request's sequence."""
     drafts: dict[Hashable, KeptDraft] = {}
     for key, text in DraftTexts.of(run.context).by_key.items():
         size = len(text.sequence.tokens)
@@ -132,7 +133,7 @@ def _drafts_of(run: Running) -> dict[Hashable, KeptDraft]:
 
 
 def _alike(run: Running, others: Sequence[Running]) -> Iterator[Running]:
-    """Requests with a text of the same owner that was read in the same way."""
+    """Requests with a sequence of the same owner, computed in the same way."""
     return (other for other in others if other is not run and other.sequence is not None and _salt(other) == _salt(run))
 
 
@@ -142,6 +143,6 @@ def _prompt_of(run: Running) -> Sequence[int]:
 
 
 def _salt(run: Running) -> str:
-    """Whose a text is, and how it was read: texts that differ in either share nothing."""
+    """Owner of a sequence and the way it was computed; sequences that differ in either share nothing."""
     regime = run.text.regime
     return f"{run.context.salt}\0{regime}" if regime else run.context.salt

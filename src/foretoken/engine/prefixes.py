@@ -1,4 +1,4 @@
-"""Texts that are kept after they ended, so that the next one with the same beginning need not be read again."""
+"""Cached sequences of ended requests, for requests with the same prefix."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from foretoken.models.base import Snapshot
 
 T = TypeVar("T")
 SHORTEST = 16
-"""A common beginning of fewer tokens is read again: copying it costs as much as it saves."""
+"""Shortest prefix in tokens that is copied; a shorter one costs as much to copy as to compute."""
 
 
 @dataclass(frozen=True)
 class KeptDraft:
-    """What a drafter's model had read of a text.
+    """A draft model's state for a sequence.
 
     Attributes:
-        tokens: m token ids, its own ones.
+        tokens: m token ids in the draft model's vocabulary.
         snapshot: its keys and values.
         version: of its weights.
     """
@@ -35,20 +35,20 @@ class KeptDraft:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Size in bytes."""
         return self.snapshot.nbytes + self.tokens.nbytes
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A text that was kept.
+    """A cached sequence.
 
     Attributes:
-        salt: whose it is; nobody else finds it.
+        salt: its owner; other owners cannot reuse it.
         tokens: n token ids.
         snapshot: its keys and values.
-        hidden: the hidden states [n, D] that the drafter asked for, by tap.
-        drafts: what drafters' models had read of it, by their keys.
+        hidden: hidden states [n, D] for the drafter, by tap.
+        drafts: draft models' states for it, by model key.
     """
 
     salt: str
@@ -59,20 +59,20 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Size in bytes."""
         states = sum(rows.numel() * rows.element_size() for rows in self.hidden.values())
         drafts = sum(draft.nbytes for draft in self.drafts.values())
         return self.snapshot.nbytes + states + self.tokens.nbytes + drafts
 
     def with_drafts_of(self, old: Kept) -> Kept:
-        """The same text, with what drafters had read of its beginning where that is more."""
+        """The same sequence, with the draft states of ``old`` where these are longer."""
         read = {key: len(draft.tokens) for key, draft in self.drafts.items()}
         more = {key: draft for key, draft in old.drafts.items() if len(draft.tokens) > read.get(key, 0)}
         return replace(self, drafts={**self.drafts, **more}) if more else self
 
 
 def common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
-    """How many leading tokens two texts share."""
+    """Length of the common prefix of two sequences."""
     size = min(len(left), len(right))
     different = np.flatnonzero(left[:size] != right[:size])
     return int(different[0]) if len(different) else size
@@ -81,11 +81,11 @@ def common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
 def longest_common(
     texts: Iterable[tuple[T, Sequence[int] | NDArray[np.int64], bool]], ids: NDArray[np.int64], least: int = 0
 ) -> tuple[T | None, int]:
-    """Of texts the first with the longest common beginning with ``ids``, and its length; ``None`` and ``least``
-    where none is longer than that and worth copying.
+    """The first sequence with the longest common prefix with ``ids``, and the prefix's length; ``None`` and ``least``
+    if none is longer than that and worth copying.
 
     Args:
-        texts: each with its tokens, and whether a part of it can be copied.
+        texts: sequences, each with its tokens, and whether a part of it can be copied.
     """
     best, longest = None, max(least, SHORTEST - 1)
     for text, tokens, is_divisible in texts:
@@ -96,20 +96,20 @@ def longest_common(
 
 
 class Prefixes:
-    """The texts, the least recently used first, and the bytes that they take, at most ``capacity``."""
+    """Cached sequences, least recently used first, and their total size of at most ``capacity`` bytes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = self.limit = capacity
-        self.nbytes = 0  # a plain number: other threads look at it
+        self.nbytes = 0  # a plain number, because other threads read it
         self._texts: OrderedDict[int, Kept] = OrderedDict()
-        self._alike: dict[tuple[str, bytes], dict[int, Kept]] = {}  # those that are worth comparing begin alike
+        self._alike: dict[tuple[str, bytes], dict[int, Kept]] = {}  # grouped by their first tokens
         self._ids = count()
 
     def __len__(self) -> int:
         return len(self._texts)
 
     def find(self, salt: str, tokens: Sequence[int]) -> tuple[Kept | None, int]:
-        """The text with the longest common beginning, and how many tokens that is (0: none is worth it)."""
+        """The sequence with the longest common prefix, and the prefix's length (0: none is worth copying)."""
         ids = np.asarray(tokens, dtype=np.int64)
         alike = self._alike.get(_beginning(salt, ids), {})
         texts = ((key, text.tokens, text.snapshot.divisible) for key, text in alike.items())
@@ -122,19 +122,18 @@ class Prefixes:
     def find_draft(
         self, salt: str, tokens: Sequence[int], key: Hashable, ids: NDArray[np.int64], fits: Fits
     ) -> tuple[Snapshot | None, int]:
-        """What a drafter's model has read of a text that begins like ``tokens``: the one of the longest common
-        beginning with ``ids``, its own tokens, and how many these are (0: none is worth it).  ``fits`` says whether
-        it can go on from there."""
+        """A draft model's state for a sequence that begins like ``tokens``: the one with the longest common prefix with
+        ``ids``, in the model's tokens, and the prefix's length (0: none is worth copying). ``fits`` returns whether the
+        model can continue from a state."""
         alike = self._alike.get(_beginning(salt, np.asarray(tokens[:SHORTEST], dtype=np.int64)), {})
         drafts = (text.drafts[key] for text in alike.values() if key in text.drafts)
         texts = ((draft.snapshot, draft.tokens, draft.snapshot.divisible) for draft in drafts if fits(draft))
         return longest_common(texts, ids)
 
     def keep(self, text: Kept) -> None:
-        """Keep a text; others that are the beginning of it, and the least recently used ones, go.
+        """Cache a sequence; its prefixes among the cached sequences and the least recently used ones are removed.
 
-        What drafters had read of those stays, where the new text has not been read by them as far: nobody may have
-        drafted for it.
+        It inherits their draft states where these are longer, because it may never have been drafted for.
         """
         if len(text.tokens) < SHORTEST:
             return
@@ -154,13 +153,13 @@ class Prefixes:
         self.shrink(self.limit)
 
     def shrink(self, limit: int) -> None:
-        """Hold at most so many bytes (and never more than the capacity) from now on."""
+        """Limit the size to ``limit`` bytes (and never more than the capacity) from now on."""
         self.limit = max(0, min(limit, self.capacity))
         while self._texts and self.nbytes > self.limit:
             self._forget(next(iter(self._texts)))
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all sequences."""
         self._texts.clear()
         self._alike.clear()
         self.nbytes = 0
@@ -178,5 +177,5 @@ Fits = Callable[[KeptDraft], bool]
 
 
 def _beginning(salt: str, tokens: NDArray[np.int64]) -> tuple[str, bytes]:
-    """What texts share that have enough in common."""
+    """Key of sequences with enough in common."""
     return salt, tokens[:SHORTEST].tobytes()

@@ -9,30 +9,31 @@ from torch import Tensor
 
 
 class OfAnswer:
-    """A processor that sees the answer alone, without the ``skipped`` tokens before it.
+    """A processor that sees only the answer, without the ``skipped`` tokens before it.
 
-    Of a model with an encoder, Transformers shows processors the decoder's text; a constraint knows outputs only.
+    For a model with an encoder, Transformers passes the decoder's tokens to processors; a constraint sees only the
+    output.
     """
 
     def __init__(self, processor: Callable[[Tensor, Tensor], Tensor], skipped: int) -> None:
         self._processor, self._skipped = processor, skipped
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [1, V] as the processor makes them of the answer so far."""
+        """The processor's scores [1, V] for the answer so far."""
         return self._processor(input_ids[:, self._skipped :], scores)
 
 
 class MinTokens:
-    """Nothing ends the text before it has ``count`` output tokens, unless nothing else may follow.
+    """Forbids the end of the text before ``count`` output tokens, unless nothing else may follow.
 
-    It comes after all other rules: where a constraint is complete, or what is allowed runs out, they win over it.
+    It runs after all other rules, so a complete constraint or an exhausted set of allowed tokens takes precedence.
     """
 
     def __init__(self, ends: Iterable[int], prompt_length: int, count: int) -> None:
         self._ends, self._length = frozenset(ends), prompt_length + count
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [1, V] in which what ends a text is impossible, as long as it is too short and may go on."""
+        """Scores [1, V] without the end tokens, while the output is too short and may continue."""
         if input_ids.shape[-1] >= self._length:
             return scores
         longer = _without(scores, self._ends)
@@ -40,14 +41,14 @@ class MinTokens:
 
 
 class AllowedTokens:
-    """No other tokens than these and the end of the text."""
+    """Allows only these tokens and the end of the text."""
 
     def __init__(self, allowed: Iterable[int], ends: Iterable[int]) -> None:
         self._allowed = frozenset(allowed) | frozenset(ends)
         self._others: dict[tuple[int, torch.device], Tensor] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [1, V] in which everything else is impossible."""
+        """Scores [1, V] without all other tokens."""
         key = (scores.shape[-1], scores.device)
         if key not in self._others:
             others = torch.ones(key[0], dtype=torch.bool)
@@ -57,13 +58,13 @@ class AllowedTokens:
 
 
 class BadWords:
-    """No sequence of tokens that spells one of these."""
+    """Forbids these sequences of tokens."""
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         self._words = [tuple(word) for word in words if word]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [1, V] in which the last token of every word that is otherwise complete is impossible."""
+        """Scores [1, V] without the last token of every word that is otherwise complete."""
         longest = max((len(word) for word in self._words), default=0)
         text = input_ids[0, max(0, input_ids.shape[-1] - longest) :].tolist()
         ends = [word[-1] for word in self._words if len(word) == 1 or tuple(text[1 - len(word) :]) == word[:-1]]
@@ -71,7 +72,7 @@ class BadWords:
 
 
 def _without(scores: Tensor, tokens: Iterable[int]) -> Tensor:
-    """Scores [1, V] in which these tokens are impossible; those that the vocabulary does not have are so anyway."""
+    """Scores [1, V] without these tokens; ids outside the vocabulary are ignored."""
     ids = sorted({token for token in tokens if token < scores.shape[-1]})
     if ids:
         scores = scores.clone()

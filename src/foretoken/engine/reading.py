@@ -1,4 +1,5 @@
-"""Prompts are read in pieces, so that a long one does not stop everybody: some tokens of them beside every round."""
+"""Chunked prefill: some prompt tokens are processed beside every round, so that a long prompt does not stall the
+batch."""
 
 from __future__ import annotations
 
@@ -19,23 +20,24 @@ from foretoken.models.clock import now
 
 ALL = 1 << 60
 FIRST, FEWEST = 64, 16
-"""Tokens that are read together before it is known how long that takes, and however long it takes."""
+"""Tokens of the first chunk, whose time is unknown, and least tokens of every later one."""
 NEW_SHARE = 0.3
-"""Weight of what was measured last."""
+"""Weight of the latest measurement."""
 PIECE = 512
-"""Tokens of a prompt whose logits are made at once, where its log-probabilities were asked for."""
+"""Prompt tokens per forward when prompt log-probabilities are requested."""
 
 
 class ReadingTime:
-    """How many tokens may be read before a round that others wait for, by the time that tokens have taken.
+    """Size of a prefill chunk that delays other requests, by the measured time per token.
 
-    A number of tokens is a second for one model and a tenth of one for another; who writes waits for all of it.
+    The same number of tokens takes a second on one model and a tenth on another, and running requests wait for all of
+    it.
 
     Args:
-        limit_s: seconds; reading may take longer only where a round does.  ``None`` for no limit.
+        limit_s: seconds per chunk, exceeded only up to the time of a round; ``None`` for no limit.
 
     Attributes:
-        token_s: what a token takes, the last ones counting most; 0 before anything was read.
+        token_s: moving average of the seconds per token; 0 before the first measurement.
     """
 
     def __init__(self, limit_s: float | None = None) -> None:
@@ -46,18 +48,18 @@ class ReadingTime:
         self.limit_s, self.token_s, self._round_s = limit_s, 0.0, 0.0
 
     def note(self, tokens: int, spent_s: float) -> None:
-        """So many were read together, in so many seconds."""
+        """Record a prefill of these tokens in this time."""
         if tokens > 0:
             new = spent_s / tokens
             self.token_s += (new - self.token_s) * (NEW_SHARE if self.token_s else 1.0)
 
     def note_round(self, spent_s: float) -> None:
-        """A round took so many seconds."""
+        """Record the time of a round."""
         self._round_s = spent_s
 
     def most(self, chunk: int, requests: int) -> int:
-        """Tokens to read now: a power of two, so that products of few sizes are compiled, or the whole chunk.  A single
-        request waits for nobody."""
+        """Tokens to prefill now: a power of two, so that few sizes are compiled, or the whole chunk. A single request
+        delays no other."""
         if self.limit_s is None or requests < 2:
             return chunk
         if not self.token_s:
@@ -67,11 +69,11 @@ class ReadingTime:
 
 
 class Reader:
-    """Opens the texts of the admitted requests of one engine, and has the target read their prompts.
+    """Opens the sequences of one engine's admitted requests, and prefills their prompts.
 
     Attributes:
-        read_s: seconds of reading so far; prompts that are read together are counted once.
-        pace: how much drafters may read of the texts.
+        read_s: seconds of prefill so far; prompts that share a prefill are counted once.
+        pace: limit of the draft models' prefill.
     """
 
     def __init__(self, requests: Requests, chunk: int | None) -> None:
@@ -80,12 +82,12 @@ class Reader:
         self._device = getattr(self.target, "device", None)
 
     def most(self) -> int:
-        """Tokens that may be read now."""
+        """Tokens that may be processed now."""
         others = len(self.requests.running) + len(self.requests.waiting)
         return self.time.most(self.chunk or ALL, others)
 
     def open(self, turns: Sequence[Turn]) -> None:
-        """Give requests their texts, and those what an earlier text has of the same beginning."""
+        """Open sequences for requests, with cached prefixes."""
         for run in (turn.run for turn in turns):
             open_text(self.target, run)
             run.weights_version = self.target.weights_version
@@ -96,7 +98,7 @@ class Reader:
             run.context.texts = DraftTexts(self.pace, find_draft if cache.keeps else None)
 
     def read(self) -> None:
-        """Let the target read prompts, all of them or a piece; those that are whole take part in rounds."""
+        """Prefill prompts, whole or one chunk; requests with a complete prompt take part in rounds."""
         while unread := [run for run in self.requests.running if not run.started]:
             start_s = now(self._device)
             chosen = shares(self._ready(unread), self.most())
@@ -136,7 +138,8 @@ class Reader:
         read(self.target, [(turn.run, sizes[turn.run.id]) for turn in turns], self.requests.taps)
 
     def _start(self, turns: Sequence[Turn]) -> None:
-        """The last prompt token is the first root: there is no special first step, and reading needed no logits."""
+        """Start decoding. The last prompt token is the first root, so there is no special first step, and prefill
+        needed no logits."""
         keeps = self.requests.prefix_cache.keeps
         for run in (turn.run for turn in turns):
             run.context.hidden, run.states = run.states.copied(), HiddenText()
@@ -152,20 +155,20 @@ class Reader:
 
 
 def shares(runs: Sequence[Running], most: int) -> list[tuple[Running, int]]:
-    """How many tokens of which prompts are read next, ``most`` in all; see :func:`foretoken.core.portions.portions`."""
+    """Prefill sizes of the next chunk, ``most`` tokens in all; see :func:`foretoken.core.portions.portions`."""
     sizes = portions([run.unread for run in runs], most)
     return [(run, sizes[i]) for i, run in enumerate(runs) if i in sizes]
 
 
 def open_text(target: LanguageModel, run: Running) -> None:
-    """Give a request an empty text in the target, which is told how long its prompt is."""
+    """Open an empty sequence in the target for a request, and announce the prompt's length."""
     run.sequence = run.context.sequence = target.open()
     target.expect(run.sequence, run.context.prompt_length)
 
 
 @torch.inference_mode()
 def read(target: LanguageModel, parts: Sequence[tuple[Running, int]], taps: Sequence[str]) -> None:
-    """Let the target read that many more tokens of these prompts."""
+    """Prefill the given number of tokens of each prompt."""
     try:
         texts = []
         for run, size in parts:
@@ -187,7 +190,7 @@ def read(target: LanguageModel, parts: Sequence[tuple[Running, int]], taps: Sequ
 
 
 def _begin_anew(target: LanguageModel, run: Running) -> None:
-    """A prompt that was read in part, nobody knows how far: from the start, in a text that the next try opens."""
+    """Restart a prompt whose prefill failed at an unknown position, in a sequence that the next attempt opens."""
     if run.sequence is not None:
         target.release(run.sequence)
     run.sequence = run.context.sequence = None
@@ -196,11 +199,10 @@ def _begin_anew(target: LanguageModel, run: Running) -> None:
 
 
 def _read_with_logprobs(target: LanguageModel, run: Running, tokens: Sequence[int], taps: Sequence[str]) -> None:
-    """Read a piece of a prompt and note how likely its tokens are."""
     count = run.request.prompt_logprobs or 0
     if not run.prompt_logprobs:
         run.prompt_logprobs.append(None)
-    size = PIECE if target.capabilities.rollback else 1  # what cannot roll back scores one token at a time
+    size = PIECE if target.capabilities.rollback else 1  # a target without rollback scores one token at a time
     for start in range(0, len(tokens), size):
         piece = tokens[start : start + size]
         rows = target.forward([Feed(run.text, piece)], taps)[0]

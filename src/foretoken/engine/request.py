@@ -1,4 +1,4 @@
-"""A request: what was asked, and how far it is."""
+"""Requests and their state in the engine."""
 
 from __future__ import annotations
 
@@ -31,29 +31,28 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        params: how tokens are drawn.
+        params: sampling parameters.
         max_new_tokens: most output tokens, at least 1.
         stop: stop strings.
-        seed: fixes sampled output, whatever drafts and whatever else is in the batch; ``None`` draws one.  From 0 to
-            2**64 - 1.
+        seed: fixes sampled output, whatever the drafts and the batch; ``None`` draws a random one. From 0 to 2**64 - 1.
         prediction: tokens that are expected in the output (for drafters that use them).
-        ignore_eos: go on after an end-of-text id (benchmarks).
-        stop_token_ids: tokens that end the text as an end-of-text id does, with finish reason ``stop``.
-        min_tokens: output tokens before which nothing ends the text, unless nothing else may follow.
-        allowed_token_ids: the only tokens that may be in the output, besides those that end it; ``None``: all.
-        bad_words: sequences of tokens that must not be in the output.
-        include_stop: leave the stop string at the end of the text.
-        logprobs: report the log-probability of every output token and of this many likeliest ones; ``None``: do not.
-        prompt_logprobs: the same for the prompt, which is then read as a whole.
+        ignore_eos: continue after an end-of-text id (benchmarks).
+        stop_token_ids: tokens that end the output as an end-of-text id does, with finish reason ``stop``.
+        min_tokens: fewest output tokens, unless nothing else may follow.
+        allowed_token_ids: the only tokens allowed in the output, besides those that end it; ``None``: all.
+        bad_words: forbidden sequences of tokens.
+        include_stop: keep the stop string at the end of the text.
+        logprobs: report the log-probabilities of every output token and of this many most likely ones; ``None``: none.
+        prompt_logprobs: the same for the prompt, which then uses no prefix cache.
         priority: requests with a smaller number are admitted first.
-        owner: whose it is, and ``owner_running`` how many requests of that owner may run together (0: any number).
-        deadline_s: seconds from arrival after which the request is ended as it is.
-        cache_salt: texts and drafts of earlier requests are reused among requests with the same salt only.
+        owner: the request's owner; at most ``owner_running`` requests of one owner run together (0: any number).
+        deadline_s: seconds from arrival after which the request ends with its present output.
+        cache_salt: only requests with the same salt share cached sequences and learned drafts.
         max_draft_tokens: longest draft; 0 decodes plainly, ``None`` leaves it to the controller.
-        drafter: name of the member of a router that drafts for it in every round; ``None``: the controller decides.
+        drafter: name of the router member that drafts in every round; ``None`` leaves it to the controller.
         explain: keep a trace of every round.
-        constraint: what the output must look like, token by token.
-        language: all that the output may be: a string of it is drawn as a whole.
+        constraint: rule for the output, token by token.
+        language: all allowed outputs, from which one is drawn as a whole.
     """
 
     prompt: Sequence[int]
@@ -83,7 +82,7 @@ class Request:
 
     @property
     def drafting_choice(self) -> str:
-        """What it says itself about how it is to be drafted for; empty where it leaves that to others."""
+        """Reason for drafting that the request itself determines; empty if it does not."""
         if self.language is not None:
             return "conditional: all strings of its language are scored, and one is drawn"
         if self.max_draft_tokens == 0:
@@ -96,21 +95,20 @@ class Running:
     """A request in the engine, waiting or admitted.
 
     Attributes:
-        seed: of its randomness, given or drawn; ``None`` for a greedy request, which has none.
-        sequence: its text in the target; ``None`` while it waits.
-        arrived_s: when it arrived, by the monotonic clock.
-        started: whether its prompt is read and it takes part in rounds.
-        reads_after: a request that is reading half of this prompt or more, and how many tokens they share: this one
-            waits and copies them.
-        states: hidden states of the text so far, where the prefix cache or the drafter wants them.
-        prompt_logprobs: of the prompt's tokens, if they were asked for; the first has none.
-        rounds: traces, if they were asked for.
-        error: what ended it with finish reason ``error``.
-        weights_version: of the target, when its text was opened.
-        why: why it drafted as it did in the end, as the controller says.
-        language_round: of a request for a string of a language: what drafts and decides in place of the engine's
-            drafter and verifier.
-        predicted: places of the caller's prediction that were drafted, and whether they were ever accepted there.
+        seed: given or random; ``None`` for a greedy request.
+        sequence: its sequence in the target; ``None`` while it waits.
+        arrived_s: arrival time by the monotonic clock.
+        started: whether its prompt is complete and it takes part in rounds.
+        reads_after: a request that is prefilling half of this prompt or more, and the number of shared tokens, which
+            this request waits for and copies.
+        states: hidden states of the sequence so far, if the prefix cache or the drafter needs them.
+        prompt_logprobs: of the prompt's tokens, if requested; the first has none.
+        rounds: traces, if requested.
+        error: the error of finish reason ``error``.
+        weights_version: the target's, when the sequence was opened.
+        why: the controller's reason for its last draft decision.
+        language_round: drafts and verifies a request with a language, in place of the engine's drafter and verifier.
+        predicted: indices of prediction tokens that were drafted, and whether they were ever accepted.
     """
 
     request: Request
@@ -145,30 +143,30 @@ class Running:
 
     @property
     def text(self) -> SequenceState:
-        """Its text in the target.  Raises ``ValueError`` where it still waits."""
+        """Its sequence in the target. Raises ``ValueError`` while it waits."""
         if self.sequence is None:
             raise ValueError(f"request {self.id} is waiting: it has no text in the target yet")
         return self.sequence
 
     @property
     def unread(self) -> int:
-        """Tokens of the prompt that the target has still to read (the last one is the first root)."""
+        """Prompt tokens not yet in the target's cache (the last one is the first root)."""
         return self.context.prompt_length - 1 - self.num_read
 
     @property
     def num_read(self) -> int:
-        """Tokens that the target has read."""
+        """Tokens in the target's cache."""
         return 0 if self.sequence is None else len(self.sequence.tokens)
 
     def note_unread(self) -> None:
-        """The request leaves: what of its prompt was not read is not counted."""
+        """Remove the unprocessed prompt tokens of a leaving request from its statistics."""
         if not self.started:
             missing = self.unread + 1
             self.stats.num_prompt_tokens = max(0, self.stats.num_prompt_tokens - missing)
             self.stats.num_prompt_tokens_computed = max(0, self.stats.num_prompt_tokens_computed - missing)
 
     def note_prediction(self, places: range, accepted: int) -> None:
-        """Tokens at these places of the prediction were drafted, and so many of them accepted."""
+        """Record drafted tokens of the prediction, by index, of which the first ``accepted`` were accepted."""
         stats = self.stats
         stats.num_prediction_tokens += len(places)
         stats.num_accepted_prediction_tokens += accepted
@@ -178,7 +176,7 @@ class Running:
         stats.num_accepted_prediction_places = sum(self.predicted.values())
 
     def add_states(self, hidden: Mapping[str, Tensor]) -> None:
-        """Hidden states [n, D] by tap of the next n tokens of the text."""
+        """Append hidden states [n, D] by tap of the next n tokens."""
         if hidden:
             self.states.add(HiddenStates.of(hidden))
 
@@ -194,11 +192,11 @@ class Emission:
     """New tokens of one request after one round.
 
     Attributes:
-        origins: where each came from.
-        finish_reason: why the request ended with them, if it did.
-        logprobs: of the tokens, if they were asked for.
-        rounds: what happened, if that was asked for.
-        error: what ended the request, if something went wrong.
+        origins: source of each token.
+        finish_reason: finish reason of an ended request.
+        logprobs: of the tokens, if requested.
+        rounds: trace of the round, if requested.
+        error: the error that ended the request.
     """
 
     request_id: int
@@ -212,12 +210,12 @@ class Emission:
 
 @dataclass
 class Turn:
-    """One request's part in a round; each stage fills in what it decides.
+    """One request's part in a round; each stage sets its result.
 
     Attributes:
-        planned: whether its draft is what the controller has decided.
-        was_asked: whether the drafter was asked for one.
-        rule: the acceptance rule that the request brings itself, if it does.
+        planned: whether the draft follows the controller's decision.
+        was_asked: whether the drafter was called.
+        rule: the request's own acceptance rule, if any.
         verifier: the acceptance rule of the round.
     """
 
@@ -233,5 +231,5 @@ class Turn:
 
     @property
     def is_drafted(self) -> bool:
-        """Whether the engine's drafter has guessed anything."""
+        """Whether the engine's drafter proposed anything."""
         return self.rule is None and self.tree.num_drafts > 0

@@ -1,7 +1,7 @@
-"""The requests of an engine: those that wait, those that run, and what each of them holds until it leaves.
+"""Waiting and running requests of an engine, and release of their resources.
 
-An error belongs to the request that caused it: whatever raises for a batch is tried again for each of its requests,
-and those for which it raises alone end (:meth:`Requests.together`).
+An error belongs to the request that caused it: a stage that fails for a batch is retried for each of its requests, and
+those that fail alone end (:meth:`Requests.together`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHANGED = (
 log = logging.getLogger("foretoken.engine")
 
 Stage = Callable[[Sequence[Turn]], None]
-"""A part of a round, for one request or several."""
+"""Part of a round, for one request or several."""
 
 
 class Requests:
@@ -38,9 +38,9 @@ class Requests:
     Attributes:
         taps: hidden states of the target that the drafter needs.
         waiting: by priority, then in order of arrival.
-        budget: the memory that they may take.
-        on_leave: told of every request that has left, waiting or running, however it ended; one that was cancelled
-            has no finish reason.
+        budget: memory for requests.
+        on_leave: called for every request that has left, waiting or running, for any reason; a cancelled one has no
+            finish reason.
     """
 
     on_leave: Callable[[Running], None] | None = None
@@ -62,13 +62,13 @@ class Requests:
         self.limit_memory(kv_memory, prefix_bytes)
 
     def limit_memory(self, kv_memory: int | None, prefix_bytes: int) -> None:
-        """Begin with an empty prefix cache, and with another budget."""
+        """Start with a new memory budget and an empty prefix cache."""
         self.budget = KvBudget(self.target, kv_memory)
         self.prefix_cache = PrefixCache(self.target, self.taps, prefix_bytes)
 
     @property
     def busy(self) -> bool:
-        """Whether any is there, or has ended and nobody was told."""
+        """Whether any request waits, runs, or has ended without being reported."""
         return bool(self.waiting or self.running or self._ended)
 
     def holds(self, request_id: int) -> bool:
@@ -77,30 +77,30 @@ class Requests:
         return any(run.id == request_id for run in runs)
 
     def queue(self, run: Running) -> None:
-        """A request has come."""
+        """Queue a request."""
         self.waiting.append(run)
-        self.waiting.sort(key=lambda r: r.request.priority)  # stable: equals in order of arrival
+        self.waiting.sort(key=lambda r: r.request.priority)  # stable: in order of arrival within a priority
 
     def started(self) -> list[Running]:
-        """Those whose prompts are read: they take part in rounds."""
+        """Requests with a complete prompt, which take part in rounds."""
         return [run for run in self.running if run.started]
 
     def take_ended(self) -> list[tuple[Running, Emission]]:
-        """Those that have ended before their time since the last call."""
+        """Requests that ended early since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     # -- leaving -----------------------------------------------------------------------------------------------------
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request, waiting or running."""
+        """Drop a waiting or running request."""
         for run in [r for r in self.waiting if r.id == request_id]:
             self._leave_queue(run)
         for run in [r for r in self.running if r.id == request_id]:
             self.drop(run)
 
     def close(self) -> None:
-        """Drop everything (also what an interrupted round left behind)."""
+        """Drop all requests, and the remains of an interrupted round."""
         for run in self.waiting[:]:
             self.cancel(run.id)
         self._ended.clear()
@@ -108,14 +108,14 @@ class Requests:
             self.drop(run)
 
     def end(self, run: Running, reason: FinishReason, error: Exception | None = None) -> None:
-        """End a request before its time; whoever takes the round's gains is told."""
+        """End a request early; the next round's result reports it."""
         if type(error) is NonFiniteLogitsError:
             error = NonFiniteLogitsError(self._why_not_finite)
         run.finish_reason, run.error = reason, None if error is None else blamed(error)
         if run in self.running:
             try:
                 self._leave(run)
-            except Exception as later:  # it ends in any case: with what came first
+            except Exception as later:  # it ends in any case, with the first error
                 run.error = run.error or blamed(later)
                 run.finish_reason = "error"
         if run in self.waiting:
@@ -124,11 +124,11 @@ class Requests:
 
     @cached_property
     def _why_not_finite(self) -> str:
-        """Looked for once: reading all weights takes a while."""
+        """Cached, because reading all weights takes a while."""
         return why_not_finite(self.target)
 
     def let_go(self, turns: Sequence[Turn]) -> None:
-        """Let requests leave that have all their tokens."""
+        """Release requests that have all their tokens."""
         for turn in turns:
             if turn.emission.finish_reason is not None:
                 self.target.follow()
@@ -137,14 +137,14 @@ class Requests:
                 self._leave(turn.run)
 
     def drop(self, run: Running) -> None:
-        """Let a request leave that nobody waits for."""
+        """Release a request without reporting it."""
         try:
             self._leave(run)
         except Exception:
             log.exception("request %d was dropped, and freeing what it held failed", run.id)
 
     def _leave(self, run: Running) -> None:
-        """Free all that a request holds, also where a part of that raises."""
+        """Free all resources of a request, even if a part of that raises."""
         self.running.remove(run)
         run.note_unread()
         with ExitStack() as last_first:
@@ -170,7 +170,7 @@ class Requests:
             self.on_leave(run)
 
     def _keep(self, run: Running) -> None:
-        """Keep a text for later requests, if that can be: it has its answer in any case."""
+        """Cache a sequence for later requests if possible; a failure does not affect the finished answer."""
         try:
             self.prefix_cache.keep(run)
         except Exception:
@@ -180,10 +180,10 @@ class Requests:
     def _ask_why(run: Running, controller: Controller) -> None:
         run.why = run.request.drafting_choice or controller.explain(run.context)
 
-    # -- what an error or a change concerns --------------------------------------------------------------------------
+    # -- errors and model changes ------------------------------------------------------------------------------------
 
     def drop_stale(self) -> None:
-        """Forget what the target computed before it was changed, and end the requests that go on from that."""
+        """Clear the prefix cache after a change of the target, and end the requests that started before it."""
         version = self.target.weights_version
         if version == self._weights_version:
             return
@@ -193,8 +193,8 @@ class Requests:
             self.end(run, "error", ValueError(CHANGED))
 
     def recover(self, before: Mapping[int, int]) -> None:
-        """A step was broken off: bring every request back to the state between two rounds, or drop it.  ``before`` it
-        they had so many tokens, by their ids."""
+        """Restore every request to its state between two rounds after an interrupted step, or drop it. ``before`` holds
+        their numbers of tokens before the step, by id."""
         for run in list(self.running):
             if run.sequence is None or not run.started:
                 self.drop(run)
@@ -202,7 +202,7 @@ class Requests:
             try:
                 if run.text.scratch_tokens:
                     self.target.commit(run.text, ())
-            except CapabilityError:  # a cache that cannot be rolled back
+            except CapabilityError:  # a cache without rollback
                 self.drop(run)
                 continue
             have = len(run.context.tokens)
@@ -210,17 +210,17 @@ class Requests:
                 self.drop(run)
 
     def together(self, stage: Stage, turns: Sequence[Turn]) -> list[Turn]:
-        """Run a stage for all, or, where that raises, for each; returns those for which it did not.
+        """Run a stage for all requests together or, if that raises, for each; returns those for which it succeeded.
 
-        The same coins are tossed again: with others, tokens after which nothing raises would be drawn too often.
-        Where memory was full, kept texts make room before the stage is tried again.
+        A retry uses the same random numbers: new ones would favour tokens after which nothing raises. If memory ran
+        out, the prefix cache is cleared before the retry.
         """
         marks = [turn.run.context.rng.mark() for turn in turns]
         try:
             if turns:
                 stage(turns)
             return list(turns)
-        except (Exception, SystemExit) as raised:  # it ends the requests that it concerns and nothing else
+        except (Exception, SystemExit) as raised:  # it ends only the requests that caused it
             error = as_error(raised)
             freed = is_full_memory(error) and self.prefix_cache.prefixes.nbytes > 0
             if freed:
@@ -233,7 +233,7 @@ class Requests:
         return [turn for each in turns for turn in self.together(stage, [each])]
 
     def each(self, stage: Stage, turns: Sequence[Turn]) -> list[Turn]:
-        """A stage that is done request by request, and once only; returns those for which it did not raise."""
+        """Run a stage once for each request separately; returns those for which it succeeded."""
         successful = []
         for turn in turns:
             try:

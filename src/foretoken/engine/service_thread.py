@@ -1,4 +1,4 @@
-"""The thread that serves for an object, as long as somebody has that."""
+"""The thread of a service, which lives as long as the service is referenced."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def start_thread(service: AsyncLlm, wake: Event, idle_s: float) -> Thread:
     """Serve in a thread whenever ``wake`` is set, and every ``idle_s`` seconds.
 
-    While it waits the thread does not hold the service: one that was given up without a word, in a notebook for one,
-    is collected with its model, and the thread ends.
+    While it waits, the thread holds no reference to the service. An abandoned service, for example in a notebook, is
+    garbage-collected with its model, and the thread ends.
     """
     thread = Thread(target=_serve, args=(ref(service), wake, idle_s), name="foretoken-engine", daemon=True)
     thread.start()

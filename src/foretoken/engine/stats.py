@@ -1,4 +1,4 @@
-"""Counts and times of a generation, in vLLM's words."""
+"""Counts and times of a generation, in vLLM's terms."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpecStats:
-    """What a request (or a whole run) did.
+    """Counts and times of a request or a whole run.
 
     Attributes:
-        num_drafts: rounds (target calls that verified a tree, empty drafts included), ``num_drafted_rounds`` those of
-            them that had a draft, ``num_asked_rounds`` those for which the drafter was asked for one.
-        num_draft_tokens: draft tokens that were proposed.
-        num_accepted_tokens: draft tokens that were kept.
-        num_accepted_tokens_per_pos: of them, how many at each draft position (depth 1 first).
-        num_new_tokens: tokens emitted.
-        num_prediction_tokens: tokens of the caller's prediction that were proposed, ``num_accepted_prediction_tokens``
-            those kept.
-        num_prediction_places: the same, each token of the prediction counted once however often it was proposed;
-            ``num_accepted_prediction_places`` those that were ever kept.
+        num_drafts: rounds (target calls that verified a tree, empty drafts included), ``num_drafted_rounds`` rounds
+            with a draft, ``num_asked_rounds`` rounds that called the drafter.
+        num_draft_tokens: proposed draft tokens.
+        num_accepted_tokens: accepted draft tokens.
+        num_accepted_tokens_per_pos: accepted tokens at each draft position (depth 1 first).
+        num_new_tokens: emitted tokens.
+        num_prediction_tokens: proposed tokens of the caller's prediction, ``num_accepted_prediction_tokens`` the
+            accepted ones.
+        num_prediction_places: the same with each token of the prediction counted once;
+            ``num_accepted_prediction_places`` those ever accepted.
         draft_s, target_s, verify_s, overhead_s: seconds in the drafter, in the target network, in the acceptance
-            rule, and in everything else of the rounds.  In a batch every request counts the whole round.
-        prefill_s: seconds before the first round.  Prompts that are read together each count all of them; an engine's
-            ``read_s`` counts them once.
-        total_s: all of it.
-        num_prompt_tokens: tokens of the prompt, ``num_prompt_tokens_computed`` those of them that the target read; the
-            others' keys and values were there from an earlier text with the same beginning.
-        num_draft_prompt_tokens_computed: tokens that the drafter's own models read before they could draft, all of them
-            together: the prompt and what was written without drafts, less what they had of an earlier text.  0 where
-            nothing was drafted, or where a drafter reads nothing.
-        drafters: rounds with drafts by who drafted.
-        queue_s: seconds from arrival until the request was admitted.
-        first_token_s: seconds from arrival until its first token.
-        forward: how the target was run, as :meth:`~foretoken.models.base.LanguageModel.describe` names it.
-        exactness: ``"bitwise"`` or ``"rounding"``: what may differ between this text and the same one decoded plainly.
+            rule, and in the rest of the rounds. In a batch every request counts the whole round.
+        prefill_s: seconds before the first round. Prompts that share a prefill each count all of it; an engine's
+            ``read_s`` counts it once.
+        total_s: total seconds.
+        num_prompt_tokens: tokens of the prompt, ``num_prompt_tokens_computed`` those that the target computed; the
+            others came from the prefix cache.
+        num_draft_prompt_tokens_computed: tokens that the draft models prefilled in total: the prompt and tokens
+            generated without drafts, without those from the prefix cache. 0 without drafts or draft models.
+        drafters: rounds with drafts, by drafter.
+        queue_s: seconds from arrival to admission.
+        first_token_s: seconds from arrival to the first token.
+        forward: the target's forward, as :meth:`~foretoken.models.base.LanguageModel.describe` names it.
+        exactness: ``"bitwise"`` or ``"rounding"``: possible difference between this output and plain decoding.
         refused: faster paths that the target was refused at load, a line each.
     """
 
@@ -74,7 +73,7 @@ class SpecStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens (0 when nothing was drafted)."""
+        """Accepted over drafted tokens (0 without drafts)."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
@@ -84,17 +83,17 @@ class SpecStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens per second of the rounds (the prefill is reported apart)."""
+        """New tokens per second of the rounds, without prefill."""
         busy = self.total_s - self.prefill_s
         return self.num_new_tokens / busy if busy > 0 else 0.0
 
     def note_target(self, description: Mapping[str, Any]) -> None:
-        """Keep how the target runs, from its :meth:`~foretoken.models.base.LanguageModel.describe`."""
+        """Record the target's :meth:`~foretoken.models.base.LanguageModel.describe`."""
         self.forward, self.exactness = description["forward"], description["exactness"]
         self.refused = tuple(refused_lines(description))
 
     def add_round(self, drafted: int, accepted: int, emitted: int, was_asked: bool = False) -> None:
-        """Count one round of one request; ``was_asked`` says whether the drafter was to draft."""
+        """Count one round of one request; ``was_asked`` is whether the drafter was called."""
         self.num_drafts += 1
         self.num_asked_rounds += was_asked
         self.num_drafted_rounds += drafted > 0
@@ -107,7 +106,7 @@ class SpecStats:
             positions[i] += 1
 
     def add_times(self, times: RoundTimes) -> None:
-        """Add one round's."""
+        """Add the times of one round."""
         self.draft_s += times.draft_s
         self.target_s += times.target_s
         self.verify_s += times.verify_s
@@ -123,9 +122,9 @@ class SpecStats:
         return total
 
     def merge(self, other: SpecStats) -> None:
-        """Add another request's counts and times; both are of one target.
+        """Add another request's counts and times; both use the same target.
 
-        Times of requests that ran together add up to more than has passed, because each has all of its rounds.
+        Times of concurrent requests add up to more than the elapsed time, because each counts all of its rounds.
         """
         for name, value in vars(other).items():
             if isinstance(value, int | float):
@@ -140,6 +139,6 @@ class SpecStats:
             mine[i] += count
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and ratios, as the CLI's JSON prints them."""
+        """All fields and ratios, as in the CLI's JSON."""
         ratios = ("acceptance_rate", "mean_acceptance_length", "tokens_per_s")
         return {**vars(self), "refused": list(self.refused), **{name: getattr(self, name) for name in ratios}}

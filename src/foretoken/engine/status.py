@@ -1,4 +1,4 @@
-"""What a server shows of its engine."""
+"""Status of an engine, for servers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from foretoken.engine.loop import Engine
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """What a server shows of its engine.
+    """Status of an engine, for servers.
 
     Attributes:
-        running: requests that take part in rounds or have their prompts read.
+        running: requests in rounds or in prefill.
         waiting: requests in the queue.
-        kv_bytes: memory of running texts' keys and values.
-        kv_budget_bytes: the most that they may take; ``None`` for no limit.
-        heartbeat_age_s: seconds since the engine's thread last showed that it lives.
-        dead: why it does not live any more.
+        kv_bytes: memory of running sequences' keys and values.
+        kv_budget_bytes: its limit; ``None`` for none.
+        heartbeat_age_s: seconds since the last heartbeat of the engine's thread.
+        dead: why the engine has stopped; ``None`` while it lives.
         draining: whether new requests are refused.
-        rounds: rounds so far.
-        controller: what the controller says of itself; as of the last rounds.
-        times: seconds of all rounds so far, each counted once however many requests took part.
-        prefix_bytes: memory of kept texts, ``prefix_limit_bytes`` the most that they may take just now.
-        prefix_texts: how many are kept.
+        rounds: number of rounds so far.
+        controller: the controller's report, as of the last rounds.
+        times: seconds of all rounds so far, each counted once for the whole batch.
+        prefix_bytes: memory of the prefix cache, ``prefix_limit_bytes`` its current limit.
+        prefix_texts: number of cached sequences.
         graphs: whether the target's forwards run as CUDA graphs.
     """
 
@@ -48,7 +48,7 @@ class EngineStatus:
 def status_of(
     engine: Engine, num_open: int, heartbeat_age_s: float, dead: str | None, draining: bool, controller: dict[str, Any]
 ) -> EngineStatus:
-    """What an engine does just now; ``num_open`` requests have not ended."""
+    """Current status of an engine; ``num_open`` requests have not ended."""
     running, prefixes = len(engine.running), engine.prefix_cache.prefixes
     return EngineStatus(
         running,

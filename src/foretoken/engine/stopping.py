@@ -1,4 +1,4 @@
-"""The one place that truncates output: end-of-text ids, stop strings across token borders, the length limit."""
+"""The only place that truncates output: end-of-text ids, stop strings across token borders, the length limit."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ FinishReason = Literal["eos", "stop", "length", "context", "error", "cancelled",
 
 
 class Detokenizer:
-    """Text of a growing token list; a half-written character is held back until it is whole.
+    """Text of a growing token list; an incomplete character is held back.
 
     Args:
         tokenizer: a Transformers tokenizer, or ``None`` (no text).
-        special: write special tokens, too.
+        special: include the text of special tokens.
     """
 
     CONTEXT = 16
-    """Tokens kept as left context, at least: decoding a token may depend on the ones before it."""
+    """Least left context in tokens, because the decoding of a token may depend on earlier ones."""
 
     def __init__(self, tokenizer: Any | None, special: bool = False) -> None:
         self._tokenizer, self._skip = tokenizer, not special
         self._ids: list[int] = []
         self._start = self._end = 0
-        self._before = ""  # the text of what lies between start and shown
+        self._before = ""  # text of the tokens from _start to _end
         self.text = ""
 
     def push(self, ids: Sequence[int]) -> str:
@@ -32,7 +32,7 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         self._ids.extend(ids)
-        if self._end - self._start > 2 * self.CONTEXT:  # not at every token: that would be another text to decode
+        if self._end - self._start > 2 * self.CONTEXT:  # not at every token, which would decode the context twice
             self._start = self._end - self.CONTEXT
             self._before = self._decode(self._ids[self._start : self._end])
         decoded = self._decode(self._ids[self._start :])
@@ -41,11 +41,11 @@ class Detokenizer:
         return self._take(decoded)
 
     def flush(self) -> str:
-        """What was held back, as it stands."""
+        """The text that was held back, even if incomplete."""
         return self._take(self._decode(self._ids[self._start :]))
 
     def _take(self, decoded: str) -> str:
-        """What the text from the start of the window on has more than before."""
+        """Append the new part of the window's text."""
         new = decoded[len(self._before) :] if decoded.startswith(self._before) else decoded
         self._end, self._before = len(self._ids), decoded
         self.text += new
@@ -56,18 +56,18 @@ class Detokenizer:
 
 
 class Strings:
-    """Looks for strings in the text of a growing token list, token by token.
+    """Incremental search for strings in the text of a growing token list.
 
     Args:
-        special: ids of special tokens, whose text is a part of what the strings are looked for in; without any, special
-            tokens have no text.
+        special: ids of special tokens, whose text is then part of the searched text; without any, special tokens have
+            no text.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], special: frozenset[int] = frozenset()) -> None:
         self._tokenizer, self._strings, self._special = tokenizer, strings, special
         self._text = Detokenizer(tokenizer, special=bool(special))
         self._ids: list[int] = []
-        self._begins: list[int] = []  # of every token's text
+        self._begins: list[int] = []  # start of each token's text
         self._old = 0
 
     def push(self, token: int) -> None:
@@ -78,9 +78,9 @@ class Strings:
         self._text.push([token])
 
     def match(self) -> tuple[int, str] | None:
-        """The first string that the last token completed, and where it begins in the text without special tokens."""
+        """The first string that the last token completed, and its start in the text without special tokens."""
         text = self._text.text
-        # A match may begin in the text of earlier tokens, and ends in this one's.
+        # A match may start in the text of earlier tokens; it ends in this token's.
         places = ((text.find(s, max(0, self._old - len(s) + 1)), s) for s in self._strings)
         first = min(((place, s) for place, s in places if place >= 0), default=None)
         if first is None or not self._special:
@@ -88,10 +88,10 @@ class Strings:
         return self._place_of(first[0]), first[1]
 
     def _place_of(self, place: int) -> int:
-        """How much text without special tokens there is before a place in the text with them."""
+        """Position in the text without special tokens, from one in the text with them."""
         token = bisect_right(self._begins, place) - 1
         before = Detokenizer(self._tokenizer)
-        for number in self._ids[:token]:  # one by one: half a character at the end holds back its own text alone
+        for number in self._ids[:token]:  # one by one: an incomplete character at the end holds back only its own text
             before.push([number])
         if self._ids[token] not in self._special:
             return len(before.text) + place - self._begins[token]
@@ -109,17 +109,17 @@ class Stopper:
         tokenizer: needed for stop strings.
         stop_ids: other ids that end the text, as if they were stop strings.
         special_stops: ids of special tokens whose text is a stop string; they end the text as that string does.
-        special: ids of special tokens by their text: stop strings that hold one and more are looked for in the text
-            with special tokens, as Transformers does.
-        include: leave the stop string in the text.
-        min_tokens: a stop string ends the text only where a later token than so many completes it, wherever the string
-            began; one that is complete earlier is text like any other.  (Ids that come earlier do end the text: a
-            processor lets them come only where nothing else may follow.)
+        special: ids of special tokens by their text. Stop strings that contain a special token and more are searched in
+            the text with special tokens, as in Transformers.
+        include: keep the stop string in the text.
+        min_tokens: a stop string ends the text only if it is completed after this many tokens, wherever it began; one
+            completed earlier is ordinary text. (Earlier ids do end the text: a processor allows them only where nothing
+            else may follow.)
 
     Attributes:
-        cut: how much of the text (without special tokens) is kept, where a stop string ended it.
-        suffix: what the text has behind that: the stop string, where it was asked for.
-        reason: the stop string or the id that ended it.
+        cut: length of the text (without special tokens) before the stop string that ended it.
+        suffix: text after the cut: the stop string, if ``include`` is set.
+        reason: the stop string or id that ended it.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Stopper:
         self.suffix = ""
 
     def push(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """How many of ``tokens`` are kept, and why the output ends there (``None``: it goes on)."""
+        """Number of ``tokens`` that are kept, and why the output ends there (``None``: it continues)."""
         for i, token in enumerate(tokens):
             self._count += 1
             if token in self._special_stops:
@@ -184,5 +184,5 @@ class Stopper:
 
     @property
     def held_back(self) -> int:
-        """Longest stop string: that much text at the end of a stream may still turn out to be one."""
+        """Length of the longest stop string: this much text at the end of a stream may become part of one."""
         return max(map(len, self._stop), default=0)

@@ -1,4 +1,4 @@
-"""How what a request gains gets from the engine's thread to whoever asked."""
+"""Tickets: delivery of output from the engine's thread to the callers' event loops."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Gain = tuple[Running, Emission] | Exception
 
 
 def hand_over(gains: Iterable[tuple[Ticket, Gain]]) -> None:
-    """Give each ticket its gain, and wake those who wait.
+    """Deliver each ticket's output, and wake the waiting tasks.
 
-    All of an event loop are woken by one call: each is a system call, at which the engine's thread would let the loop
-    run, and then wait for it.
+    One call wakes all tasks of an event loop. Each call is a system call, at which the engine's thread would let the
+    loop run, and then wait for it.
     """
     asleep: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
     for ticket, gain in gains:
@@ -26,7 +26,7 @@ def hand_over(gains: Iterable[tuple[Ticket, Gain]]) -> None:
         if waiting is not None:
             asleep.setdefault(waiting[0], []).append(waiting[1])
     for loop, events in asleep.items():
-        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with suppress(RuntimeError):  # a closed loop has no waiting tasks
             loop.call_soon_threadsafe(_set_all, events)
 
 
@@ -36,13 +36,13 @@ def _set_all(events: Iterable[asyncio.Event]) -> None:
 
 
 class Ticket:
-    """A request on its way, as its sender sees it; made by :meth:`AsyncLlm.submit`.
+    """A queued request, as its caller sees it; created by :meth:`AsyncLlm.submit`.
 
     One task at a time may wait for it, in the event loop of any thread.
 
     Args:
-        request: what was asked.
-        service: who answers, kept alive until then.
+        request: the request.
+        service: the service that answers, kept alive until then.
     """
 
     def __init__(self, request: Request, service: object = None) -> None:
@@ -53,11 +53,11 @@ class Ticket:
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def put(self, gain: Gain) -> None:
-        """Hand over what was gained; called by the engine's thread."""
+        """Deliver output; called by the engine's thread."""
         hand_over([(self, gain)])
 
     def _keep(self, gain: Gain) -> tuple[asyncio.AbstractEventLoop, asyncio.Event] | None:
-        """Keep it for whoever comes, and say who waits for it already."""
+        """Store output for the reader. Returns the loop and event of a waiting task."""
         self._gains.append(gain)
         return self._waiting
 
@@ -65,17 +65,17 @@ class Ticket:
         while not self._gains:
             event = asyncio.Event()
             self._waiting = (asyncio.get_running_loop(), event)
-            if not self._gains:  # else it came before anybody was told whom to wake
+            if not self._gains:  # else it came before the waiting task was registered
                 await event.wait()
             self._waiting = None
         return self._gains.popleft()
 
     async def next(self) -> tuple[Running, Emission]:
-        """The next gain.
+        """The next output.
 
         Raises:
             RequestFailed: the request ended with an error.
-            DeadlineExceeded: it ended without a token because its time was up.
+            DeadlineExceeded: its deadline passed before its first token.
             EngineDead: the engine's thread has ended.
         """
         gain = await self._gain()

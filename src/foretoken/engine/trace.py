@@ -1,4 +1,4 @@
-"""What happened in a round, for a reader: the tree, what was accepted, and how likely every guess was."""
+"""Traces of rounds for readers: the tree, the accepted path, and the probability of every draft token."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class RoundTrace:
     """One round of one request.
 
     Attributes:
-        index: which round of the request, from 0.
+        index: number of the request's round, from 0.
         tokens: of the nodes, the root first.
         parents: of the nodes, ``-1`` for the root.
         p: the target's probability of every node's token, given the nodes above it; ``None`` for the root, for probes,
-            and below a node whose token the target refused.
-        q: the draft's; ``None`` for tokens that were not drawn from a distribution.
-        accepted: the nodes that were accepted, in order.
-        rejected: the nodes that were guesses for a place where another token came: below the root and below every
-            accepted node.  What is below them was never asked about.
-        next_token: the token after them.
-        next_is_bonus: whether it is one on top of a whole accepted path; else it replaces a rejected draft.
-        drafter: who drafted; of a group whose members draft in turn, the member.
+            and below a node of probability 0.
+        q: the draft's probability; ``None`` for tokens that were not drawn from a distribution.
+        accepted: the accepted nodes, in order.
+        rejected: nodes for positions where another token was taken: other children of the root and of the accepted
+            nodes. Nodes below them were never examined.
+        next_token: the token after the accepted path.
+        next_is_bonus: whether it is a bonus token after a whole accepted path; else it replaces a rejected draft token.
+        drafter: name of the drafter, or of the group member that drafted.
         verifier: the acceptance rule.
-        tests: the rule's acceptance tests in their order, as ``{"u": uniform, "chance": chance}``: passed where u is
-            below the chance, which a rule that goes token by token takes to be p / q.  None where nothing is left to
-            chance: for greedy requests and for seeded ones, whose noise is fixed.
-        next_p: the target's probability of the next token, before anything was rejected.
-        probes: nodes that were scored for the drafter alone.
+        tests: the rule's acceptance tests in order, as ``{"u": uniform, "chance": probability}``: passed if u is below
+            the probability, which is p / q in a token-by-token rule. Empty for greedy requests, and for seeded ones,
+            whose noise is fixed.
+        next_p: the target's probability of the next token, before any rejection.
+        probes: nodes that were scored only for the drafter.
         draft_s, target_s, verify_s, overhead_s: seconds of the round, those of the whole batch.
     """
 
@@ -61,7 +61,7 @@ class RoundTrace:
         return replace(self, draft_s=draft_s, target_s=target_s, verify_s=verify_s, overhead_s=times.overhead_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The trace as a dictionary for JSON."""
         return asdict(self)
 
 
@@ -74,7 +74,7 @@ def trace(
     verifier: str = "",
     tests: Sequence[tuple[float, float]] = (),
 ) -> RoundTrace:
-    """The round without its times."""
+    """Trace of a round, without its times."""
     last = verdict.path[-1] if verdict.path else 0
     return RoundTrace(
         index,
@@ -107,7 +107,7 @@ def _target_probability(node: int, tree: TokenTree, scores: Scores) -> float | N
     probability: float | None = None
     for above, below in pairwise(path):
         if probability == 0.0:
-            return None  # a prefix that cannot be has no distribution
+            return None  # an impossible prefix has no distribution
         probability = float(scores.p(above)[tree.tokens[below]])
     return probability
 
