@@ -1,12 +1,11 @@
-"""The ``Verifier`` protocol: which guesses are accepted, and the token after them.
+"""The ``Verifier`` protocol: acceptance of draft tokens, and choice of the next token.
 
-A verifier is pure: a function of the tree, the distributions and fresh randomness.  Lossless means that the accepted
+A verifier is pure: a function of the tree, the distributions and fresh random numbers. Lossless means that the accepted
 tokens plus the next token, continued by plain sampling, have exactly the target's distribution.
 
 Every rule is written once in plain form (:meth:`Verifier.decide`), with all its randomness going through
-:class:`Coins`.  Tests hand in coins that enumerate every outcome with its probability, which gives the rule's
-distribution exactly.  A rule on the hot path has a faster twin in :meth:`Verifier.decide_fast` that must decide the
-same.
+:class:`Coins`. Tests pass coins that enumerate every outcome with its probability, which gives the rule's exact
+distribution. A rule on the hot path has a faster twin in :meth:`Verifier.decide_fast` that must decide the same.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from foretoken.core.sampling import draw_by_blocks, running_sums
 
 
 class Coins:
-    """The random decisions of a rule.  This one tosses them with the request's uniforms, each used once."""
+    """Random decisions of a rule, by the request's uniforms, each used once."""
 
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
@@ -36,7 +35,7 @@ class Coins:
         return u * den < num
 
     def accept_lazily(self, bound: float, chance: Callable[[], float]) -> bool:
-        """True with probability ``chance()``, which is at most ``bound``; not computed when the bound decides."""
+        """True with probability ``chance()``, which is at most ``bound`` and not computed if the bound decides."""
         u, tests = self._rng.uniform(), self._rng.tests
         if tests is not None:
             tests.append((u, chance()))
@@ -53,14 +52,13 @@ class Verifier(ABC):
     Attributes:
         name: registry key.
         lossless: whether the rule keeps the target's distribution; lossy rules need ``allow_lossy=True``.
-        kinds: proposal kinds for which the rule is right.
+        kinds: supported proposal kinds.
         chains_only: whether the rule is defined for chains only.
-        greedy_only: whether the rule is right at temperature 0 only.
-        races: whether sampled requests need noise (:class:`foretoken.core.noise.Noise`), on which drafters then draw
-            too.
-        asks_choices: whether all that it asks of a greedy request, or of one with noise, is the token after a node.
-        reads_logits: whether it looks at the logits of requests that sample, not at their distributions alone.
-        verifies_alone: whether its :meth:`verify` is more than :meth:`decide_fast` with fresh coins: then it is asked
+        greedy_only: whether the rule is valid at temperature 0 only.
+        races: whether sampled requests need noise (:class:`foretoken.core.noise.Noise`), which drafters then share.
+        asks_choices: whether the rule needs only the token after each node of greedy requests and requests with noise.
+        reads_logits: whether the rule reads the logits of sampled requests, not only their distributions.
+        verifies_alone: whether :meth:`verify` does more than :meth:`decide_fast` with fresh coins; then it is called
             request by request.
     """
 
@@ -79,7 +77,7 @@ class Verifier(ABC):
         """The rule in plain form: walk ``tree`` and decide."""
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The same as :meth:`decide` with the same coins, by the fastest way there is."""
+        """The same decision as :meth:`decide` with the same coins, as fast as possible."""
         return self.decide(tree, scores, coins)
 
     def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
@@ -91,13 +89,12 @@ class Verifier(ABC):
         return self.decide_fast(tree, scores, Coins(rng))
 
     def draws_last(self, tree: TokenTree) -> bool:
-        """Whether the rule draws one token, after all else, and only puts it into the verdict: such draws of several
-        requests are made together.  So it is where nothing was drafted."""
+        """Whether the rule ends with its only draw, whose token goes unread into the verdict. Such draws are batched
+        over requests. True without drafts."""
         return len(tree) == 1
 
     def needs_all(self, scores: Scores) -> bool:
-        """Whether the rule asks for the distributions of all nodes, whatever is accepted; the root's is always asked
-        for."""
+        """Whether the rule reads the distributions of all nodes in any case; it always reads the root's."""
         return False
 
 
@@ -106,7 +103,7 @@ def draw(distribution: Tensor, u: float) -> int:
 
     Never returns a token of zero weight.
     """
-    if is_large(distribution):  # a running sum is serial: .4 ms for 150,000 tokens
+    if is_large(distribution):  # a running sum is serial: 0.4 ms for 150,000 tokens
         return draw_by_blocks(distribution, u)
     cdf = running_sums(distribution)
     index = int(torch.searchsorted(cdf, cdf[-1:] * u, right=True))
@@ -131,14 +128,14 @@ def draw_all(drawings: Sequence[tuple[Tensor, float]]) -> list[int]:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm([p - q]+) [V]; ``p`` itself when nothing is left (p equals q up to rounding)."""
+    """norm([p - q]+) [V]; ``p`` itself if the residual is empty (p equals q up to rounding)."""
     return _normalised((p - q).clamp_min_(0.0), p)
 
 
 def without(p: Tensor, token: int) -> Tensor:
     """``p`` [V] with ``token`` zeroed and renormalised: the residual of a point-mass draft.
 
-    ``p`` itself when nothing is left.
+    ``p`` itself if the residual is empty.
     """
     weights = p.clone()
     weights[token] = 0.0
@@ -167,7 +164,7 @@ def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
 
 
 def is_nothing(total: float, weights: Tensor) -> bool:
-    """Whether a sum of ``weights`` [V] is zero but for rounding."""
+    """Whether a sum of ``weights`` [V] is zero up to rounding."""
     return total <= torch.finfo(weights.dtype).tiny
 
 
@@ -180,17 +177,17 @@ def scaled(budget: float, p: float, q: float) -> float:
 
 
 def drawn_chance(tree: TokenTree, node: int) -> float:
-    """q(token) of ``node``: the weight that its distribution gives its own token (1 for a point mass)."""
+    """q(token) of ``node``: the probability of its token in its distribution (1 for a point mass)."""
     distribution = tree.distribution(node)
     return 1.0 if distribution is None else float(distribution[tree.tokens[node]])
 
 
 class SiblingDistributions:
-    """The distribution of each child given its earlier siblings, when they are drawn without replacement.
+    """Distribution of each child given its earlier siblings, drawn without replacement.
 
-    Children that share a row of ``tree.q`` were drawn one after another with earlier ones removed; another row is
-    another drafter's sequence, which knows nothing of the first.  When the support of a row is used up, the drafter
-    goes on uniformly over the tokens that it has not drawn.
+    Children that share a row of ``tree.q`` were drawn one after another, without the earlier ones. Another row is
+    another drafter's independent sequence. After the support of a row is exhausted, the drafter draws uniformly from
+    its remaining tokens.
     """
 
     def __init__(self, tree: TokenTree) -> None:
@@ -204,7 +201,7 @@ class SiblingDistributions:
         if distribution is None:
             return None
         weights = self._open.get(self._key(node))
-        if weights is None:  # the first child: the distribution as it is
+        if weights is None:  # the first child: the whole distribution
             return distribution
         total = weights.sum()
         if is_nothing(float(total), weights):
@@ -214,7 +211,7 @@ class SiblingDistributions:
         return weights / total
 
     def remove(self, node: int) -> None:
-        """``node`` was tried: later siblings of its row were drawn from what it left."""
+        """Remove a tried node's token from the distribution of later siblings in its row."""
         distribution = self._tree.distribution(node)
         if distribution is None:
             return
@@ -229,7 +226,7 @@ class SiblingDistributions:
 
 
 def chain_nodes(tree: TokenTree, name: str) -> list[int]:
-    """Draft nodes of a chain in order, probes left out.  Raises ``ValueError`` where a node has two children."""
+    """Draft nodes of a chain in order, without probes. Raises ``ValueError`` where a node has two children."""
     if tree.is_chain:
         return list(range(1, len(tree)))
     nodes = [0]
@@ -241,7 +238,7 @@ def chain_nodes(tree: TokenTree, name: str) -> list[int]:
 
 
 def can_go_at_once(tree: TokenTree, scores: Scores) -> bool:
-    """Whether the distributions of all nodes can be made by one call, with one transfer to the host for all tests."""
+    """Whether one call can compute the distributions of all nodes, with one transfer to the host for all tests."""
     return len(tree) > 1 and tree.is_chain and scores.sampler.context_free
 
 
@@ -253,20 +250,20 @@ def chain_weights(tree: TokenTree, distributions: Tensor) -> tuple[list[float], 
     if tree.q is None or not tree.q_rows:
         return p_x[:, 0].tolist(), [1.0] * count
     rows = list(tree.q_rows[1:])
-    # Row -1 picks the last distribution: replaced below.
+    # Row -1 selects the last distribution, which is replaced below.
     q = tree.q if rows == list(range(len(tree.q))) else tree.q[rows]
     p_list, q_list = torch.cat((p_x, q.gather(1, drafts)), 1).T.tolist()
     return p_list, [1.0 if row < 0 else weight for row, weight in zip(rows, q_list, strict=True)]
 
 
 def walk_down(tree: TokenTree, choose: Callable[[int, Sequence[int]], int]) -> Verdict:
-    """From the root: get the token after a node, go to the child that holds it, repeat; stop where none does.
+    """From the root, get the token after a node and go to the child that holds it, until no child does.
 
-    Lossless whenever ``choose(node, children)`` has the distribution ``p(node)``, given the children's tokens or not.
-    When several siblings hold the token (independent draws), the walk follows them together: they stand for the same
-    prefix, so their children are candidates alike.  The path then runs through the one that leads furthest.
+    Lossless whenever ``choose(node, children)`` has the distribution ``p(node)``, independent of the children or not.
+    Siblings that hold the same token (independent draws) are followed together, because they share a prefix. The path
+    then runs through the one that leads furthest.
     """
-    alive: list[int] = [0]  # nodes with one and the same prefix
+    alive: list[int] = [0]  # nodes with the same prefix
     while True:
         children = [child for node in alive for child in tree.children[node]]
         token = choose(alive[0], children)

@@ -1,13 +1,13 @@
-"""Verification of a whole batch: distributions, weights and last draws of all requests by one call each.
+"""Verification of a whole batch: distributions, weights and last draws of all requests in one call each.
 
-A request alone costs some ten tensor operations on vectors of the vocabulary's size, which take longer to call than to
-run: in a batch of eight they were a tenth of a round.  What is decided is the same, bit for bit, as by
-:meth:`foretoken.methods.verifiers.base.Verifier.verify`, request by request.
+Some ten tensor operations per request on vectors of the vocabulary's size take longer to call than to run: in a batch
+of eight they were a tenth of a round. The decisions equal those of
+:meth:`foretoken.methods.verifiers.base.Verifier.verify` per request, bit for bit.
 
-A rule that asked a device at every test would wait for it hundreds of times a round (446 times for eight trees of ten
-sampled nodes), and the walks are host code.  So the tokens of greedy requests, and of those with noise, are looked up
-there for all nodes at once, distributions are made there, and both are brought to the host by one transfer.  Where the
-prefix counts (penalties, processors) the logits themselves come, and the request's pipeline runs on the host.
+The walks are host code, and a device read at every test would wait hundreds of times a round (446 times for eight trees
+of ten sampled nodes). So the device computes the tokens of greedy requests and of those with noise, and the
+distributions of others, for all nodes at once, and one transfer copies them. Where the prefix counts (penalties,
+processors), the logits are copied, and the pipeline runs on the host.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from foretoken.methods.verifiers.base import Coins, Verifier, draw_all
 
 
 class LateCoins(Coins):
-    """Coins of which the draw is made later: the uniform is used now, and the token is still unknown.
+    """Coins whose draw is deferred: the uniform is used now, and the token is not known yet.
 
     Attributes:
-        later: what is to be drawn from, and by which uniform.
+        later: the distribution to draw from, and the uniform.
     """
 
     UNKNOWN = -1
@@ -49,7 +49,7 @@ class LateCoins(Coins):
 
 
 def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rngs: Sequence[Rng]) -> list[Verdict]:
-    """What each verifier says of its request; the draws of rules that draw last are made together.
+    """The verdict of each request's verifier; the draws of rules that draw last are batched.
 
     Raises:
         ValueError: a chain rule met a node with two children.
@@ -68,7 +68,7 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
     verdicts: list[Verdict] = []
     late: dict[int, tuple[Tensor, float]] = {}
     for verifier, scores, rng in zip(verifiers, all_scores, rngs, strict=True):
-        # A rule from outside need not know that a token can be one that is drawn later.
+        # A rule from outside may not support a token that is drawn later.
         is_late = not is_outside(type(verifier)) and verifier.draws_last(scores.tree)
         coins = LateCoins(rng) if is_late else Coins(rng)
         verdicts.append(verifier.decide_fast(scores.tree, scores, coins))
@@ -82,7 +82,7 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
 
 
 def _make_distributions(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> None:
-    """Make the distributions that the rules will ask for, of all requests that sample alike by one call."""
+    """Compute the distributions that the rules will read, in one call per sampling recipe."""
     alike: dict[Hashable, list[tuple[Scores, int]]] = {}
     for verifier, scores in zip(verifiers, all_scores, strict=True):
         recipe = scores.sampler.recipe
@@ -101,7 +101,7 @@ def _make_distributions(verifiers: Sequence[Verifier], all_scores: Sequence[Scor
 
 
 def _make_choices(all_scores: Sequence[Scores]) -> None:
-    """Look up the tokens after all nodes of requests with noise, of all that sample alike by one call."""
+    """Compute the tokens after all nodes of requests with noise, in one call per sampling recipe."""
     alike: dict[Hashable, list[Scores]] = {}
     for scores in all_scores:
         if scores.sampler.noise is not None and scores.sampler.context_free and scores.races_at_once:
@@ -114,7 +114,7 @@ def _make_choices(all_scores: Sequence[Scores]) -> None:
 
 
 def _read_weights(all_scores: Sequence[Scores]) -> None:
-    """p(x) and q(x) of the drafts of chains whose distributions are made, in one transfer."""
+    """Read p(x) and q(x) of the drafts of chains with computed distributions, in one transfer."""
     drawn = [scores for scores in all_scores if _distributions_in_order(scores.tree)]
     if len(drawn) < 2:
         return
@@ -131,12 +131,12 @@ def _read_weights(all_scores: Sequence[Scores]) -> None:
 
 
 def _distributions_in_order(tree: TokenTree) -> bool:
-    """Whether every draft of a chain has a distribution of its own."""
+    """Whether every draft of a chain has its own distribution, in order."""
     return tree.q is not None and len(tree.q) == len(tree) - 1 and tuple(tree.q_rows[1:]) == tuple(range(len(tree.q)))
 
 
 def _bring_home(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> list[Scores]:
-    """Scores whose rules need nothing of the device any more, one draw of requests without a draft left out.
+    """Scores on the host, except those of requests without a draft, of which one draw remains on the device.
 
     Raises:
         NonFiniteLogitsError: NaN logits, or no finite logit left.
@@ -150,7 +150,7 @@ def _bring_home(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> 
         distributions = _distributions(drawn)
     stays = {*tokens}
     for verifier, scores in pairs:
-        # Nothing was drafted: the one draw is made on the device, with those of other such requests.
+        # Without a draft, the only draw is made on the device, with those of other such requests.
         if id(scores) in distributions and len(scores.tree) == 1 and verifier.lossless:
             scores.batched_p = distributions[id(scores)]
             stays.add(id(scores))
@@ -166,7 +166,7 @@ def _bring_home(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> 
 
 
 def _home(scores: Scores, has_distributions: bool, got: Iterator[Tensor]) -> Scores:
-    """The same on the host; rules of sampled requests read distributions alone, which stand where the logits were."""
+    """The scores on the host. Rules of sampled requests read only distributions, which replace the logits."""
     rows = next(got)
     tree = scores.tree if scores.tree.q is None else replace(scores.tree, q=next(got))
     return replace(scores, logits=rows, tree=tree, batched_p=rows if has_distributions else None, _distributions={})

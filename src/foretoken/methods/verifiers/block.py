@@ -36,7 +36,7 @@ class BlockVerifier(Verifier):
     chains_only = True
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The rule as the paper states it, tests tossed from the longest prefix down: the first that passes is
+        """The rule as the paper states it, with tests from the longest prefix down: the first that passes is
         accepted."""
         nodes = [0, *chain_nodes(tree, self.name)]
         last = len(nodes) - 1
@@ -62,11 +62,12 @@ class BlockVerifier(Verifier):
         return True
 
     def needs_all(self, scores: Scores) -> bool:
-        """Where distributions of all nodes are cheap to make by one call."""
+        """True where one call computes all distributions cheaply."""
         return all_at_once(scores.tree, scores)
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """:meth:`decide` doing no vector work for a test that ``P_i`` alone decides (S_i / (S_i + 1 - P_i) <= P_i)."""
+        """:meth:`decide` without vector operations for a test that ``P_i`` alone decides (S_i / (S_i + 1 - P_i) <=
+        P_i)."""
         nodes = [0, *chain_nodes(tree, self.name)]
         last = len(nodes) - 1
         distribution, keep = _distributions_and_budgets(tree, scores, nodes)
@@ -89,13 +90,13 @@ class BlockVerifier(Verifier):
 
 
 def pass_chance(residual: float, budget: float) -> float:
-    """S / (S + 1 - P): the chance to keep a prefix of budget P none of whose extensions were accepted."""
+    """S / (S + 1 - P): the probability to keep a prefix of budget P none of whose extensions were accepted."""
     total = residual + (1.0 - budget)
     return 1.0 if total <= 0.0 else residual / total
 
 
 def all_at_once(tree: TokenTree, scores: Scores) -> bool:
-    """Whether the distributions of a chain are made by one call: on a CPU, six at once cost three single ones for V =
+    """Whether one call computes the distributions of a chain: on a CPU, six at once cost three single ones for V =
     8192, and six for 150k."""
     return can_go_at_once(tree, scores) and not is_large(scores.logits)
 
@@ -103,7 +104,8 @@ def all_at_once(tree: TokenTree, scores: Scores) -> bool:
 def _distributions_and_budgets(
     tree: TokenTree, scores: Scores, nodes: Sequence[int]
 ) -> tuple[Callable[[int], Tensor], list[float]]:
-    """The target distribution after the i-th node [V], and P_0..P_g; no distribution is made past a budget of zero."""
+    """The target distribution after the i-th node [V], and P_0..P_g; no distribution is computed past a budget of
+    zero."""
     keep = [1.0]
     if all_at_once(tree, scores):
         distributions = scores.chain_p()  # [g+1, V]

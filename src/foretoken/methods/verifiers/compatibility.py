@@ -1,4 +1,4 @@
-"""Which verifier is right for which proposals: pairs that would not be lossless are refused."""
+"""Compatibility of verifiers and proposals: pairs that would not be lossless are refused."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from foretoken.registry import rows
 def check_pair(
     kind: Kind, is_tree: bool, verifier: Verifier, drafter_name: str, allow_lossy: bool, greedy: bool
 ) -> None:
-    """:func:`check_proposals` for proposals that are all of one sort."""
+    """:func:`check_proposals` for a single kind of proposal."""
     check_proposals([(kind, is_tree)], verifier, drafter_name, allow_lossy, greedy)
 
 
 def check_proposals(
     proposals: Iterable[tuple[Kind, bool]], verifier: Verifier, drafter_name: str, allow_lossy: bool, greedy: bool
 ) -> None:
-    """Refuse a drafter-verifier pair that would not keep the target's distribution.
+    """Raise ``ValueError`` for a drafter-verifier pair that would not keep the target's distribution.
 
     Args:
-        proposals: what the drafter may propose: how siblings are drawn, and whether they can branch.
-        allow_lossy: whether the user allows rules that are lossy by design; a lossless rule on proposals that it is
-            wrong for stays refused.
+        proposals: the drafter's possible proposals: how siblings are drawn, and whether they can branch.
+        allow_lossy: whether the user allows rules that are lossy by design; a lossless rule on unsupported proposals
+            stays refused.
         greedy: whether the request is at temperature 0, where all lossless rules coincide.
 
     Raises:
-        ValueError: the pair is not lossless; the message lists the verifiers that are right.
+        ValueError: the pair is not lossless; the message lists the verifiers that are.
     """
     sorts = sorted(proposals)
     objections = (objection(kind, is_tree, type(verifier), greedy) for kind, is_tree in sorts)
@@ -46,7 +46,7 @@ def check_proposals(
 
 
 def objection(kind: Kind, is_tree: bool, rule: type[Verifier], greedy: bool) -> str | None:
-    """Why a rule is wrong for such proposals, or ``None``."""
+    """Why a rule does not support such proposals, or ``None``."""
     if rule.chains_only and is_tree:
         return "it takes chains, and these drafts can branch"
     if greedy and rule.lossless:
@@ -63,7 +63,7 @@ def objection(kind: Kind, is_tree: bool, rule: type[Verifier], greedy: bool) -> 
 
 
 def verifiers_for(proposals: Iterable[tuple[Kind, bool]], greedy: bool) -> list[str]:
-    """Registry names of the lossless verifiers that are right for all sorts of proposals (kind, can branch)."""
+    """Registry names of the lossless verifiers that support all these proposals (kind, can branch)."""
     sorts, names = list(proposals), []
     for row in rows("verifier"):
         rule: type[Verifier] = row.load()
@@ -73,7 +73,7 @@ def verifiers_for(proposals: Iterable[tuple[Kind, bool]], greedy: bool) -> list[
 
 
 def inner_rule(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
-    """Verify inside a drafter that runs a loop of its own (``cascade``): by the best lossless rule for this tree."""
+    """Verify inside a drafter that runs its own loop (``cascade``), by the best lossless rule for this tree."""
     sampler = scores.sampler
     return auto_verifier(tree.kind, not tree.is_chain, sampler.greedy, sampler.fixed).verify(tree, scores, rng)
 

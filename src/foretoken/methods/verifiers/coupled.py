@@ -11,10 +11,10 @@ from foretoken.methods.verifiers.base import Coins, Verifier, walk_down
 class CoupledVerifier(Verifier):
     """After a node, the token is the winner of the race ``argmin E_t(v) / p(v)`` on the noise of its position.
 
-    The walk goes on where a child holds it.  The noise belongs to the request's seed and the position alone, so the
-    token does not look at the candidates: any proposals are right for it, grown, pruned, merged or reused in any way,
-    and the text is the same with every drafter, and without one.  How often a child holds the token depends on the
-    drafter, which draws its candidates on the same noise (:mod:`foretoken.methods.drafters.drawing`).
+    The walk continues where a child holds it. The noise depends only on the request's seed and the position, so the
+    token is independent of the candidates: any proposals are valid, grown, pruned, merged or reused in any way, and the
+    output is the same with every drafter, and without one. The acceptance rate depends on the drafter, which draws its
+    candidates on the same noise (:mod:`foretoken.methods.drafters.drawing`).
 
     At temperature 0 this is the greedy walk.
     """
@@ -24,10 +24,10 @@ class CoupledVerifier(Verifier):
     asks_choices = True
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The race itself, on the distribution of every visited node; no coin is tossed.
+        """The race itself, on the distribution of every visited node; no random number is drawn.
 
         Raises:
-            ValueError: the request samples, and has no noise.
+            ValueError: the request samples without noise.
         """
         sampler = scores.sampler
         if not sampler.fixed:
@@ -43,7 +43,7 @@ class CoupledVerifier(Verifier):
         return walk_down(tree, choose)
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The same by logarithms, not normalised, and for all nodes at once (:meth:`foretoken.core.Scores.choice`)."""
+        """The same by unnormalised logarithms, for all nodes at once (:meth:`foretoken.core.Scores.choice`)."""
         if not scores.sampler.fixed:
             return self.decide(tree, scores, coins)
         return walk_down(tree, lambda node, children: scores.choice(node))

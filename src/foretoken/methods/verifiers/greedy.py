@@ -9,7 +9,7 @@ from foretoken.methods.verifiers.base import Coins, Verifier, walk_down
 class GreedyVerifier(Verifier):
     """At temperature 0 the target's distribution is one token: follow the child that holds it, as long as there is one.
 
-    Needs no draft distribution, so any proposal is right for it.  All argmaxes come to the host in one transfer.
+    Needs no draft distribution, so any proposal is valid. All argmaxes are copied to the host in one transfer.
     """
 
     name = "greedy"

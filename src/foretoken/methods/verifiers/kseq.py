@@ -15,10 +15,10 @@ class KseqVerifier(Verifier):
     """Test each of k children of one distribution with p(c) / (rho q(c)), where rho in [1, k] spreads the target over
     them.
 
-    ``beta(rho) = sum min(q, p / rho)`` is a test's chance to pass; rho is the smallest value for which the accepted
-    mass ``1 - (1 - beta)^k`` fits below ``rho beta``.  If all fail, the token is drawn from what is left of p; it may
-    equal a child, and then the walk goes on there.  Children of different distributions are handled distribution by
-    distribution.
+    ``beta(rho) = sum min(q, p / rho)`` is the probability that a test passes; rho is the smallest value for which the
+    accepted mass ``1 - (1 - beta)^k`` fits below ``rho beta``. If all fail, the token is drawn from the residual of p;
+    it may equal a child, and then the walk continues there. Children of different distributions are handled one
+    distribution at a time.
     """
 
     name = "kseq"
@@ -60,12 +60,12 @@ def threshold(p: Tensor, q: Tensor, k: int) -> float:
 
 
 def overlap(p: Tensor, q: Tensor, rho: float) -> float:
-    """beta(rho) = sum min(q, p / rho): the chance that one draw from q passes the test."""
+    """beta(rho) = sum min(q, p / rho): the probability that one draw from q passes the test."""
     return float(torch.minimum(q, p / rho).sum())
 
 
 def _residual(p: Tensor, q: Tensor, k: int, rho: float) -> Tensor:
-    """norm([p - min(q, p / rho) (1 - (1 - beta)^k) / beta]+) [V]; ``p`` when nothing is left or nothing overlaps."""
+    """norm([p - min(q, p / rho) (1 - (1 - beta)^k) / beta]+) [V]; ``p`` if the residual or the overlap is empty."""
     shared = torch.minimum(q, p / rho)
     beta = float(shared.sum())
     if beta <= 0.0:
@@ -76,8 +76,7 @@ def _residual(p: Tensor, q: Tensor, k: int, rho: float) -> Tensor:
 
 
 def _groups(tree: TokenTree, children: Sequence[int]) -> list[list[int]]:
-    """Children that were drawn from one distribution, in order of first appearance; a point mass is a group by
-    itself."""
+    """Children grouped by distribution, in order of first appearance; each point mass is its own group."""
     groups: list[list[int]] = []
     for child in children:
         group = next((g for g in groups if _same(tree.distribution(child), tree.distribution(g[0]))), None)
@@ -89,8 +88,8 @@ def _groups(tree: TokenTree, children: Sequence[int]) -> list[list[int]]:
 
 
 ROUNDING = 1e-6
-"""Two distributions whose total difference is no larger count as one.  Siblings with the same token have one
-distribution below them, which the draft model's forward computed once for each, not always to the same bits."""
+"""Distributions with no larger total difference count as equal. Siblings with the same token have the same distribution
+below them, which the draft model computes for each, not always to the same bits."""
 
 
 def _same(distribution: Tensor | None, other: Tensor | None) -> bool:

@@ -31,7 +31,7 @@ class LenientVerifier(Verifier):
         self.lenience = lenience
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The rule, position by position; target distributions are made up to the first rejection only."""
+        """The rule, position by position; target distributions are computed only up to the first rejection."""
         nodes = chain_nodes(tree, self.name)
         for i, node in enumerate(nodes):
             parent, x = tree.parents[node], tree.tokens[node]
@@ -53,7 +53,7 @@ class LenientVerifier(Verifier):
         return self.lenience < 1.0 and float(p[token]) >= self.lenience * float(p.amax())
 
     def _residual(self, p: Tensor, q: Tensor | None, token: int) -> Tensor:
-        """[p - l q]+ [V], not normalised; ``p`` when nothing is left."""
+        """[p - l q]+ [V], not normalised; ``p`` if that is empty."""
         if q is None:
             residual = p.clone()
             residual[token] = (residual[token] - self.lenience).clamp_min(0.0)

@@ -1,4 +1,4 @@
-"""What the lossy rules share: a predicate per token, and the path on which the longest leading run satisfies it."""
+"""Shared code of the lossy rules: the path with the longest leading run of tokens that satisfy a predicate."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from foretoken.methods.verifiers.base import Coins, verdict_at
 def graded_distribution(scores: Scores, node: int) -> Tensor:
     """The distribution [V] that ranks tokens after ``node``.
 
-    At temperature 0 ``p`` is one-hot and ranks nothing, so this is the softmax of the raw logits; unless penalties,
-    biases or processors are at work (a grammar, say), which raw logits know nothing of: then ``p`` itself.
+    At temperature 0 ``p`` is one-hot and ranks nothing, so this is the softmax of the raw logits. Penalties, biases and
+    processors (a grammar, say) are not part of raw logits, so with them it is ``p`` itself.
     """
     if scores.sampler.greedy and scores.sampler.context_free:
         logits = scores.logits[node]
@@ -25,7 +25,7 @@ def graded_distribution(scores: Scores, node: int) -> Tensor:
 
 
 def is_forbidden(scores: Scores, p: Tensor, token: int) -> bool:
-    """Whether the request rules a token out (``p`` [V] of its node): what a grammar forbids no rule may accept."""
+    """Whether the request rules out a token (``p`` [V] of its node): no rule may accept it."""
     return not scores.sampler.context_free and float(p[token]) <= 0.0
 
 
@@ -34,8 +34,8 @@ def longest_run(
 ) -> tuple[int, ...]:
     """Nodes of the longest path whose every token is accepted; a tie goes to the larger sum of log-probabilities.
 
-    ``accepts(parent, distribution of the parent [V], token)`` judges one token; ``distribution`` is asked once per node
-    reached.
+    ``accepts(parent, distribution of the parent [V], token)`` judges one token; ``distribution`` is called once per
+    reached node.
     """
     best, best_key = 0, (0, 0.0)
     open_nodes = [(0, 0, 0.0)]  # node, depth, log-probability of its path
@@ -46,7 +46,7 @@ def longest_run(
         if not tree.children[node]:
             continue
         p = distribution(node)
-        for child in reversed(tree.children[node]):  # the stack turns the order round: earlier siblings come first
+        for child in reversed(tree.children[node]):  # the stack reverses the order: earlier siblings come first
             token = tree.tokens[child]
             if accepts(node, p, token):
                 open_nodes.append((child, depth + 1, score + log(float(p[token]))))

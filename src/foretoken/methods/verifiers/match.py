@@ -9,8 +9,8 @@ from foretoken.methods.verifiers.base import Coins, Verifier, walk_down
 class MatchVerifier(Verifier):
     """Draw ``y ~ p`` at a node as plain decoding would; go to the child that equals it, else stop with ``y``.
 
-    Lossless for any candidates, however they were chosen, because ``y`` does not look at them.  For a point-mass
-    child it accepts exactly as often as the best rule; for sampled drafts it accepts less than ``rejection``.
+    Lossless for any candidates, because ``y`` is independent of them. For a point-mass child it accepts exactly as
+    often as the best rule; for sampled drafts it accepts less than ``rejection``.
     """
 
     name = "match"

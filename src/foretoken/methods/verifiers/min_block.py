@@ -8,12 +8,12 @@ from foretoken.methods.verifiers.longest import close, graded_distribution, is_f
 
 
 class MinBlockVerifier(Verifier):
-    """Accept the run of argmax tokens, but never fewer than ``min_accepted`` draft tokens (where there are so many).
+    """Accept the run of argmax tokens, but never fewer than ``min_accepted`` draft tokens (if there are as many).
 
-    On a chain it accepts max(n, min_accepted) tokens, n being the length of the argmax run.  On a tree whose longest
-    argmax run is too short it keeps, of the paths that are ``min_accepted`` long, the one that the target finds most
-    likely (of the longest paths, if none is so long).  Every round emits one token more than it accepts, so
-    ``min_accepted`` is the paper's minimum block size less one; 0 at temperature 0 is exact greedy.
+    On a chain it accepts max(n, min_accepted) tokens, n being the length of the argmax run. On a tree whose longest
+    argmax run is too short it keeps the target's most likely path of length ``min_accepted`` (or of the longest length,
+    if none is that long). Every round emits one token more than it accepts, so ``min_accepted`` is the paper's minimum
+    block size less one; 0 at temperature 0 is exact greedy.
 
     Args:
         min_accepted: least number of draft tokens to accept; at least 0.
@@ -38,7 +38,7 @@ class MinBlockVerifier(Verifier):
 
 
 def _likeliest_path(tree: TokenTree, scores: Scores, length: int) -> tuple[int, ...]:
-    """The path of ``length`` tokens (or of the longest that there are) with the largest sum of log-probabilities."""
+    """The path of ``length`` tokens (or of the longest possible length) with the largest sum of log-probabilities."""
     level = [(0.0, 0)]  # log-probability, last node
     for _ in range(length):
         following = []

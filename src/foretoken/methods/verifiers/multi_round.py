@@ -12,7 +12,7 @@ class MultiRoundVerifier(Verifier):
     """Speculative sampling tried child after child, each against its own draft distribution, on what the last one left.
 
     ``r = p``; child ``c`` drawn from ``q_c`` is accepted with probability min(1, r(c) / q_c(c)); else r = norm([r -
-    q_c]+). Duplicates are separate trials, and children of several drafters may stand side by side.
+    q_c]+). Duplicates are separate trials, and children of several drafters may be siblings.
     """
 
     name = "multi_round"

@@ -1,5 +1,4 @@
-"""The rules that every verdict keeps, and which verifier broke one: those from outside are named by class, rule and
-line."""
+"""Checks of verifiers and verdicts; errors of outside verifiers name the class, rule and line."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from foretoken.methods.verifiers.base import Verifier
 
 
 class VerifierError(OutsideError):
-    """A verifier that is none of ours has raised, or broken a rule of the protocol."""
+    """A verifier from outside raised an error, or broke a rule of the protocol."""
 
 
 def check_verifier(verifier: Any) -> None:
-    """Refuse an object that is no verifier, and one from outside that does not say what it is.
+    """Raise ``VerifierError`` for an invalid verifier.
 
     Raises:
-        VerifierError: a class instead of an object, something else, or a verifier without its facts.
+        VerifierError: a class instead of an object, another type, or a verifier without its class attributes.
     """
     if fault := fault_of(verifier, Verifier, "verifier"):
         raise VerifierError(fault)
@@ -30,11 +29,11 @@ def check_verifier(verifier: Any) -> None:
 
 
 def check_verdict(verdict: Any, tree: TokenTree, verifier: Verifier, vocab_size: int) -> None:
-    """Refuse what no verifier may decide before it is committed: afterwards the text would be wrong without a word.
+    """Check a verdict before it is committed, because afterwards the output would be silently wrong.
 
     Raises:
-        VerifierError: it is no verdict, its path does not go down the tree from the root's child, node by node, or its
-            token is none.
+        VerifierError: it is no verdict, its path is not a path from the root's child downwards, or its token is
+            invalid.
     """
     if not isinstance(verdict, Verdict):
         raise _broken(verifier, f"returned {type(verdict).__name__}, not a Verdict")
@@ -60,7 +59,6 @@ def check_verdict(verdict: Any, tree: TokenTree, verifier: Verifier, vocab_size:
 
 
 def _broken(verifier: Verifier, rule: str) -> VerifierError:
-    """The error for what a verifier returned."""
     cls = type(verifier)
     names = ("verify", "decide_fast", "decide")  # in the order in which they call one another
     method = next(name for name in names if getattr(cls, name) is not getattr(Verifier, name))

@@ -13,8 +13,8 @@ from foretoken.methods.verifiers.base import Coins, Verifier, is_nothing, walk_d
 class PointVerifier(Verifier):
     """Try the children one by one: accept with the remaining probability of the token, else remove the token.
 
-    The order of the children does not matter, and any set chosen without looking at the target is right, pruned or
-    reranked ones too.  A draft distribution, if a child has one, is ignored: only right when the tokens were not drawn.
+    The order of the children does not matter. Any set chosen independently of the target is valid, also pruned or
+    reranked. A child's draft distribution is ignored, which is valid only for tokens that were not drawn.
     """
 
     name = "point"
@@ -34,8 +34,7 @@ class PointVerifier(Verifier):
         return walk_down(tree, choose)
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """:meth:`decide` with one transfer per visited node: the tests run on scalars, and no distribution is
-        renormalised."""
+        """:meth:`decide` with one transfer per visited node: tests use scalars, and no distribution is renormalised."""
 
         def choose(node: int, children: Sequence[int]) -> int:
             p = scores.p(node)  # [V]
@@ -49,7 +48,7 @@ class PointVerifier(Verifier):
                     return token
                 remaining -= weight
             residual = p.index_fill(0, index, 0.0)
-            # Nothing left but for rounding: the children cover the support, and the last likely one was meant.
+            # Empty up to rounding: the children cover the support, and the last likely one was meant.
             return coins.draw(p if is_nothing(float(residual.sum()), residual) else residual)
 
         return walk_down(tree, choose)

@@ -22,7 +22,7 @@ class RejectionVerifier(Verifier):
     chains_only = True
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The rule, position by position; target distributions are made up to the first rejection only."""
+        """The rule, position by position; target distributions are computed only up to the first rejection."""
         nodes = chain_nodes(tree, self.name)
         for i, node in enumerate(nodes):
             p, x = scores.p(tree.parents[node]), tree.tokens[node]  # [V]
@@ -36,20 +36,21 @@ class RejectionVerifier(Verifier):
         return True
 
     def needs_all(self, scores: Scores) -> bool:
-        """Where the host would be waited for at every test."""
+        """True where every test would wait for a device."""
         return scores.logits.device.type != "cpu" and can_go_at_once(scores.tree, scores)
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The faster of :meth:`decide` and :meth:`decide_in_one_go`: they decide the same.
+        """The faster of :meth:`decide` and :meth:`decide_in_one_go`, which decide the same.
 
         Measured on a CPU, distributions one by one up to the first rejection take 90 to 170 us for five drafts and V =
-        8192, all at once 130 us, and filters or larger vocabularies favour one by one; an accelerator would wait for
-        the host at every test.
+        8192, all at once 130 us; filters and larger vocabularies favour one by one. On an accelerator, every test would
+        wait for the device.
         """
         return (self.decide_in_one_go if self.needs_all(scores) else self.decide)(tree, scores, coins)
 
     def decide_in_one_go(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The same on a chain with all target distributions made at once and one transfer to the host for all tests."""
+        """The same on a chain, with all target distributions computed at once and one transfer to the host for all
+        tests."""
         distributions = scores.chain_p()  # [g+1, V]
         p_x, q_x = scores.weights or chain_weights(tree, distributions)
         for i, (p, q) in enumerate(zip(p_x, q_x, strict=True)):

@@ -12,11 +12,11 @@ from foretoken.methods.verifiers.longest import close, graded_distribution, long
 class TopKVerifier(Verifier):
     """Accept ``x`` if fewer than k tokens are more likely under the target, and it is possible at all.
 
-    The longest run over all paths is accepted.  Tokens are ranked by the distribution that the request samples from; at
-    temperature 0 by the raw logits.  ``k=1`` at temperature 0 is exact greedy but for ties.
+    The longest run over all paths is accepted. Tokens are ranked by the distribution that the request samples from; at
+    temperature 0 by the raw logits. ``k=1`` at temperature 0 is exact greedy except for ties.
 
     Args:
-        k: how many of the target's most likely tokens are good enough; at least 1.
+        k: number of the target's most likely tokens that are accepted; at least 1.
         sample_next: draw the token after the accepted run from p, instead of taking its argmax.
     """
 

@@ -20,29 +20,29 @@ from foretoken.methods.verifiers.block import BlockVerifier, all_at_once, pass_c
 class TraversalVerifier(Verifier):
     """Give every node a budget, the probability with which it must be kept, and try the deepest nodes first.
 
-    A child of budget-b node v has budget min(1, b p_v(x) / q(x)).  When its whole subtree is rejected, v is left with
-    the distribution norm([b p_v - q]+) and the budget S / (S + 1 - b), S = sum [b p_v - q]+, for its next child; in the
-    end v itself is accepted with its budget.  The root's budget is 1.  On a chain this is ``block``.
+    A child of budget-b node v has budget min(1, b p_v(x) / q(x)). When its whole subtree is rejected, v keeps the
+    distribution norm([b p_v - q]+) and the budget S / (S + 1 - b), S = sum [b p_v - q]+, for its next child. In the end
+    v itself is accepted with its budget. The root's budget is 1. On a chain this is ``block``.
     """
 
     name = "traversal"
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The recursion; target distributions are made only for nodes that it visits with a chance to be accepted."""
+        """The recursion; target distributions are computed only for visited nodes that can be accepted."""
         verdict = _visit(tree, scores, coins, node=0, budget=1.0)
         if verdict is None:
             raise AssertionError("unreachable: the root is always accepted")
         return verdict
 
     def draws_last(self, tree: TokenTree) -> bool:
-        """On a chain, as block verification; in a tree a draw may follow that of a subtree."""
+        """True on a chain, as in block verification; in a tree a draw may follow that of a subtree."""
         return tree.is_chain
 
     def needs_all(self, scores: Scores) -> bool:
         return all_at_once(scores.tree, scores)
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """:meth:`decide`; a chain goes through block verification's faster twin, which tosses the same coins."""
+        """:meth:`decide`; a chain uses block verification's faster twin with the same random numbers."""
         return BlockVerifier().decide_fast(tree, scores, coins) if tree.is_chain else self.decide(tree, scores, coins)
 
 

@@ -19,7 +19,7 @@ class TypicalVerifier(Verifier):
     greedy.
 
     Args:
-        eps: the bar for a target that is nearly certain, in (0, 1) (Medusa's ``posterior_threshold``).
+        eps: the bar for a nearly certain target, in (0, 1) (Medusa's ``posterior_threshold``).
         delta: scale of the entropy-dependent bar, above 0 (Medusa's ``posterior_alpha``; usually sqrt(eps)).
         sample_next: draw the token after the accepted run from p, instead of taking its argmax as Medusa does.
     """
@@ -35,7 +35,7 @@ class TypicalVerifier(Verifier):
         self.eps, self.delta, self.sample_next = eps, delta, sample_next
 
     def threshold(self, p: Tensor) -> float:
-        """The probability that a token must exceed under the distribution ``p`` [V]; the entropy is in nats."""
+        """Lowest accepted probability (exclusive) under the distribution ``p`` [V]; the entropy is in nats."""
         return min(self.eps, self.delta * math.exp(-float(torch.special.entr(p).sum())))
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:

@@ -14,8 +14,8 @@ class WithoutReplacementVerifier(Verifier):
     """As ``multi_round``, but each child is tested against the distribution it was drawn from *given its earlier
     siblings*.
 
-    Children must come in sampling order.  Removing tried tokens from the draft distribution makes later trials fit the
-    residual better, so more is accepted than with independent draws.
+    Children must come in sampling order. Without the tried tokens, the draft distribution fits the residual better, so
+    more is accepted than with independent draws.
     """
 
     name = "without_replacement"
