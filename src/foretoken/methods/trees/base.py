@@ -1,4 +1,4 @@
-"""Two ways to decide which nodes a tree has: before anything is drafted, or while it grows."""
+"""Protocols of draft trees: static shapes, and trees that grow by the draft's confidence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foretoken.methods.trees.shapes import Choice
 
 
 class Shape(ABC):
-    """A tree of fixed shape: the same ranks every round, whatever the text is."""
+    """A tree of fixed shape: the same ranks every round, for every text."""
 
     name: ClassVar[str]
 
@@ -24,12 +24,12 @@ class Shape(ABC):
 
 @dataclass
 class Candidates:
-    """Everything that a growing tree has looked at; node 0 is the root, lists are per node.
+    """All candidates of a growing tree; node 0 is the root, lists are per node.
 
     Attributes:
         parents: parents come before their children, -1 for the root.
-        scores: log of the believed chance that the node is accepted: the sum of its path's draft log-probabilities,
-            which never rises from a node to its child.
+        scores: log of the estimated acceptance probability: the sum of the path's draft log-probabilities, which never
+            rises from a node to its child.
         depths: levels below the root.
     """
 
@@ -42,7 +42,7 @@ class Candidates:
         return len(self.tokens)
 
     def add(self, parent: int, tokens: Sequence[int], scores: Sequence[float]) -> None:
-        """Children of ``parent``, best first, with the scores of their whole paths."""
+        """Add children of ``parent``, best first, with the scores of their whole paths."""
         self.tokens.extend(tokens)
         self.scores.extend(scores)
         self.parents.extend([parent] * len(tokens))
@@ -57,19 +57,20 @@ class Candidates:
         return tokens[::-1]
 
     def best(self, count: int, before: int | None = None) -> list[int]:
-        """The ``count`` nodes of highest score, best first, of those numbered below ``before`` (all by default).
+        """The ``count`` nodes of highest score, best first, among those numbered below ``before`` (all by default).
 
-        Of equal nodes the earlier one comes first, so that a node whose draft was certain never pushes out its parent:
-        what is returned is a tree together with the root.
+        Among equal nodes the earlier one comes first, so a node with a certain draft never displaces its parent: the
+        result is a tree together with the root.
         """
         return sorted(range(1, before or len(self)), key=lambda node: (-self.scores[node], node))[:count]
 
     def values(self, nodes: Sequence[int]) -> list[float]:
-        """The believed chances that ``nodes`` are accepted; their sum is the expected number of accepted drafts."""
+        """Estimated acceptance probabilities of ``nodes``; their sum is the expected number of accepted draft
+        tokens."""
         return [math.exp(self.scores[node]) for node in nodes]
 
     def tree(self, nodes: Sequence[int]) -> TokenTree:
-        """The point proposals of ``nodes`` below the root, in order of creation (likelier siblings first)."""
+        """A tree of ``nodes`` below the root as point proposals, in order of creation (likelier siblings first)."""
         chosen = [0, *sorted(nodes)]
         place = {node: i for i, node in enumerate(chosen)}
         parents = [-1, *(place[self.parents[node]] for node in chosen[1:])]
@@ -77,7 +78,7 @@ class Candidates:
 
 
 class Growth(ABC):
-    """A tree that follows the draft's own confidence: what to read next, when to stop, what to keep.
+    """A tree that grows by the draft's confidence: which nodes to expand, when to stop, and which to keep.
 
     For greedy requests, and those with noise: choosing among *drawn* tokens by their own probability would be biased.
     """
@@ -86,14 +87,14 @@ class Growth(ABC):
 
     @abstractmethod
     def frontier(self, candidates: Candidates, first: int, width: int, nodes: int) -> list[int]:
-        """Nodes of the last level (those from ``first`` on) that the drafter reads next; none ends the draft.
+        """Nodes of the last level (from ``first`` on) that the drafter expands next; an empty list ends the draft.
 
         Args:
             first: the first node of the last level.
-            width: children that every node gets.
+            width: children per node.
             nodes: most draft nodes that the target will score.
         """
 
     def kept(self, candidates: Candidates, nodes: int) -> list[int]:
-        """At most ``nodes`` nodes that the target scores: the best of all."""
+        """The nodes that the target scores: by default the ``nodes`` best."""
         return candidates.best(nodes)

@@ -1,6 +1,6 @@
-"""Nodes and levels are added while they are worth what they cost (the marginal rule of the cost model, spec 6.6).
+"""Tree size by marginal cost: nodes and levels are added while they pay (the cost model's rule, spec 6.6).
 
-Section 8 of the specification; the same trade is made for chains by SmartSpec (arXiv 2406.14066).
+Section 8 of the specification; SmartSpec (arXiv 2406.14066) makes the same trade for chains.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from foretoken.core.costs import TargetCost
 from foretoken.methods.trees.base import Candidates, Growth
 
 Cost = Callable[[int], float]
-"""v(n): what scoring n nodes (the root among them) costs, in any unit; ``TargetCost.relative`` is one."""
+"""v(n): cost of scoring n nodes (the root among them), in any unit; ``TargetCost.relative`` is one."""
 
 
 def best_count(values: Sequence[float], cost: Cost, spent: float = 0.0) -> tuple[int, float]:
-    """How many of the most valuable nodes to score for most tokens per time, and that rate.
+    """Number of the most valuable nodes to score for most tokens per time, and that rate.
 
-    The best tree of n nodes is the n best nodes (values never rise along a path), so that trying every n finds the
-    optimum for any cost, also one that rises in steps.  Where v is convex this is the marginal rule: a node is added
-    while ``value >= rate * (v(n + 1) - v(n))``.
+    The best tree of n nodes is the n best nodes (values never rise along a path), so trying every n finds the optimum
+    for any cost, including step functions. Where v is convex this is the marginal rule: a node is added while ``value
+    >= rate * (v(n + 1) - v(n))``.
 
     Args:
-        values: chances to be accepted, falling.
+        values: acceptance probabilities, falling.
         cost: v(n).
         spent: time of the round that does not depend on n (drafting), in the unit of ``cost``.
 
@@ -40,27 +40,26 @@ def best_count(values: Sequence[float], cost: Cost, spent: float = 0.0) -> tuple
 
 
 def paying_count(values: Sequence[float], costs: TargetCost, batch: int) -> int:
-    """How many of the most valuable nodes of each of ``batch`` requests to score, at least one, now that they are
-    drafted.
+    """Number of the most valuable drafted nodes to score for each of ``batch`` requests, at least one.
 
     Args:
-        values: chances to be accepted, falling.
-        batch: requests that share a call; 1 for a request whose text depends on the shape of its drafts (it draws, and
-            is not coupled), which must not depend on who else is served.
+        values: acceptance probabilities, falling.
+        batch: requests that share a call. 1 for an uncoupled sampling request, whose output depends on the shape of its
+            drafts and must not depend on the rest of the batch.
     """
     plain = costs.of(batch)
     return max(1, best_count(values, lambda nodes: costs.of(nodes * batch) / plain)[0])
 
 
 class PayingNodes:
-    """How many of the most valuable nodes pay, told while they are found one after the other, best first.
+    """Number of nodes that pay, updated as nodes are found in order of value.
 
     Args:
         batch: requests that share a call, as for :func:`paying_count`.
-        most: of nodes.
+        most: largest number of nodes.
 
     Attributes:
-        count: :func:`paying_count` of the nodes that were told.
+        count: :func:`paying_count` of the nodes so far.
     """
 
     def __init__(self, costs: TargetCost, batch: int, most: int) -> None:
@@ -69,12 +68,12 @@ class PayingNodes:
         self.start()
 
     def start(self) -> PayingNodes:
-        """Nothing was found."""
+        """Reset to no nodes."""
         self.count, self._found, self._tokens, self._best = 1, 0, 1.0, 1.0 / self._costs[0]
         return self
 
     def add(self, chance: float) -> bool:
-        """Whether the next node, and those behind it, which are no likelier, may still be worth their cost."""
+        """Whether the next node, and later ones of at most its probability, may still pay."""
         further = enumerate(self._costs[self._found + 1 :], 1)
         if self._found and all(self._tokens + chance * more <= self._best * cost for more, cost in further):
             return False
@@ -89,8 +88,8 @@ class PayingNodes:
 class CostAware(Growth):
     """The tree that promises most tokens per time on this machine, its size and its depth included.
 
-    After every level the best rate (tokens / (v(nodes) + levels * step)) is compared with the one before: another
-    level is drafted while it rose.  That is OPT-Tree's test with a threshold of rate * step instead of a constant.
+    After every level the best rate (tokens / (v(nodes) + levels * step)) is compared with the previous one, and another
+    level is drafted while it rises. That is OPT-Tree's test with a threshold of rate * step instead of a constant.
 
     Args:
         node_cost: what scoring one more node costs, in target steps: v(n) = 1 + node_cost * (n - 1 - free).
@@ -118,7 +117,7 @@ class CostAware(Growth):
         return [node for node in candidates.best(count) if node >= first] if rate > before else []
 
     def kept(self, candidates: Candidates, nodes: int) -> list[int]:
-        """As many of the best nodes as pay, none if plain decoding is faster."""
+        """As many of the best nodes as pay; none if plain decoding is faster."""
         best = candidates.best(nodes)
         return best[: self._best(candidates.values(best), candidates.depths[-1])[0]]
 

@@ -1,7 +1,7 @@
-"""How many children every place of a static tree gets: what a drafter that draws its siblings needs to know.
+"""Child counts of static trees, for drafters that draw siblings.
 
-A place is a rank path: ``(0, 2)`` is the third child tried below the first one.  Which token stands there is drawn anew
-every round, and how many children it gets was decided before.
+A node is identified by its rank path: ``(0, 2)`` is the third child tried below the first one. Its token is drawn anew
+every round, while its number of children is fixed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 from foretoken.methods.trees.shapes import Choice, choice_parents, fitting_nodes
 
 Counts = Callable[[Choice], int]
-"""Place -> number of children."""
+"""Rank path -> number of children."""
 
 
 class StaticTree(Protocol):
@@ -21,18 +21,18 @@ class StaticTree(Protocol):
 
     Attributes:
         max_depth: levels.
-        branches: whether any place has two children.
+        branches: whether any node has two children.
     """
 
     max_depth: int
     branches: bool
 
     def within(self, max_depth: int, max_nodes: int) -> Counts:
-        """The child counts of what a budget leaves."""
+        """The child counts within a budget."""
 
 
 class Levels:
-    """The same number of children for all places of a level; a limit on nodes cuts the last ones of a level off.
+    """The same number of children for all nodes of a level; a limit on nodes drops the last ones of a level.
 
     Args:
         widths: children per level.
@@ -44,13 +44,13 @@ class Levels:
         self.branches = any(width > 1 for width in self.widths)
 
     def within(self, max_depth: int, max_nodes: int) -> Counts:
-        """``max_nodes`` is left to the drafter, which counts while it draws."""
+        """The counts within ``max_depth``; the drafter enforces ``max_nodes`` while it draws."""
         widths = self.widths[: max(max_depth, 0)]
         return lambda place: widths[len(place)] if len(place) < len(widths) else 0
 
 
 class Ranks:
-    """Any tree of rank paths; a limit on nodes leaves the first ones of the list that fit.
+    """Any tree of rank paths; a limit on nodes keeps the first ones in the list that fit.
 
     Args:
         choices: parents and earlier siblings first.

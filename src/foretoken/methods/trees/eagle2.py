@@ -8,7 +8,8 @@ from foretoken.methods.trees.base import Candidates, Growth
 class Eagle2(Growth):
     """Per level the ``width`` best new nodes are read; in the end all candidates are ranked again.
 
-    A node's score is the sum of the draft log-probabilities on its path, close to the chance that it is accepted.
+    A node's score is the sum of the draft log-probabilities on its path, which approximates its log acceptance
+    probability.
     """
 
     name = "eagle2"

@@ -11,9 +11,9 @@ from foretoken.methods.trees.shapes import Choice
 
 
 def parse_widths(text: str) -> tuple[int, ...]:
-    """``"3x2x1"`` -> ``(3, 2, 1)``.  Raises ``ValueError`` for all but positive integers joined by ``x``."""
+    """``"3x2x1"`` -> ``(3, 2, 1)``. Raises ``ValueError`` for all but positive integers joined by ``x``."""
     parts = text.lower().split("x")
-    # (Of anything but digits int() would read more than is meant: 1_0, +2.)
+    # int() would accept more than digits: 1_0, +2.
     widths = tuple(map(int, parts)) if all(part.strip().isdecimal() for part in parts) else ()
     if not widths or min(widths) < 1:
         raise ValueError(f"tree={text!r} must be positive child counts per level, for example 3x2x1")
@@ -21,13 +21,13 @@ def parse_widths(text: str) -> tuple[int, ...]:
 
 
 def expansion_choices(widths: Sequence[int]) -> list[Choice]:
-    """All nodes of <k1, .., km> level by level: k1 + k1 k2 + ... of them."""
+    """All nodes of <k1, .., km>, level by level: k1 + k1 k2 + ... of them."""
     levels = range(1, len(widths) + 1)
     return [path for depth in levels for path in itertools.product(*map(range, widths[:depth]))]
 
 
 MOST_NODES = 1 << 16
-"""No target scores as many; to list the nodes of 1000x1000x1000 would take all memory."""
+"""More than any target scores; listing the nodes of 1000x1000x1000 would exhaust memory."""
 
 
 class Expansion(Shape):

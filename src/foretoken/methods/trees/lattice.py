@@ -1,4 +1,4 @@
-"""The likeliest prefixes of a lattice: every place of a block has its candidates, and paths go through them.
+"""The likeliest prefixes of a lattice, in which every position of a block has candidates that paths connect.
 
 Best first, as in DFlash2's candidate lattice and JetSpec's trees (arXiv 2606.18394): the tree of the N likeliest nodes.
 """
@@ -16,12 +16,12 @@ from foretoken.methods.trees.base import Candidates
 
 @dataclass(frozen=True)
 class Continuations:
-    """What may follow a path.
+    """Possible continuations of a path.
 
     Attributes:
         tokens: candidates, best first.
-        ends: per candidate, whether nothing is drafted behind it.
-        state: what the next place along any of these tokens is asked with.
+        ends: per candidate, whether drafting ends after it.
+        state: argument for the next position along any of these tokens.
     """
 
     tokens: Sequence[int]
@@ -39,20 +39,20 @@ def lattice(
 ) -> Candidates:
     """The ``nodes`` likeliest prefixes of at most ``depth`` tokens, the likeliest first.
 
-    No prefix is likelier than one that it goes on from, so that they form a tree.  Ties fall to the lower depth, then
-    to the better candidate, the lower token and the earlier parent.
+    No prefix is likelier than its own prefixes, so they form a tree. Ties go to the lower depth, then to the better
+    candidate, the lower token and the earlier parent.
 
     Args:
         root: the last committed token.
-        place: what may follow a path of drafted tokens, asked with the state of the place before (``None`` at first).
-        goes_on: told the chance of the next node, whether it is looked at, and any behind it.
+        place: continuations of a path of drafted tokens, called with the previous position's state (``None`` at first).
+        goes_on: called with the next node's probability; false ends the search.
     """
     candidates = Candidates([root])
     waiting: list[tuple[float, int, int, int, int]] = []  # -score, depth, rank, token, parent
-    following: list[Continuations | None] = []  # of every node
+    following: list[Continuations | None] = []  # per node
 
     def wait(node: int, rank: int) -> None:
-        """The candidate of a rank behind a node; those behind it wait until it was taken."""
+        """Queue the candidate of this rank after a node; later ranks are queued when it is taken."""
         behind = following[node]
         if behind is not None and rank < len(behind.tokens) and behind.log_probs[rank] > -math.inf:
             score = candidates.scores[node] + behind.log_probs[rank]

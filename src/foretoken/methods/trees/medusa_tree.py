@@ -1,4 +1,5 @@
-"""The best static tree for accuracies by place and rank, built greedily (Medusa, arXiv 2401.10774, section 2.3.3)."""
+"""The best static tree for accuracies by position and rank, built greedily (Medusa, arXiv 2401.10774, section
+2.3.3)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from foretoken.methods.trees.base import Shape
 from foretoken.methods.trees.shapes import Choice, medusa_choices
 
 TYPICAL = tuple(tuple(0.5 * 0.75**head * 0.4**rank for rank in range(10)) for head in range(8))
-"""Accuracies by head and rank that a tree is made from when none were measured."""
+"""Default accuracies by head and rank, used without measurements."""
 
 
 class MedusaTree(Shape):
@@ -17,7 +18,7 @@ class MedusaTree(Shape):
     Args:
         nodes: draft nodes.
         depth: levels.
-        accuracies: [K][R] measured chance that the candidate of this rank is right at this place.
+        accuracies: [K][R] measured probability that the candidate of this rank is right at this position.
     """
 
     name = "medusa_tree"
@@ -28,5 +29,5 @@ class MedusaTree(Shape):
         self.nodes, self.accuracies = nodes, (accuracies or TYPICAL)[:depth]
 
     def choices(self) -> list[Choice]:
-        """In the order in which they are added: by falling value."""
+        """The nodes in order of addition: by falling value."""
         return medusa_choices(self.accuracies, self.nodes)

@@ -27,9 +27,9 @@ def select(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
 
 
 def truncate(tree: TokenTree, max_depth: int) -> TokenTree:
-    """Drop draft nodes deeper than ``max_depth``.  Depth does not depend on drawn tokens, so this is always exact.
+    """Drop draft nodes deeper than ``max_depth``. Depth does not depend on drawn tokens, so this is always exact.
 
-    Probes emit nothing: they stay, unless they hang from a node that goes.
+    Probes emit nothing, so they stay unless their parent is dropped.
     """
     if len(tree) - 1 <= max_depth or max(tree.depths) <= max_depth:
         return tree
@@ -42,7 +42,7 @@ def truncate(tree: TokenTree, max_depth: int) -> TokenTree:
 
 
 def first_nodes(tree: TokenTree, max_nodes: int) -> TokenTree:
-    """The root and the first ``max_nodes`` draft nodes (parents come first, so this is a tree; later siblings go)."""
+    """The root and the first ``max_nodes`` draft nodes (parents come first, so this is a tree)."""
     return select(tree, range(min(len(tree), max_nodes + 1)))
 
 
@@ -63,23 +63,22 @@ def from_paths(root: int, paths: Sequence[Sequence[int]]) -> TokenTree:
 
 
 def merge(trees: Sequence[TokenTree], kind: Kind | None = None) -> tuple[TokenTree, list[list[int]]]:
-    """The union of several drafters' trees, and per tree the merged node of each of its nodes.
+    """The union of several drafters' trees, and for each tree the merged index of each node.
 
-    Point masses that propose the same token at the same place become one node: the second trial of a point mass
-    is never accepted.  A drawn node stays its own trial with its own distribution (removing duplicates of independent
-    draws is biased).  Probes stay, each for its own drafter.
+    Point masses that propose the same token at the same position become one node, because the second trial of a point
+    mass is never accepted. A drawn node stays a separate trial with its own distribution (removing duplicates of
+    independent draws is biased). Probes stay, each for its own drafter.
 
     Args:
         trees: at least one; siblings of an earlier tree come first.
-        kind: what to call the result when anything was drawn; by default ``WITHOUT_REPLACEMENT`` if a tree is of that
-            kind, else ``IID``.  A tree of independent draws is right under either name, because every independent draw
-            then is a sequence of its own.
+        kind: kind of the result if anything was drawn; by default ``WITHOUT_REPLACEMENT`` if a tree is of that kind,
+            else ``IID``. Independent draws are valid under either, because each is then a sequence of one draw.
 
     Returns:
-        the merged tree, with owners in ``drafters``, and the places.
+        the merged tree, with owners in ``drafters``, and the indices.
 
     Raises:
-        ValueError: different roots, or draws without replacement that are to be called independent.
+        ValueError: different roots, or draws without replacement with ``kind`` ``IID``.
     """
     if any(t.tokens[0] != trees[0].tokens[0] for t in trees):
         raise ValueError("trees with different roots cannot be merged")
@@ -97,7 +96,8 @@ def merge(trees: Sequence[TokenTree], kind: Kind | None = None) -> tuple[TokenTr
 
 
 def _with_own_distributions(tree: TokenTree) -> TokenTree:
-    """A row of ``q`` for every drawn node: nodes that share one would count as draws without replacement."""
+    """The tree with one row of ``q`` per drawn node: nodes that share a row would count as draws without
+    replacement."""
     drawn = [n for n in range(len(tree)) if tree.distribution(n) is not None]
     if tree.q is None or len({tree.q_rows[n] for n in drawn}) == len(drawn):
         return tree
@@ -108,7 +108,7 @@ def _with_own_distributions(tree: TokenTree) -> TokenTree:
 
 def _union(trees: Sequence[TokenTree], kind: Kind) -> tuple[TokenTree, list[list[int]]]:
     tokens, parents, q_rows, probes, owners = [trees[0].tokens[0]], [-1], [-1], [False], [-1]
-    certain: dict[tuple[int, int], int] = {}  # (parent, token) -> the point mass there
+    certain: dict[tuple[int, int], int] = {}  # (parent, token) -> its point mass
     distributions: list[Tensor] = []
     places: list[list[int]] = []
     for owner, tree in enumerate(trees):

@@ -10,9 +10,9 @@ from foretoken.methods.trees.base import Candidates, Growth
 class OptTree(Growth):
     """Every node that is among the best n of all is read; drafting ends when a level adds too little to their sum.
 
-    With E_d the sum of the n largest path probabilities after d levels, level d + 1 is drafted while
-    ``E_d - E_(d-1) > threshold``.  A node outside the best n has no descendant inside, so that reading the others
-    loses nothing: the result is the best tree of n nodes and d levels over the children that were offered.
+    With E_d the sum of the n largest path probabilities after d levels, level d + 1 is drafted while ``E_d - E_(d-1) >
+    threshold``. A node outside the best n has no descendant inside, so expanding only the best loses nothing: the
+    result is the best tree of n nodes and d levels over the offered children.
 
     Args:
         threshold: tokens that a level must have added for another one to be drafted: what a draft step costs, in

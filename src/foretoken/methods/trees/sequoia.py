@@ -1,8 +1,8 @@
 """The best static tree for a positional acceptance vector, by dynamic programming (Sequoia, arXiv 2402.12374).
 
-p_k is the chance that, of a node's children, the one tried k-th is the accepted one.  With Best[d][m] the expected
-tokens of the best tree of m nodes (its root counted, worth 1) and at most d levels of drafts, and T[d][b][m] the same
-with exactly b children of the root:
+p_k is the probability that the k-th tried child of a node is the accepted one. With Best[d][m] the expected tokens of
+the best tree of m nodes (its root counted, worth 1) and at most d levels of drafts, and T[d][b][m] the same with
+exactly b children of the root:
 
     T[d][b][m] = max over y < m of T[d][b - 1][y] + p_b Best[d - 1][m - y],    T[d][0][1] = 1
     Best[d][m] = max over b of T[d][b][m]
@@ -19,12 +19,12 @@ from foretoken.methods.trees.base import Shape
 from foretoken.methods.trees.shapes import Choice
 
 TYPICAL = (0.62, 0.13, 0.06, 0.035, 0.02, 0.015, 0.01, 0.008)
-"""Positional acceptance that a tree is made from when none was measured."""
+"""Default positional acceptance, used without measurements."""
 
 
 @dataclass(frozen=True)
 class BestTrees:
-    """The solved programme: the best trees of all sizes and depths at once.
+    """The solved programme: the best trees of all sizes and depths.
 
     Attributes:
         acceptance: p_1, p_2, ...
@@ -44,7 +44,7 @@ class BestTrees:
         return self.best[depth][self._size(nodes, depth)]
 
     def choices(self, nodes: int, depth: int) -> list[Choice]:
-        """That tree, its nodes by falling value; fewer than ``nodes`` when no more fit or are worth anything.
+        """That tree, its nodes by falling value; fewer than ``nodes`` if no more fit or have any value.
 
         Raises:
             ValueError: more nodes or levels than were solved for.
@@ -60,7 +60,7 @@ class BestTrees:
         return max(range(1, nodes + 2), key=lambda m: self.best[depth][m])
 
     def _collect(self, size: int, depth: int, path: Choice, shape: list[Choice]) -> None:
-        """Walk back through the choices made for a subtree of ``size`` nodes whose root is ``path``."""
+        """Trace back the choices for a subtree of ``size`` nodes whose root is ``path``."""
         for child in range(self.children[depth][size], 0, -1):
             remaining = self.remaining[depth, child, size]
             shape.append((*path, child - 1))
@@ -72,7 +72,7 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
     """Best trees of all sizes up to ``nodes`` draft nodes and all depths up to ``depth``; O(nodes^2 depth children).
 
     Raises:
-        ValueError: no acceptance vector, one that is none, or fewer than one node or level.
+        ValueError: an empty or invalid acceptance vector, or fewer than one node or level.
     """
     if not acceptance or not all(chance >= 0 for chance in acceptance) or sum(acceptance) > 1 + 1e-6:  # NaN as well
         raise ValueError(f"a positional acceptance vector holds chances that sum up to at most 1, not {acceptance}")
@@ -89,7 +89,7 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
             wider = [-math.inf] * sizes
             for m in range(b + 1, sizes):
                 below = best[level - 1]
-                # (Sizes that no tree has stay out: a chance of 0 times -inf would be NaN.)
+                # (Impossible sizes are skipped, because a probability of 0 times -inf would be NaN.)
                 value, y = max((row[y] + chance * below[m - y], -y) for y in range(b, m) if below[m - y] > -math.inf)
                 if value > -math.inf:
                     wider[m], remaining[level, b, m] = value, -y
@@ -104,7 +104,7 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
 def by_value(choices: Iterable[Choice], acceptance: Sequence[float]) -> list[Choice]:
     """A shape's nodes by falling value, no node before its parent or an earlier sibling.
 
-    So any first n nodes are a tree that can be drawn (where p falls: the best one within the shape).
+    Any first n nodes are thus a tree that can be drawn (where p falls: the best one within the shape).
     """
     places, ordered = set(choices), []
     waiting: list[tuple[float, int, Choice]] = []
@@ -125,7 +125,7 @@ def by_value(choices: Iterable[Choice], acceptance: Sequence[float]) -> list[Cho
 
 
 def values_of_ranks(choices: Iterable[Choice], acceptance: Sequence[float]) -> list[float]:
-    """Chance of every node that it and all before it are accepted; ranks beyond the vector count as its last one."""
+    """Acceptance probability of every node's whole path; ranks beyond the vector use its last value."""
     return [math.prod(acceptance[min(rank, len(acceptance) - 1)] for rank in choice) for choice in choices]
 
 
@@ -134,8 +134,8 @@ def best_shape(trees: BestTrees, cost: Callable[[int], float], step_cost: float)
 
     Args:
         trees: a solved programme, whose size and depth are the limits.
-        cost: v(n), what scoring n nodes costs, the root among them; ``TargetCost.relative`` is one.
-        step_cost: what drafting one level costs, in the same unit (c, where that is one target call).
+        cost: v(n), the cost of scoring n nodes, the root among them; ``TargetCost.relative`` is one.
+        step_cost: cost of drafting one level, in the same unit (c, where that is one target call).
 
     Returns:
         draft nodes, levels and the rate; (0, 0, 1 / v(1)) where no tree is better than plain decoding.
@@ -156,7 +156,7 @@ class Sequoia(Shape):
     Args:
         nodes: draft nodes.
         depth: most levels.
-        acceptance: chances that the child tried first, second, ... is the accepted one, separated by spaces, as
+        acceptance: probabilities that the first, second, ... tried child is accepted, separated by spaces, as
             ``foretoken tune tree`` measures them; typical ones by default.
     """
 
@@ -171,5 +171,5 @@ class Sequoia(Shape):
         self.trees = solve(vector, nodes, depth)
 
     def choices(self) -> list[Choice]:
-        """By falling value."""
+        """The nodes by falling value."""
         return self.trees.choices(self.nodes, self.depth)

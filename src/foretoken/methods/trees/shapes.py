@@ -1,7 +1,7 @@
-"""Static tree shapes: which ranks to try below which, from measured accuracies.
+"""Static tree shapes, from measured accuracies.
 
 A shape is a list of nodes, each a tuple of ranks from the root downwards: ``(0, 2)`` is the third candidate of depth 2
-below the first one of depth 1.  Parents come before children, and any first n nodes are a tree themselves.
+below the first one of depth 1. Parents come before children, and any first n nodes are a tree themselves.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ Choice = tuple[int, ...]
 
 
 def medusa_choices(accuracies: Sequence[Sequence[float]], nodes: int) -> list[Choice]:
-    """The ``nodes`` best rank paths when head i's candidate of rank r is right with chance ``accuracies[i][r]``.
+    """The ``nodes`` best rank paths when head i's candidate of rank r is right with probability ``accuracies[i][r]``.
 
-    The value of a node is the product along its path (heads guess independently of each other); the best node whose
-    parent is in the tree is added until there are enough (Medusa, arXiv 2401.10774, section 2.3.3).
+    A node's value is the product along its path (heads guess independently). The best node whose parent is in the tree
+    is added until there are enough (Medusa, arXiv 2401.10774, section 2.3.3).
 
     Args:
-        accuracies: [K][R] chance per head and rank.
-        nodes: how many (fewer when all ranks are used up).
+        accuracies: [K][R] probability per head and rank.
+        nodes: number of nodes (fewer when all ranks are used up).
 
     Raises:
         ValueError: no accuracies, or fewer than one node.
     """
     if nodes < 1 or not accuracies or not accuracies[0]:
         raise ValueError(f"a tree needs at least one node and one head, not {nodes} and {len(accuracies)}")
-    # Ties are broken by the shallower and then the earlier path, so that the shape is one and the same everywhere.
+    # Ties go to the shallower and then the earlier path, so that the shape is deterministic.
     waiting: list[tuple[float, int, Choice]] = [(-accuracies[0][0], 1, (0,))]
     chosen: list[Choice] = []
     while waiting and len(chosen) < nodes:
@@ -49,7 +49,7 @@ def choice_parents(choices: Sequence[Choice]) -> list[int]:
     """Parent index of every choice in the tree whose node 0 is the root (choice i is node i + 1).
 
     Raises:
-        ValueError: a choice whose parent does not come before it, one that is there twice, or the root, which is none.
+        ValueError: a choice before its parent, a duplicate, or the root.
     """
     place: dict[Choice, int] = {(): 0}
     parents = []
@@ -66,14 +66,14 @@ def choice_parents(choices: Sequence[Choice]) -> list[int]:
 def fitting_nodes(
     choices: Sequence[Choice], parents: Sequence[int], max_depth: int, max_nodes: int, ranks: int
 ) -> list[int]:
-    """Nodes of a shape (choice i is node i + 1) that a budget leaves: a tree again.
+    """Nodes of a shape (choice i is node i + 1) within a budget, which form a tree.
 
     Args:
         choices: the shape, parents first.
-        parents: as :func:`choice_parents` gives them.
-        max_depth: levels that may be used.
-        max_nodes: how many nodes may be used, the first ones that fit.
-        ranks: candidates that there are per place.
+        parents: result of :func:`choice_parents`.
+        max_depth: most levels.
+        max_nodes: most nodes; the first ones that fit are kept.
+        ranks: candidates per position.
     """
     nodes = {0}
     for node, (choice, parent) in enumerate(zip(choices, parents, strict=True), 1):
@@ -89,8 +89,8 @@ def read_tree(file: str | Path, method: str, heads: int | None = None) -> list[C
 
     Args:
         file: JSON with ``method`` and ``choices``.
-        method: registry name of the drafter that is to fill it.
-        heads: how many levels it can fill; any number by default.
+        method: registry name of the drafter that fills it.
+        heads: most levels that the drafter can fill; any number by default.
 
     Raises:
         ValueError: no such file, another method's, or no tree that ``heads`` heads can fill.
@@ -115,5 +115,5 @@ def read_tree(file: str | Path, method: str, heads: int | None = None) -> list[C
 
 
 def expected_length(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) -> float:
-    """Tokens per round, the target's own one included, that a shape promises by these accuracies."""
+    """Expected tokens per round of a shape, the target's own included, by these accuracies."""
     return 1.0 + sum(math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices)

@@ -1,4 +1,4 @@
-"""Trees from the options of drafters: spec strings, child counts per level, files."""
+"""Trees from drafters' options: spec strings, child counts per level, files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build_tree(spec: str, sort: type[Any]) -> Any:
 
 
 def places_of(tree: str, name: str) -> StaticTree:
-    """The static tree that an option ``tree`` asks for: child counts per level, a file, or a spec.
+    """The static tree of an option ``tree``: child counts per level, a file, or a spec.
 
     Raises:
         ValueError: none of these, or a file of another drafter; the message lists the choices.
