@@ -1,8 +1,8 @@
-"""How many draft tokens are accepted, per drafter and depth: discounted counts, shrunk from request to population.
+"""Acceptance per drafter and depth: discounted counts, shrunk from request to population.
 
-The chance that the token at depth i is accepted, given that those before it were, is hits / tries of that depth.  A
-request's own counts are shrunk towards those of all requests, and a depth of which little is known towards the depth
-before it, so that longer drafts are tried until they disappoint (Beta priors, counted in drafts).
+The probability that the token at depth i is accepted, given that all before it were, is hits / tries of that depth. A
+request's counts are shrunk towards all requests', and a depth with few counts towards the depth before, so that longer
+drafts are tried until they fail (Beta priors, counted in drafts).
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import NamedTuple
 from foretoken.core import Limits
 
 REQUEST_KEEP = 0.98
-"""What a round is worth one round later, within its request."""
+"""Discount per round of a request's counts."""
 POPULATION_KEEP = 0.998
-"""The same for all requests together: also what was not asked is forgotten, and so explored again."""
+"""Discount per round of the population's counts; it also forgets drafters that are not called, so that they are
+explored again."""
 PRIOR, FIRST_WEIGHT, DEPTH_WEIGHT = 0.6, 2.0, 4.0
-"""Chance where nothing is known and the drafts that it is worth; drafts that the depth before one is worth."""
+"""Acceptance probability without data, its weight in drafts, and the weight of the previous depth in drafts."""
 REQUEST_WEIGHT, COPIER_WEIGHT = 32.0, 4.0
-"""Drafts, and tokens of the text, that the population is worth beside a request's own; of a drafter that copies, whose
-luck is that of the text: a list that repeats itself is copied nine times in ten, prose hardly ever."""
+"""Weight of the population against a request's own counts, in drafts; for a copying drafter, in tokens, because its
+acceptance depends on the text: nine in ten in a repetitive list, hardly any in prose."""
 
 
 @dataclass
 class DraftCounts:
-    """What became of drafts: per depth those that were to go there and did (``tries``), and those whose token there
-    was accepted (``hits``); tokens of the text where the drafter had a guess (``covered``) or none (``bare``)."""
+    """Outcome counts of drafts: per depth, drafts that reached it (``tries``) and accepted tokens (``hits``); generated
+    tokens in rounds where the drafter proposed something (``covered``) or nothing (``bare``)."""
 
     tries: list[float] = field(default_factory=list)
     hits: list[float] = field(default_factory=list)
@@ -36,7 +37,7 @@ class DraftCounts:
     bare: float = 0.0
 
     def add(self, depth: int, accepted: int) -> None:
-        """A round that was asked for ``depth`` tokens and wrote ``accepted`` + 1; depth 0: there was no guess."""
+        """Count a round with a draft of ``depth`` tokens, of which ``accepted`` were accepted; depth 0: no proposal."""
         if depth == 0:
             self.bare += accepted + 1
             return
@@ -50,22 +51,22 @@ class DraftCounts:
             self.hits[place] += place < accepted
 
     def discount(self, keep: float) -> None:
-        """Let all counts be worth less."""
+        """Discount all counts."""
         self.tries = [keep * tries for tries in self.tries]
         self.hits = [keep * hits for hits in self.hits]
         self.covered, self.bare = keep * self.covered, keep * self.bare
 
     @classmethod
     def pooled(cls, parts: Sequence[DraftCounts]) -> DraftCounts:
-        """Those of several requests together."""
+        """The pooled counts of several requests."""
         tries = [sum(column) for column in zip_longest(*(part.tries for part in parts), fillvalue=0.0)]
         hits = [sum(column) for column in zip_longest(*(part.hits for part in parts), fillvalue=0.0)]
         return cls(tries, hits, sum(part.covered for part in parts), sum(part.bare for part in parts))
 
 
 class _Outlook(NamedTuple):
-    """What a drafter promises: per depth the chance that a draft is accepted at least so far, the share of the text for
-    which it has a guess, and the drafts of the population that this rests on."""
+    """Expected acceptance of a drafter: per depth the probability that a draft is accepted to that depth, the share of
+    the generated tokens for which it proposes, and the weight of the evidence in drafts."""
 
     survival: list[float]
     share: float
@@ -73,7 +74,8 @@ class _Outlook(NamedTuple):
 
 
 class AcceptanceModel:
-    """Counts of all requests, by drafter, apart for greedy and sampled ones; one round later they count ``keep``."""
+    """Counts of all requests, by drafter, separate for greedy and sampled ones; each round discounts them by
+    ``keep``."""
 
     def __init__(self, members: Sequence[Limits], keep: float = POPULATION_KEEP) -> None:
         self.keep = keep
@@ -81,25 +83,25 @@ class AcceptanceModel:
         self.population = {greedy: [DraftCounts() for _ in members] for greedy in (True, False)}
 
     def start_from(self, member: int, survival: Sequence[float], proposes: float, drafts: float = 16.0) -> None:
-        """Begin with what was measured before, worth so many drafts."""
+        """Start from earlier measurements, with the weight of this many drafts."""
         for counts in (self.population[greedy][member] for greedy in (True, False)):
             counts.tries = [drafts * before for before in [1.0, *survival][: len(survival)]]
             counts.hits = [drafts * after for after in survival]
             counts.covered, counts.bare = drafts * proposes * (1.0 + sum(survival)), drafts * (1.0 - proposes)
 
     def tick(self) -> None:
-        """A round has passed: what was seen before is worth less."""
+        """Discount the counts of the population after a round."""
         for counts in (*self.population[True], *self.population[False]):
             counts.discount(self.keep)
 
     def add(self, greedy: bool, member: int, counts: DraftCounts, depth: int, accepted: int) -> None:
-        """A round of a request in which a drafter was asked for ``depth`` tokens (0: it had no guess)."""
+        """Count a round of a request whose drafter was called for ``depth`` tokens (0: no proposal)."""
         counts.discount(REQUEST_KEEP)
         counts.add(depth, accepted)
         self.population[greedy][member].add(depth, accepted)
 
     def outlook(self, greedy: bool, member: int, counts: DraftCounts, depth: int, requests: int = 1) -> _Outlook:
-        """For drafts of up to ``depth`` of requests that have these ``counts`` together."""
+        """Expected acceptance of drafts of up to ``depth``, for requests with these pooled ``counts``."""
         everyone, copies = self.population[greedy][member], self.copies[member]
         weight = (COPIER_WEIGHT if copies else REQUEST_WEIGHT) * requests
         chance, survival, prior = 1.0, [], PRIOR
@@ -115,11 +117,11 @@ class AcceptanceModel:
 
 
 def mixed(counts: DraftCounts, others: Sequence[float], weight: float) -> list[float]:
-    """Survival by depth of a drafter that copies: a text repeats itself or does not, so that a request's own drafts
-    count at all depths against the whole drafts of others, worth ``weight``.
+    """Survival by depth of a copying drafter: a text repeats itself or not, so a request's counts at all depths are
+    weighed together against others' whole drafts, with ``weight``.
 
-    Depth by depth, one copied text among many would promise long drafts to every text: a first token that is accepted
-    once in ten times would be followed by others' nine in ten.
+    Depth by depth, one copied text among many would raise the estimate for every text: a first token accepted once in
+    ten times would be followed by others' nine in ten.
     """
     drafts = counts.tries[0] if counts.tries else 0.0
     chance, prior, survival = 1.0, others[0], []
@@ -131,7 +133,7 @@ def mixed(counts: DraftCounts, others: Sequence[float], weight: float) -> list[f
 
 
 def shrunk(counts: DraftCounts, place: int, prior: float, weight: float) -> float:
-    """Chance at a depth, drawn towards ``prior`` as by ``weight`` further tries."""
+    """Acceptance probability at a depth, shrunk towards ``prior`` with the weight of ``weight`` tries."""
     if place >= len(counts.tries):
         return prior
     return (counts.hits[place] + weight * prior) / (counts.tries[place] + weight)

@@ -1,4 +1,4 @@
-"""Stop drafting where the entropy of the draft's distribution promises too little acceptance.
+"""Stop rule on a lower bound of the acceptance rate by the draft distribution's entropy.
 
 AdaEDL, Agrawal et al. 2024 (arXiv 2410.18351), section 7.5 of the specification.
 """
@@ -17,7 +17,7 @@ class AdaedlController(MovingThresholdController):
     Args:
         gamma: weight of the entropy H (nats) in the estimate.
         threshold: first bar (lambda) of a request.
-        k, aim, step: as for every bar that moves.
+        k, aim, step: see :class:`MovingThresholdController`.
     """
 
     name = "adaedl"

@@ -21,17 +21,20 @@ from foretoken.methods.controllers.cost_model import SAMPLES, CostModel
 from foretoken.methods.controllers.plan import Draft, RoundPlan, best_drafts, best_plan, planned
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-"""Draft lengths that are weighed."""
+"""Draft lengths to compare."""
 LONG, FIRST, LATER = 4, 3, 1
-"""The longer draft that is measured (the other one has one token), and how often: for the first batch size, others."""
+"""The longer of two measured draft lengths (the other is 1), and measurements per length at the first batch size, and
+at others."""
 KEPT, KNOWN = 8, 8
-"""Rounds that a plan is kept for the same requests, if it rests on so many drafts; else it is weighed every round."""
+"""Rounds for which a plan is kept for the same requests, and drafts of evidence that it needs; other plans are
+reconsidered every round."""
 CLOSE = 1.5
-"""Up to how much better than plain decoding drafts must seem for its cost to be measured again."""
+"""Highest estimated speedup at which the cost of plain decoding is measured again."""
 CREDIT, EARNED = 0.6, 0.015
-"""Plain rounds that may be lost by trying drafts, and how much of one each token earns back."""
+"""Exploration credit in plain rounds, and the share of a plain round that each token earns back."""
 UNKNOWN, ENDING = 1 << 20, 16
-"""Tokens left where nobody says; with no more than the second nothing is measured: drafts would be cut short."""
+"""Remaining tokens if no limit is known; and the remaining tokens at which measuring ends, because drafts would be
+truncated."""
 
 
 class AutoController(Controller):
@@ -65,14 +68,14 @@ class AutoController(Controller):
             cost = None if self._start is None else self._start.drafters.get(member.name)
             if cost is not None and cost.survival:
                 self.acceptance.start_from(index, cost.survival, cost.proposes)
-        self.width = [1.0] * len(self.members)  # nodes of a draft per level that was asked for
-        self.plan = self.chosen = self.rival = RoundPlan()  # in use, the best one, and the best one that drafts
+        self.width = [1.0] * len(self.members)  # draft nodes per requested level
+        self.plan = self.chosen = self.rival = RoundPlan()  # current, best, and best with drafts
         self._weighed: list[Draft] = []
         self._budget, self._requests, self._keep = Budget(0, 0), frozenset[int](), 0
         self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
         self._credit = CREDIT
-        self._waited, self._again = 0, False  # choices since plain decoding was measured again, and whether it is now
-        self._repeats: dict[int, int] = {}  # how often it was, by size of the batch
+        self._waited, self._again = 0, False  # choices since plain decoding was measured, and whether to measure again
+        self._repeats: dict[int, int] = {}  # number of these measurements, by batch size
         self._measures, self._pads, self._batch, self._records = False, False, 1, list[tuple[Context, StepRecord]]()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -81,7 +84,7 @@ class AutoController(Controller):
         return self.budgets([context])[0]
 
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
-        """One plan for the batch: drafts of several members would all be waited for."""
+        """One plan for the batch, because a round waits for the drafts of all its members."""
         self._digest()
         requests = frozenset(context.request_id for context in contexts)
         size = len(contexts).bit_length()
@@ -97,8 +100,8 @@ class AutoController(Controller):
         return [self._budget] * len(contexts)
 
     def _next_to_measure(self, size: int, contexts: Sequence[Context]) -> RoundPlan | None:
-        """The next round of the calibration, at a new size of the batch (within a factor of two): plain decoding, and
-        every drafter that runs a model at two lengths; of what was measured before, nothing."""
+        """The next round of the calibration, at a new batch size (within a factor of two): plain decoding, and every
+        drafter with a model at two lengths, without what was measured before."""
         todo = self._to_measure.get(size)
         if todo is None:
             measured = None if self._start is None else self._start.drafters
@@ -119,12 +122,11 @@ class AutoController(Controller):
         return None
 
     def _choose(self, contexts: Sequence[Context]) -> RoundPlan:
-        """The best plan by what is known."""
         self._weighed = [draft for index in range(len(self.members)) for draft in self._drafts(index, contexts)]
         self.chosen, rival = best_plan(self._weighed, len(contexts), self.costs, self._pads)
         self.rival = rival or self.chosen
         if self._credit < 0 and self.chosen.drafts:
-            # The credit for trying is used up: by what is expected, not by what may be hoped.
+            # The exploration credit is used up: choose by expected values, not by upper bounds.
             expected = [replace(draft, hoped=draft.tokens) for draft in self._weighed]
             self.chosen = best_plan(expected, len(contexts), self.costs, self._pads)[0]
         if self._is_doubted(len(contexts)):
@@ -132,8 +134,8 @@ class AutoController(Controller):
         return RoundPlan() if self._plain_is_due(len(contexts)) else self.chosen
 
     def _is_doubted(self, batch: int) -> bool:
-        """Whether to try drafts that are rejected for a cost that no round has shown, though they would pay if it were
-        a plain round's: what was measured at load, beside other work, may be wrong, and plain rounds do not tell."""
+        """Whether to try drafts that were rejected for a cost no round has confirmed, although they would pay at a
+        plain round's cost. Measurements at load may be wrong, and plain rounds do not correct them."""
         if self.chosen.drafts or not self.rival.drafts or self._credit < CREDIT:
             return False
         nodes = batch * max(draft.nodes for draft in self.rival.drafts)
@@ -142,19 +144,20 @@ class AutoController(Controller):
         return not self.costs.was_seen(batch, nodes) and self.rival.hoped * plain_s > plain_s + drafting
 
     def _pays(self, plan: RoundPlan) -> bool:
-        """Whether a plan is expected to be as fast as plain decoding by what was seen, and is not only hoped to be."""
+        """Whether a plan is expected to be as fast as plain decoding by its evidence, not only by its upper bound."""
         return plan.tokens * self._plain_s >= plan.seconds and all(draft.evidence >= KNOWN for draft in plan.drafts)
 
     def _plain_is_due(self, batch: int) -> bool:
-        """Whether to decode plainly for a round, to learn what that costs; behind drafts of a network for two.
+        """Whether to decode one round plainly to measure its cost; two rounds after drafts of a network.
 
-        At first caches are cold, or another process was in the way; drafts are asked again anyway, this is not.
+        At first, caches are cold or another process interferes. Drafts are measured again anyway, plain decoding is
+        not.
         """
         if self._again:
             self._again = False
             return True
-        # Of a round with more requests than are asked about (one that brings its own tree) nothing is learned about
-        # plain decoding of this batch: what was tried counts as well, or it would be due for ever.
+        # A round with more requests than budgets (one with its own tree) yields no measurement of plain decoding at
+        # this batch size. Attempts count as well, or it would be due forever.
         rounds = max(self.costs.plain_rounds(batch), self._repeats.get(batch, 0))
         self._waited += 1
         close = self.chosen.goodput * self.costs.round_s(batch, batch) < CLOSE
@@ -165,7 +168,6 @@ class AutoController(Controller):
         return True
 
     def _drafts(self, index: int, contexts: Sequence[Context]) -> list[Draft]:
-        """A member at every length."""
         batch, counts = len(contexts), DraftCounts.pooled([self.state(context)[index] for context in contexts])
         depths = self._open_depths(index, contexts)
         outlook = self.acceptance.outlook(contexts[0].sampler.greedy, index, counts, depths[-1], batch)
@@ -175,7 +177,7 @@ class AutoController(Controller):
                 tokens += outlook.survival[place]
                 squares += (2 * place + 1) * outlook.survival[place]
             first = depth
-            # Drafts may be better than they seem by 1.5 standard errors.
+            # Upper bound: 1.5 standard errors above the mean.
             variance = max(squares - (tokens - 1.0) ** 2, 0.0)
             hoped = tokens + 1.5 * (variance / (outlook.drafts + 1.0)) ** 0.5
             seconds, nodes = self.costs.draft_s(index, depth, batch), 1.0 + depth * self.width[index]
@@ -184,10 +186,10 @@ class AutoController(Controller):
         return drafts
 
     def _open_depths(self, index: int, contexts: Sequence[Context]) -> list[int]:
-        """The lengths of a member that are weighed.
+        """The lengths of a member to compare.
 
-        The engine cuts drafts off at the room that is left in a text: a length beyond that brings nothing, and a chance
-        for each of a hundred million depths takes longer than to write the text.
+        The engine truncates drafts at the remaining room, so longer ones gain nothing, and the probabilities of a
+        hundred million depths take longer than the generation.
         """
         *shorter, longest = self.depths[index]
         room = max(max(map(remaining, contexts)) - 1, DEPTHS[-1])
@@ -196,22 +198,21 @@ class AutoController(Controller):
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def state(self, context: Context) -> list[DraftCounts]:
-        """What became of a request's drafts, by member."""
+        """Acceptance counts of a request, by member."""
         counts: list[DraftCounts] | None = context.state.get(self)
         if counts is None:
             counts = context.state[self] = [DraftCounts() for _ in self.members]
         return counts
 
     def observe(self, context: Context, record: StepRecord) -> None:
-        """Keep the record until all of the round are there."""
+        """Collect the round's records, which :meth:`budgets` and :meth:`finish` evaluate together."""
         self._records.append((context, record))
 
     def finish(self, context: Context) -> None:
-        """Learn from the last round now: nothing is kept of a request but what it taught."""
+        """Evaluate the last round now, because the request's state goes."""
         self._digest()
 
     def _digest(self) -> None:
-        """Learn from the round that has passed."""
         if not self._records:
             return
         records, self._records = self._records, []
@@ -239,17 +240,18 @@ class AutoController(Controller):
         self.costs.observe(record, member, depth, sum(num_asked.values()))
 
     def _learn_beside(self, context: Context, tokens: Sequence[int]) -> None:
-        """Learn from drafts that were not asked for: what was written is what they would have been compared with."""
+        """Learn from trees of members that were not called, by the tokens that were generated."""
         for member, tree in context.beside.items():
             depth, counts = min(max(tree.depths), len(tokens)), self.state(context)[member]
             self.acceptance.add(context.sampler.greedy, member, counts, depth, tree.matched(tokens))
         context.beside = {}
 
     def _account(self, records: Sequence[tuple[Context, StepRecord]], drafts: Mapping[tuple[int, int], int]) -> None:
-        """What the round has won or lost against plain decoding, by what rounds cost: a pause of the machine is none.
+        """Add the round's gain or loss against plain decoding to the credit, by modelled costs, so that pauses of the
+        machine do not count.
 
-        What was won is not kept beyond :data:`CREDIT`, so that no text pays for much that is tried (conservative
-        bandits, https://arxiv.org/abs/1602.04282, with a limit).
+        The credit never exceeds :data:`CREDIT`, so that no request pays for much exploration (conservative bandits,
+        https://arxiv.org/abs/1602.04282, with a limit).
         """
         batch, record = len(records), records[-1][1]
         plain_s = self.costs.round_s(batch, batch)
@@ -258,22 +260,22 @@ class AutoController(Controller):
         tokens = sum(1 + record.num_accepted_tokens for _, record in records) / batch
         self._credit = min(self._credit + tokens * (1.0 + EARNED) - seconds / plain_s, CREDIT)
 
-    # -- telling -----------------------------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------------------------
 
     def explain(self, context: Context) -> str:
-        """What the plan costs and brings, in plain rounds; where that is plain decoding, what the best drafts would."""
+        """Cost and gain of the plan in plain rounds; for plain decoding, those of the best drafts."""
         return self.why
 
     @property
     def why(self) -> str:
-        """The reason in one line: all requests of a batch have the same plan."""
+        """The reason in one line; all requests of a batch have the same plan."""
         cost = self.rival.described(self.members, self._plain_s)
         return (
             f"{'drafts' if self.chosen.drafts else 'plain'}: {cost if self.rival.drafts else 'nothing is measured yet'}"
         )
 
     def report(self) -> dict[str, Any]:
-        """The plan and why, every member at its best length (costs in plain rounds), and how far costs have moved."""
+        """The plan with its reason, every member at its best length (costs in plain rounds), and the drift of costs."""
         plain_s, options = self._plain_s, best_drafts(self._weighed, self._batch, self.costs)
         names = [member.name for member in self.members]
         rows = [
@@ -303,5 +305,5 @@ class AutoController(Controller):
 
 
 def remaining(context: Context, length: int = 0) -> int:
-    """Tokens that a request may still write, or could when it had this ``length``."""
+    """Tokens that a request may still generate, or could at this ``length``."""
     return context.max_length - (length or len(context.tokens)) if context.max_length else UNKNOWN

@@ -1,4 +1,4 @@
-"""The draft length, and the member of a group that drafts, as the arms of a bandit.
+"""A bandit over draft lengths and the members of a group.
 
 UCBSpec of BanditSpec, Hou et al. 2025 (arXiv 2505.15141), section 7.10 of the specification.
 """
@@ -15,8 +15,8 @@ from foretoken.methods.controllers.base import Controller
 
 @dataclass
 class BudgetArm:
-    """One way to spend a round (depth 0: plain decoding), how often it was played, the tokens that those rounds wrote,
-    and what they cost, in seconds or in target steps."""
+    """One arm: a budget (depth 0: plain decoding), its rounds, their tokens, and their cost in seconds or target
+    steps."""
 
     budget: Budget
     rounds: int = 0
@@ -25,19 +25,19 @@ class BudgetArm:
 
     @property
     def rate(self) -> float:
-        """Tokens per cost of all its rounds together, which is what a run gains; a mean of rates is not."""
+        """Tokens per cost over all its rounds, which is the real rate; a mean of rates is not."""
         return self.tokens / self.cost if self.cost else 0.0
 
 
 @dataclass
 class Table:
-    """The arms, plain decoding first, and the one of the round under way."""
+    """The arms, plain decoding first, and the index of the current round's arm."""
 
     arms: list[BudgetArm] = field(default_factory=list)
     playing: int = 0
 
     def scores(self, explore: float, delta: float) -> list[float]:
-        """Upper confidence bounds, in tokens per plain round's cost; an arm that was never played comes first."""
+        """Upper confidence bounds, in tokens per plain round's cost; infinite for an arm without rounds."""
         plain, count = self.arms[0].rate or 1.0, len(self.arms)
         longest, time = max(arm.budget.max_depth for arm in self.arms), 1 + sum(arm.rounds for arm in self.arms)
 
@@ -48,7 +48,7 @@ class Table:
 
 
 def bonus(rounds: int, time: int, arms: int, longest: int, delta: float) -> float:
-    """UCBSpec's benefit of the doubt in round ``time`` for an arm that was played in ``rounds`` of them."""
+    """UCBSpec's confidence term in round ``time`` for an arm with ``rounds`` rounds."""
     doubt = 1.0 + 2.0 * math.log(arms * time**2 * math.sqrt(1.0 + rounds) / delta)
     return longest / 2.0 * math.sqrt((1.0 + rounds) / rounds**2 * doubt)
 
@@ -56,17 +56,17 @@ def bonus(rounds: int, time: int, arms: int, longest: int, delta: float) -> floa
 class BanditController(Controller):
     """Plays in every round the arm with the highest upper confidence bound on its speed.
 
-    The arms are plain decoding and every length of every member of the drafter (of the drafter itself, when it is no
-    group).  An arm's reward is tokens per time, relative to plain decoding.
+    The arms are plain decoding and every length of every member of the drafter (or of a single drafter). An arm's
+    reward is tokens per time, relative to plain decoding.
 
     Args:
         lengths: draft lengths, ``"1|2|4|8"``; by default powers of two and the drafter's own length.
-        explore: factor on the confidence term.  1 is the paper's, whose proof needs it and which tries bad arms for
-            thousands of rounds.
-        delta: chance that a bound may fail.
-        c: cost of a level of the draft in target steps (one number, or one per member joined by ``|``) instead of
-            measured times: no clock is looked at then.
-        share: learn from all requests; otherwise each request starts anew.
+        explore: factor on the confidence term. The paper's proof needs 1, which explores bad arms for thousands of
+            rounds.
+        delta: probability that a bound fails.
+        c: cost of a draft level in target steps (one number, or one per member joined by ``|``), used instead of
+            measured times.
+        share: learn from all requests; otherwise from each alone.
     """
 
     name = "bandit"
@@ -85,7 +85,7 @@ class BanditController(Controller):
 
     @property
     def drafts(self) -> bool:
-        """Unless the only length is 0."""
+        """False if the only length is 0."""
         return len(self.arms) > 1
 
     def attach(self, limits: Limits) -> None:
@@ -104,17 +104,18 @@ class BanditController(Controller):
         self._tables.clear()
 
     def start_from(self, costs: RoundCosts) -> None:
-        """Reckon with these costs instead of the clock, if they know every drafter."""
+        """Use these costs instead of measured times, if they cover every drafter."""
         self._measured = costs
 
     def _lengths_of(self, limits: Limits) -> list[int]:
-        """Draft lengths above 0 that a drafter makes, shortest first."""
+        """The drafter's possible draft lengths above 0, shortest first."""
         powers = [2**i for i in range(limits.max_depth.bit_length())]
         lengths = [*powers, limits.max_depth] if self.lengths is None else self.lengths
         return sorted({min(length, limits.max_depth) for length in lengths if length})
 
     def _table(self, context: Context, batch_size: int) -> Table:
-        """What is known at about this batch size (within a factor of two): costs depend on it, so the best arm does."""
+        """The table for about this batch size (within a factor of two), because costs, and so the best arm, depend on
+        it."""
         tables: dict[int, Table] = self._tables if self.share else context.state.setdefault(self, {})
         size = batch_size.bit_length()
         if size not in tables:
@@ -122,15 +123,15 @@ class BanditController(Controller):
         return tables[size]
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The best arm's budget: nothing is learned within a round, so requests that share a table get the same."""
+        """The best arm's budget. Nothing is learned within a round, so requests that share a table get the same."""
         table = context.state[self, "table"] = self._table(context, batch_size)
         scores = table.scores(self.explore, self.delta)
         table.playing = scores.index(max(scores))
         return table.arms[table.playing].budget
 
     def observe(self, context: Context, record: StepRecord) -> None:
-        # Of the table that the arm was taken from: a round may hold more requests than those that were asked about
-        # (one that brings its own tree), and the arm of another size would be paid for what this one did.
+        # Use the table that the arm came from: a round may hold more requests than budgets (one with its own tree), and
+        # an arm of another batch size would get this one's cost.
         table: Table | None = context.state.get((self, "table"))
         table = table or self._table(context, record.batch_size)
         arm = table.arms[table.playing]
@@ -139,7 +140,7 @@ class BanditController(Controller):
         arm.cost += self._cost(arm.budget, record)
 
     def _cost(self, budget: Budget, record: StepRecord) -> float:
-        """What the round cost for the request: target steps with ``c``, else its share of the round's seconds."""
+        """The request's cost of the round: target steps with ``c``, else its share of the round's seconds."""
         index, depth = budget.member or 0, min(record.depth, budget.max_depth)
         if self.costs:
             return 1.0 + self.costs[index if len(self.costs) > 1 else 0] * depth
@@ -149,10 +150,10 @@ class BanditController(Controller):
 
 
 def parse_lengths(text: str) -> tuple[int, ...] | None:
-    """``"1|2|4"`` -> ``(1, 2, 4)``; ``None`` for an empty text.
+    """``"1|2|4"`` -> ``(1, 2, 4)``; ``None`` for an empty string.
 
     Raises:
-        ValueError: not whole numbers from 0 on, joined by ``|``.
+        ValueError: not integers from 0 on, joined by ``|``.
     """
     parts = text.split("|") if text else []
     if not all(part.strip().isdecimal() for part in parts):

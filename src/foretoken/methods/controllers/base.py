@@ -1,4 +1,4 @@
-"""The ``Controller`` protocol: how much to guess next, including nothing."""
+"""The ``Controller`` protocol: the draft budget of the next round, including none."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from foretoken.core.costs import RoundCosts
 class Controller(ABC):
     """One policy for the draft budget.
 
-    Exactness: a policy may look at the context, at earlier rounds and at draft *distributions*; a decision made after a
-    token was drawn may only suppress later tokens (``methods/verification.md`` section 0, adaptedness).  An option
-    outside its range is a ``ValueError`` of the constructor.
+    Exactness: a policy may use the context, earlier rounds and draft *distributions*. A decision made after a token was
+    drawn may only suppress later tokens (``methods/verification.md`` section 0, adaptedness). The constructor raises
+    ``ValueError`` for an option outside its range.
     """
 
     name: ClassVar[str]
     watches: bool = True
-    """Whether it wants to be told of the round that it has just given budgets for."""
+    """Whether :meth:`observe` is called for the current round."""
     weighs_costs: bool = False
-    """Whether it wants to begin with what rounds and drafts cost here: :mod:`foretoken.loading.measured.calibration`"""
+    """Whether it needs initial costs of rounds and drafts: :mod:`foretoken.loading.measured.calibration`"""
     uses_costs: bool = False
-    """Whether :meth:`start_from` does anything: else nobody is warned of a profile's costs from elsewhere."""
+    """Whether :meth:`start_from` has any effect; else a profile's costs from another machine cause no warning."""
 
     @property
     def drafts(self) -> bool:
@@ -32,10 +32,10 @@ class Controller(ABC):
         return True
 
     def attach(self, limits: Limits) -> None:  # noqa: B027
-        """Learn what the drafter can draft, before the first round."""
+        """Take over the drafter's limits, before the first round."""
 
     def start_from(self, costs: RoundCosts) -> None:  # noqa: B027
-        """Begin with costs and acceptances that were measured before (``foretoken tune``)."""
+        """Start from measured costs and acceptance rates (``foretoken tune``)."""
 
     @abstractmethod
     def budget(self, context: Context, batch_size: int) -> Budget:
@@ -49,12 +49,12 @@ class Controller(ABC):
         """Learn from a finished round."""
 
     def explain(self, context: Context) -> str:
-        """Why the request drafts as it does just now, in one line; empty where there is nothing to say."""
+        """Reason for the request's current drafting, in one line; may be empty."""
         return ""
 
     def report(self) -> dict[str, Any]:
-        """What the policy knows and does just now, for JSON."""
+        """State of the policy, for JSON."""
         return {}
 
     def finish(self, context: Context) -> None:  # noqa: B027
-        """The request ended."""
+        """Release the state of an ended request."""

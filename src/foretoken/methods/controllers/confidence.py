@@ -1,4 +1,4 @@
-"""Stop drafting after a token that the draft itself finds unlikely; the drawn token stays in the draft.
+"""Stop rule on the probability of the drawn token, which stays in the draft.
 
 Transformers' assisted generation (first threshold 0.4, moved by what was accepted); DISCO, arXiv 2405.04304.
 """
@@ -15,9 +15,9 @@ from foretoken.core import Context, StepRecord
 from foretoken.methods.controllers.stopping import Stop, StoppingController, levels
 
 REMEMBERED = 1000
-"""Drafted tokens whose probability and fate are remembered; Transformers keeps all of them."""
+"""Number of recent draft tokens whose probability and outcome are stored; Transformers stores all."""
 ENOUGH = 5
-"""The threshold moves once more tokens than this are known, accepted and rejected ones among them."""
+"""The threshold moves after more outcomes than this, with both accepted and rejected tokens."""
 
 
 class ConfidenceController(StoppingController):
@@ -27,9 +27,9 @@ class ConfidenceController(StoppingController):
     false-negative rate over the drafted tokens that were verified: rejected tokens that reach it, accepted ones below.
 
     Args:
-        threshold: drafting ends after a token whose draft probability is below this; with ``adapt`` the first one.
+        threshold: drafting ends after a token with a lower draft probability; with ``adapt``, the initial threshold.
         k: longest draft; the drafter's own by default.
-        adapt: whether the threshold moves; it is one for all requests, and learns from chains only.
+        adapt: whether the threshold moves; all requests share it, and only chains update it.
     """
 
     name = "confidence"
@@ -53,7 +53,7 @@ class ConfidenceController(StoppingController):
         return stop
 
     def observe(self, context: Context, record: StepRecord) -> None:
-        """Learn from a verified chain: its accepted tokens, and the first one that was rejected."""
+        """Learn from a verified chain: its accepted tokens, and the first rejected one."""
         drafted: list[float] = context.state.get(self, [])
         if not self.adapt or not drafted or not len(drafted) == levels(record) == record.num_draft_tokens:
             return
@@ -67,7 +67,7 @@ def best_threshold(outcomes: Iterable[tuple[float, bool]]) -> float:
     """The threshold with the smallest false-positive rate + 3 false-negative rate; the largest one of equals.
 
     Args:
-        outcomes: probabilities of drafted tokens, and whether they were accepted; both sorts must be there.
+        outcomes: probabilities of draft tokens, and whether they were accepted; must contain both outcomes.
     """
     pairs = list(outcomes)
     chances, accepts = np.array([chance for chance, _ in pairs]), np.array([accepted for _, accepted in pairs])

@@ -1,4 +1,4 @@
-"""Always the same draft length."""
+"""A constant draft length."""
 
 from __future__ import annotations
 

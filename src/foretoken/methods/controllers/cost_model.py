@@ -1,10 +1,10 @@
-"""What rounds cost on this machine: calibrated at first use, then corrected by one drift factor and one per drafter.
+"""Cost of rounds on this machine, calibrated at first use, then corrected by one drift factor and one per drafter.
 
     round without drafting = a + b requests + c nodes           drafting = a + b depth + c depth requests
 
-Each is measured at a few points, by the median of the first rounds there; between and beyond them the line through all
-points holds.  A round at a calibrated point tells of the machine only: it moves the drift factor, and for drafting the
-drafter's own factor.  Costs are kept in units of the drift: what was seen at different times can be compared.
+Each is measured at a few points, by the median of the first rounds there. A line through all points gives the costs
+between and beyond them. A round at a calibrated point only updates the drift factor and, for drafting, the drafter's
+own factor. Costs are stored in units of the drift, so that measurements of different times are comparable.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from foretoken.core import Limits, StepRecord
 from foretoken.core.costs import RoundCosts
 
 SAMPLES, SURE = 20, 3
-"""Rounds that a point is calibrated by, and from which on it tells of drift."""
+"""Rounds that calibrate a point, and rounds after which it updates the drift."""
 NOISE = 0.1
-"""Standard deviation of a round's time, as a part of it; the parts of a shape are known beforehand to 100 %."""
+"""Relative standard deviation of a round's time; that of the prior shape is 100 %."""
 ROUND_SHAPE, DRAFT_SHAPE, FREE_SHAPE = (0.85, 0.1, 0.05), (0.25, 0.6, 0.15), (0.96, 0.02, 0.02)
-"""Parts of a cost that are constant, and that grow with the two features, until more is seen."""
+"""Prior shares of a cost: constant, and proportional to each of the two features."""
 DRIFT_RATE, FACTOR_RATE, CLIP = 0.1, 0.05, 0.2
-"""How fast the factors follow; a round counts at most as this much (natural logarithm) off: pauses are not costs."""
+"""Update rates of the factors; and the largest deviation of a round (natural logarithm) that counts, because pauses are
+not costs."""
 FALSE = 0.5
-"""A round that takes less than this part of what was measured before shows that the measurement was disturbed."""
+"""A round below this share of an earlier measurement shows that the measurement was disturbed."""
 FREE = 0.02
-"""A draft of a drafter that runs no model, in plain rounds, until one was seen."""
+"""Initial cost of a draft without a model, in plain rounds."""
 
 
 @dataclass
 class CostCurve:
-    """A cost: a line over two features, of a ``shape`` known beforehand, and the seconds seen at every point."""
+    """A cost: a line over two features with a prior ``shape``, and the measured seconds at every point."""
 
     shape: tuple[float, float, float]
     samples: dict[tuple[int, int], list[float]] = field(default_factory=dict)
@@ -44,18 +45,18 @@ class CostCurve:
     _corrections: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def add(self, point: tuple[int, int], seconds: float) -> None:
-        """One more round at a point, if it still needs one."""
+        """Add a round at a point, unless it is calibrated."""
         samples = self.samples.setdefault(point, [])
         if len(samples) < SAMPLES:
             samples.append(seconds)
             self._line = None
 
     def at(self, x: int, y: int) -> float:
-        """The cost at a point, seen or not; never nothing, though a profile may say that a look-up takes no time."""
+        """The cost at any point. Never 0, although a profile may give that for a look-up."""
         if self._line is None:
             medians = {point: (median(samples), len(samples)) for point, samples in self.samples.items()}
             self._line = fit(medians, self.shape)
-            # At a point the line through all points is worth five rounds there: costs jump where kernels change.
+            # At a point the line counts as five rounds, because costs jump where kernels change.
             self._corrections = {
                 point: (value / self._on_line(*point)) ** (count / (count + 5.0))
                 for point, (value, count) in medians.items()
@@ -71,7 +72,7 @@ def fit(medians: Mapping[tuple[int, int], tuple[float, int]], shape: Sequence[fl
     """The line through points (value, rounds) by weighted least squares, with a Gaussian prior of the shape."""
     features = np.array([(1.0, *point) for point in medians])
     values, counts = np.array(list(medians.values())).T
-    values = np.maximum(values, 1e-9)  # a coarse clock may say that a round took no time
+    values = np.maximum(values, 1e-9)  # a coarse clock may measure 0
     prior = np.maximum(np.array(shape), 1e-9) * np.average(values / (features @ shape), weights=counts)
     weights = counts**0.5 / (NOISE * values)
     rows = np.concatenate([weights[:, None] * features, np.diag(1.0 / prior)])
@@ -84,21 +85,21 @@ class CostModel:
     """Seconds of rounds by requests and nodes, and of drafts by drafter, depth and requests, in units of the drift.
 
     Args:
-        members: the drafters; ``relative_cost`` 0 says that one runs no model.
-        start: what was measured before.
+        members: the drafters; one with ``relative_cost`` 0 runs no model.
+        start: earlier measurements.
     """
 
     SKIPPED = 2
-    """Rounds at the very beginning that say nothing: caches are cold."""
+    """First rounds to skip, because caches are cold."""
 
     def __init__(self, members: Sequence[Limits], start: RoundCosts | None = None) -> None:
         self.members = members
         self.rounds = CostCurve(ROUND_SHAPE)
         self.drafts = [CostCurve(DRAFT_SHAPE if member.relative_cost else FREE_SHAPE) for member in members]
         self.drift, self.factors = 1.0, [1.0] * len(members)
-        self._points = set[tuple[int, int]]()  # points of rounds, not of what was measured before
+        self._points = set[tuple[int, int]]()  # points of observed rounds, without earlier measurements
         self._skip, self._evicted = self.SKIPPED if start is None else 0, False
-        self._assumed = frozenset[tuple[int, int]]()  # points that were measured before
+        self._assumed = frozenset[tuple[int, int]]()  # points of earlier measurements
         if start is not None:
             self._start_from(start)
 
@@ -112,27 +113,28 @@ class CostModel:
                     curve.samples[bucket(depth), bucket(depth)] = [cost.seconds(depth)] * SURE
 
     def _forget_start(self) -> None:
-        """Keep only what was seen since: another process was in the way when rounds were measured before."""
+        """Drop the earlier measurements, which another process has disturbed."""
         for point in self._assumed:
             del self.rounds.samples[point][:SURE]
         self.rounds.samples = {point: samples for point, samples in self.rounds.samples.items() if samples}
         self._assumed = frozenset()
 
     def round_s(self, batch: int, nodes: float) -> float:
-        """A round without its drafting; 1 until one was seen."""
+        """Seconds of a round without its drafting; 1 before the first measurement."""
         return self.rounds.at(batch, max(round(nodes), 1)) if self.rounds.samples else 1.0
 
     def plain_rounds(self, batch: int) -> int:
-        """Rounds by which plain decoding is calibrated at this size."""
+        """Calibration rounds of plain decoding at this batch size."""
         return len(self.rounds.samples.get((bucket(batch), bucket(batch)), ()))
 
     def was_seen(self, batch: int, nodes: float) -> bool:
-        """Whether a round of so many requests was run here with half as many drafts: not all of them have a guess."""
+        """Whether a round of this batch size with at least half the drafts was observed; not every request has a
+        draft."""
         least = (batch + nodes) / 2
         return any(b == bucket(batch) and n >= least for b, n in self._points)
 
     def draft_s(self, member: int, depth: int, batch: int) -> float:
-        """A draft for so many requests; by its size while none was seen."""
+        """Seconds of a draft for this batch; estimated by its size before the first measurement."""
         curve = self.drafts[member]
         if not curve.samples:
             relative = self.members[member].relative_cost
@@ -140,11 +142,11 @@ class CostModel:
         return curve.at(depth, depth * batch) * self.factors[member]
 
     def observe(self, record: StepRecord, member: int, depth: int, requests: int) -> None:
-        """Learn from a round in which so many ``requests`` got drafts of ``depth`` from one member (-1: from none, or
+        """Learn from a round in which ``requests`` requests got drafts of ``depth`` from one member (-1: from none, or
         from several).
 
-        A plain round behind a network's draft says nothing: the other weights have pushed the target's out of the
-        processor's cache (6 ms became 9 with a model of 270 MB), which plain decoding never does to itself.
+        A plain round after a network's draft is skipped: the draft's weights have evicted the target's from the
+        processor's cache (6 ms became 9 with a model of 270 MB), unlike in plain decoding.
         """
         is_plain = member < 0 and record.round_nodes <= record.batch_size
         draft_s = 0.0 if is_plain else record.draft_s
@@ -166,7 +168,7 @@ class CostModel:
         self.factors[member] *= math.exp(FACTOR_RATE * off)
 
     def _learn(self, curve: CostCurve, point: tuple[int, int], seconds: float, factor: float) -> float:
-        """Calibrate, or say how far off the round was (natural logarithm)."""
+        """Calibrate the point. Returns the round's deviation (natural logarithm) if it is calibrated, else 0."""
         sure = len(curve.samples.get(point, ())) >= SURE
         seconds = max(seconds, 1e-9)
         expected = self.drift * factor * curve.at(*point) if sure else seconds
@@ -176,7 +178,7 @@ class CostModel:
 
 @cache
 def bucket(size: int) -> int:
-    """Sizes that are told apart: each up to 16, then steps of an eighth."""
+    """Bucket of a size: exact up to 16, then steps of an eighth."""
     if size <= 16:
         return size
     step = 1 << (size.bit_length() - 4)

@@ -1,4 +1,4 @@
-"""Stop drafting where no token is likely enough; the bar follows the acceptance rate of the request.
+"""Stop rule on the draft's largest probability, with a threshold that follows the request's acceptance rate.
 
 Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168), section 7.4 of the specification.
 """
@@ -14,7 +14,7 @@ class DraftVerifyController(MovingThresholdController):
 
     Args:
         threshold: first bar of a request; 0.8 for greedy requests and 0.5 for others by default.
-        k, aim, step: as for every bar that moves.
+        k, aim, step: see :class:`MovingThresholdController`.
     """
 
     name = "draft_verify"
@@ -22,7 +22,7 @@ class DraftVerifyController(MovingThresholdController):
     def __init__(
         self, threshold: float | None = None, k: int | None = None, aim: float = 0.9, step: float = 0.01
     ) -> None:
-        # Greedy requests are held to more: their drafts are always the best token.
+        # Higher for greedy requests, whose drafts are always the best token.
         super().__init__((0.8, 0.5) if threshold is None else (threshold, threshold), k, aim, step)
 
     def rule(self, context: Context) -> Stop:

@@ -17,7 +17,7 @@ class GoodputController(AutoController):
 
     Args:
         k: longest draft; the drafter's own by default.
-        memory: rounds after which one counts 1/e in the acceptance statistics.
+        memory: rounds after which the weight of a round in the acceptance statistics is 1/e.
     """
 
     name = "goodput"

@@ -8,19 +8,19 @@ from foretoken.methods.controllers.stopping import levels
 
 
 class HeuristicController(Controller):
-    """A draft length per request that grows by ``up`` when everything was accepted and shrinks by ``down`` when not.
+    """A draft length per request that grows by ``up`` after a full acceptance and shrinks by ``down`` otherwise.
 
-    A tree counts as accepted when a path as long as its deepest one is: siblings are alternatives, of which one at most
-    can be right.
+    A tree counts as accepted when a path of its full depth is: siblings are alternatives, of which at most one is
+    right.
 
     Args:
-        start: first length, from ``low`` to ``high``; by default the drafter's own, or the nearest to it within these.
+        start: first length, from ``low`` to ``high``; by default the drafter's own, clipped to this range.
         up: growth after a full acceptance.
         down: shrinkage otherwise.
         low: smallest length.
         high: largest length.
-        persist: go on with the length that the last request had, as Transformers' ``heuristic`` schedule does; its
-            ``heuristic_transient`` begins anew, as is the default here.
+        persist: continue with the last request's length, as Transformers' ``heuristic`` schedule does; the default
+            starts over, as its ``heuristic_transient`` does.
     """
 
     name = "heuristic"

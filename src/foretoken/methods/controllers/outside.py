@@ -1,5 +1,4 @@
-"""The rules that every budget keeps, and which controller broke one: those from outside are named by class, rule and
-line."""
+"""Checks of controllers and budgets; errors of outside controllers name the class, rule and line."""
 
 from __future__ import annotations
 
@@ -13,24 +12,24 @@ from foretoken.methods.controllers.base import Controller
 
 
 class ControllerError(OutsideError):
-    """A controller that is none of ours has raised, or broken a rule of the protocol."""
+    """A controller from outside raised an error, or broke a rule of the protocol."""
 
 
 def check_controller(controller: Any) -> None:
-    """Refuse an object that is no controller, and one from outside that does not say what it is.
+    """Raise ``ControllerError`` for an invalid controller.
 
     Raises:
-        ControllerError: a class instead of an object, something else, or a controller without a name.
+        ControllerError: a class instead of an object, another type, or a controller without a name.
     """
     if fault := fault_of(controller, Controller, "controller"):
         raise ControllerError(fault)
 
 
 def check_budgets(budgets: Any, count: int, controller: Controller) -> None:
-    """Refuse what no controller may return, before a drafter is asked.
+    """Check a controller's budgets before the drafter is called.
 
     Raises:
-        ControllerError: not one budget for each request, or a budget whose parts are none.
+        ControllerError: not one budget for each request, or a budget with invalid fields.
     """
     if not isinstance(budgets, Sequence) or len(budgets) != count:
         returned = f"{len(budgets)} budgets" if isinstance(budgets, Sequence) else type(budgets).__name__
@@ -59,7 +58,6 @@ def _check_budget(budget: Any, controller: Controller) -> None:
 
 
 def _broken(controller: Controller, rule: str) -> ControllerError:
-    """The error for what a controller returned."""
     cls = type(controller)
     method = "budget" if cls.budgets is Controller.budgets else "budgets"
     return ControllerError(told_of(cls, method, rule))

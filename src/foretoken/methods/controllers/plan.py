@@ -1,7 +1,7 @@
-"""Plans: who drafts in a round, in which order and how much, and what a batch gains per second by it (its goodput).
+"""Plans of a round: the drafters, their order and draft lengths, and the batch's tokens per second (its goodput).
 
-A plan is an order of drafts, each for where those before it have no guess.  How much of the *text* has guesses of a
-drafter (n-grams: where something repeats) does not depend on what is drafted there:
+A plan is an order of drafts, each for requests without a proposal from those before it. The share of the *text* for
+which a drafter proposes (n-grams: where something repeats) does not depend on the drafts:
 
     rounds per token  R = sum over drafts of (share of the text) / (tokens of such a round)
     goodput             = B / (R T)         T: seconds of a round of the batch, with all drafts that any request needs
@@ -18,15 +18,15 @@ from foretoken.methods.controllers.cost_model import CostModel
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A drafter (its index) that is asked for ``depth`` tokens.
+    """A drafter (by index) with a draft of ``depth`` tokens.
 
     Attributes:
-        tokens: of a round in which it has a guess, the target's own included.
-        nodes: that the target scores for one request then.
-        seconds: of drafting for the batch.
+        tokens: tokens of a round with its proposal, the target's own included.
+        nodes: nodes that the target then scores for one request.
+        seconds: drafting time for the batch.
         hoped: upper confidence bound of the tokens, by which drafts are chosen.
-        share: of the text, for how much it has a guess.
-        evidence: drafts that this rests on.
+        share: share of the text for which it proposes.
+        evidence: number of drafts that these estimates rest on.
     """
 
     member: int
@@ -41,8 +41,8 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What a round does: drafts in the order in which they are asked (none: plain decoding), and what it is expected to
-    bring: tokens per request, their upper confidence bound, and seconds of the batch."""
+    """A round's drafts in the order in which they are tried (none: plain decoding), with its expected tokens per
+    request, their upper confidence bound, and the batch's seconds."""
 
     drafts: tuple[Draft, ...] = ()
     tokens: float = 1.0
@@ -51,11 +51,11 @@ class RoundPlan:
 
     @property
     def goodput(self) -> float:
-        """Tokens per second and request, if drafts are as good as they may be."""
+        """Tokens per second and request, by the upper confidence bound."""
         return self.hoped / self.seconds
 
     def budget(self, members: Sequence[Limits], grouped: bool) -> Budget:
-        """As a drafter understands it; one that is no group is not told a ``member``."""
+        """The plan as a drafter's budget, without ``member`` for a single drafter."""
         budget: Budget | None = None
         for draft in reversed(self.drafts):
             nodes = max(members[draft.member].max_nodes, draft.depth)
@@ -63,19 +63,19 @@ class RoundPlan:
         return budget or Budget(0, 0)
 
     def described(self, members: Sequence[Limits], plain_s: float) -> str:
-        """What a round of it costs and brings, for people."""
+        """Cost and gain of a round of the plan, for people."""
         lengths = [f"{d.depth} draft{'s' if d.depth > 1 else ''} of {members[d.member].name}" for d in self.drafts]
         who = ", else ".join(lengths) or "no drafts"
         return f"a round with {who} costs {self.seconds / plain_s:.2f} plain rounds and brings {self.tokens:.2f} tokens"
 
 
 def planned(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False) -> RoundPlan:
-    """The plan of some drafts in this order, with plain decoding where none has a guess, for ``batch`` requests.
+    """The plan of drafts in this order, with plain decoding where none proposes, for ``batch`` requests.
 
-    ``pads``: the target runs as many nodes for every request as for the one with most; not to know it costs .02 of the
-    speed where it does (``benchmarks/auto_simulated.py`` with such a target).
+    ``pads``: the target runs as many nodes for every request as for the widest. Ignoring this where it does costs .02
+    of the speed (``benchmarks/auto_simulated.py`` with such a target).
     """
-    bare, rounds, hoped = 1.0, [], []  # share of the text without a guess; rounds per token, by draft
+    bare, rounds, hoped = 1.0, [], []  # share of the text without a proposal; rounds per token, by draft
     for draft in drafts:
         rounds.append(bare * draft.share / draft.tokens)
         hoped.append(bare * draft.share / draft.hoped)
@@ -91,10 +91,10 @@ def planned(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = 
 
 
 def _target_s(widths: Sequence[tuple[float, float]], batch: int, costs: CostModel, pads: bool) -> float:
-    """Seconds of a round without its drafting, whose requests have so many nodes in such parts of the rounds; the last
-    part has no guess.
+    """Seconds of a round without its drafting. ``widths`` are pairs of a number of nodes and its share of the requests'
+    rounds; the last has no proposal.
 
-    Rounds in which nobody has a guess are apart: the first node beyond the roots may cost more than all others.
+    Rounds without any proposal are separate, because the first node beyond the roots may cost more than all others.
     """
     if not pads:
         bare, plain_s = widths[-1][1] ** batch, costs.round_s(batch, batch)
@@ -113,8 +113,8 @@ def _target_s(widths: Sequence[tuple[float, float]], batch: int, costs: CostMode
 def best_plan(
     drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False
 ) -> tuple[RoundPlan, RoundPlan | None]:
-    """The plan with the highest goodput, and the best one that drafts: each member at the length that is best for it,
-    asked in the order of their rates down to any place, or alone."""
+    """The plan with the highest goodput, and the best one with drafts. Each member drafts at its best length; the
+    candidates are every prefix of the members by rate, and each member alone."""
     ranked = best_drafts(drafts, batch, costs)
     orders = [ranked[:place] for place in range(1, len(ranked) + 1)] + [[draft] for draft in ranked[1:]]
     plain = planned((), batch, costs)
@@ -123,7 +123,7 @@ def best_plan(
 
 
 def best_drafts(drafts: Sequence[Draft], batch: int, costs: CostModel) -> list[Draft]:
-    """Each member at the length that is best for it, the member with the highest rate first."""
+    """Each member at its best length, the member with the highest rate first."""
     best: dict[int, tuple[float, Draft]] = {}
     for draft in drafts:
         rate = draft.hoped / (draft.seconds + costs.round_s(batch, batch * draft.nodes))

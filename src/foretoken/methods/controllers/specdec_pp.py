@@ -1,4 +1,4 @@
-"""A trained head on the draft model's hidden states says when a draft is likely to hold a token that will be rejected.
+"""Stop rule by a trained head on the draft model's hidden states, which predicts rejected draft tokens.
 
 SpecDec++, Huang et al. 2024 (arXiv 2405.19715).
 """
@@ -17,18 +17,18 @@ from foretoken.methods.controllers.base import Controller
 
 
 class _StopHeads(Protocol):
-    """Where trained stop heads come from."""
+    """Source of trained stop heads."""
 
     def stop_head(self, path: str | None) -> tuple[nn.Module, Any]:
-        """The head in a folder, or the built-in draft model's; and the fingerprint of the model that it reads."""
+        """The head in a folder, or the built-in draft model's, and the fingerprint of its draft model."""
 
 
 class HeadStop(PathStop):
-    """Ends a path when the head believes that it holds a rejected token.
+    """Ends a path when the head predicts a rejected token on it.
 
     Args:
-        net: log-odds [n] that tokens are accepted, from the draft model's states [n, D] behind them.
-        threshold: drafting ends when the chance of a rejection on the path is above this.
+        net: log-odds [n] of acceptance, from the draft model's states [n, D] at the tokens.
+        threshold: drafting ends when the probability of a rejection on the path is above this.
     """
 
     tap = "last"
@@ -55,7 +55,7 @@ class SpecdecPpController(Controller):
     Args:
         net: the head (:class:`foretoken.methods.drafters.nets.specdec_pp.StopHead`).
         draft: fingerprint of the draft model that it reads; ``None`` is not checked.
-        threshold: drafting ends when the chance of a rejection is above this; 1 never ends a draft.
+        threshold: drafting ends when the probability of a rejection is above this; 1 never ends a draft.
         k: longest draft; the drafter's own by default.
     """
 
@@ -71,12 +71,12 @@ class SpecdecPpController(Controller):
 
     @classmethod
     def build(cls, path: str | None, context: _StopHeads, **options: Any) -> SpecdecPpController:
-        """From a spec ``specdec_pp[:FOLDER]``; without a folder the head of the built-in draft model."""
+        """Build from a spec ``specdec_pp[:FOLDER]``; without a folder, with the head of the built-in draft model."""
         net, draft = context.stop_head(path)
         return cls(net, draft, **options)
 
     def attach(self, limits: Limits) -> None:
-        """Check that every draft model is the head's; take the length from the drafter when it was not given.
+        """Check that every draft model is the head's; take a length that was not set from the drafter.
 
         Raises:
             ValueError: the drafter has no draft model with hidden states, or another one than the head was trained for.

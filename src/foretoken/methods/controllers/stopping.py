@@ -1,8 +1,8 @@
-"""What rules that end a draft early have in common: signals from the draft's distribution, and a threshold that moves.
+"""Shared code of early stop rules: signals from the draft's distribution, and a moving threshold.
 
-A rule is asked after every token, with the distribution that it was drawn from.  It may end the draft there; the token
-stays. Entropies are in nats.  A drafter without distributions (counted n-grams) gives the token's own probability only,
-and each signal says what it makes of that.
+A rule is called after every token with the distribution that it was drawn from, and may end the draft there; the token
+stays. Entropies are in nats. A drafter without distributions (counted n-grams) passes only the token's own probability,
+and each signal documents its substitute.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from foretoken.methods.controllers.base import Controller
 
 Stop = Callable[[Tensor | None, float], bool]
 TINY = 1e-30
-"""Stands for a probability of zero, whose surprise would be infinite."""
+"""Replaces a probability of zero, whose surprise would be infinite."""
 
 
 def entropy(distribution: Tensor | None, probability: float) -> float:
-    """Entropy of a distribution [V]; without one the token's surprise, whose mean over the distribution is the
+    """Entropy of a distribution [V]; without one, the token's surprise, whose mean over the distribution is the
     entropy."""
     if distribution is None:
         return -math.log(max(probability, TINY))
@@ -33,12 +33,12 @@ def entropy(distribution: Tensor | None, probability: float) -> float:
 
 
 def top(distribution: Tensor | None, probability: float) -> float:
-    """The largest probability of a distribution [V]; without one the token's own."""
+    """The largest probability of a distribution [V]; without one, the token's own."""
     return probability if distribution is None else float(distribution.max())
 
 
 def margin(distribution: Tensor | None, probability: float) -> float:
-    """How far the best token is ahead of the second best; without a distribution the least that this can be."""
+    """Difference of the two largest probabilities; without a distribution, its lower bound."""
     if distribution is None or len(distribution) < 2:
         return max(2.0 * probability - 1.0, 0.0)
     best, second = largest(distribution, 2)[0].tolist()
@@ -47,13 +47,13 @@ def margin(distribution: Tensor | None, probability: float) -> float:
 
 @dataclass
 class MovingThreshold:
-    """A bar that rises while too little is accepted and falls when a draft could have been longer.
+    """A threshold that rises while too little is accepted and falls when a draft could have been longer.
 
     Draft & Verify, arXiv 2309.08168: ``rate`` and ``value`` are moving averages, and one round moves the value by at
     most ``(1 - smoothing) * step``.
 
-    A draft ends where its signal is below ``value``, which stays within [0, 1], where all signals lie; ``rate`` is
-    steered to ``aim``, and ``step`` is how far the value is drawn before smoothing.
+    A draft ends where its signal is below ``value``, which stays within [0, 1], the range of all signals. ``rate`` is
+    steered to ``aim``, and ``step`` is the change of the value before smoothing.
     """
 
     value: float
@@ -64,7 +64,7 @@ class MovingThreshold:
     smoothing: float = 0.9
 
     def update(self, drafted: int, accepted: int, cap: int) -> None:
-        """Learn from a round of ``drafted`` > 0 tokens; at the cap it was not this bar that ended the draft."""
+        """Learn from a round of ``drafted`` > 0 tokens; at the cap it was not this threshold that ended the draft."""
         self.rate = self.rate_smoothing * self.rate + (1 - self.rate_smoothing) * accepted / drafted
         if self.rate < self.aim:
             goal = self.value + self.step
@@ -74,7 +74,7 @@ class MovingThreshold:
 
 
 class StoppingController(Controller):
-    """The longest draft that the drafter makes, ended early by a rule.
+    """Drafts of the drafter's longest length, ended early by a rule.
 
     Args:
         k: longest draft; the drafter's own by default.
@@ -86,7 +86,7 @@ class StoppingController(Controller):
         self.cap, self.nodes = k or 5, 64
 
     def attach(self, limits: Limits) -> None:
-        """Take the length from the drafter; a longer one than it makes would never be reached."""
+        """Take the length from the drafter, which also limits a longer one."""
         self.cap, self.nodes = min(self.k or limits.max_depth, limits.max_depth), limits.max_nodes
 
     def budget(self, context: Context, batch_size: int) -> Budget:
@@ -94,17 +94,17 @@ class StoppingController(Controller):
 
     @abstractmethod
     def rule(self, context: Context) -> Stop:
-        """When the draft of a request's next round ends."""
+        """The stop rule of a request's next draft."""
 
 
 class MovingThresholdController(StoppingController):
-    """A rule whose bar follows what is accepted, for each request on its own.
+    """A rule whose threshold follows the acceptance, separately for each request.
 
     Args:
-        starts: first bar of greedy requests, and of others.
+        starts: first threshold of greedy requests, and of others.
         k: longest draft; the drafter's own by default.
-        aim: acceptance rate that the bar steers to.
-        step: how far it is drawn per round, before smoothing.
+        aim: acceptance rate that the threshold steers to.
+        step: change per round, before smoothing.
     """
 
     def __init__(self, starts: tuple[float, float], k: int | None, aim: float, step: float) -> None:
@@ -114,7 +114,7 @@ class MovingThresholdController(StoppingController):
         self.starts, self.aim, self.step = starts, aim, step
 
     def bar(self, context: Context) -> MovingThreshold:
-        """The request's bar."""
+        """The request's threshold."""
         start = self.starts[0 if context.sampler.greedy else 1]
         return context.state.setdefault(self, MovingThreshold(start, self.aim, self.step))
 
@@ -125,5 +125,5 @@ class MovingThresholdController(StoppingController):
 
 
 def levels(record: StepRecord) -> int:
-    """How deep the draft of a round was; probes, which hang below it, do not count."""
+    """Depth of a round's draft, without probes, which may be deeper."""
     return min(record.depth, record.num_draft_tokens)

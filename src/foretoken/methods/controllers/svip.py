@@ -1,4 +1,4 @@
-"""Stop drafting where the draft's distribution is too uncertain: a fixed bar on the root of its entropy.
+"""Stop rule with a fixed bound on the root of the draft distribution's entropy.
 
 SVIP, Zhang et al. 2024 (arXiv 2411.18462), section 7.6 of the specification.
 """

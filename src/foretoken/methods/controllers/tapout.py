@@ -1,4 +1,4 @@
-"""Which stop rule to follow is learned: the rules are the arms of a bandit.
+"""A bandit whose arms are stop rules.
 
 TapOut, Sridhar et al. 2025 (arXiv 2511.02017), section 7.11 of the specification.
 """
@@ -24,7 +24,7 @@ RULES: tuple[Stop, ...] = (
 
 @dataclass
 class Played:
-    """How many drafts a rule ended, and the sum of their rewards, each in [0, 1]."""
+    """Number of drafts that a rule ended, and the sum of their rewards, each in [0, 1]."""
 
     rounds: int = 0
     reward: float = 0.0
@@ -32,13 +32,13 @@ class Played:
 
 @dataclass
 class Rules:
-    """What is known of the rules, and the one of the round under way."""
+    """Results of the rules, and the current round's rule."""
 
     played: list[Played]
     playing: int = 0
 
     def best(self) -> int:
-        """UCB1: the highest mean plus ``sqrt(2 ln t / n)``; rules that were never played first."""
+        """UCB1: the highest mean plus ``sqrt(2 ln t / n)``; rules without rounds first."""
         time = sum(rule.rounds for rule in self.played)
 
         def bound(index: int) -> float:
@@ -67,7 +67,7 @@ class TapoutController(StoppingController):
         self.blend = blend
 
     def rules(self, context: Context) -> Rules:
-        """What this request has taught."""
+        """Results of the rules for this request."""
         return context.state.setdefault(self, Rules([Played() for _ in RULES]))
 
     def rule(self, context: Context) -> Stop:
