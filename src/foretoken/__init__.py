@@ -1,6 +1,6 @@
 """foretoken: every speculative decoding method for Hugging Face causal language models, exact and measured.
 
-Nothing heavy is imported until it is used.
+Heavy modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Where Linux gives pages of 2 MB to whoever asks, PyTorch then asks for its large tensors: products of a few rows,
-# which mostly read weights, take .84 to .89 of their time with pages of 4 KB (docs/log.md).  PyTorch reads this when it
-# makes its first large tensor; a user's own setting stays.
+# On Linux with transparent huge pages on request, this makes PyTorch request them for large tensors: products of a few
+# rows, which mostly read weights, take .84 to .89 of their time with pages of 4 KB (docs/log.md). PyTorch reads the
+# variable at its first large tensor; a user's setting is kept.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _moved.install()

@@ -9,9 +9,9 @@ from typing import NoReturn
 
 
 def main() -> int:
-    """The command, and its exit code; Ctrl-C while Python still reads the code of the command line is told like later.
+    """Run the command. Returns its exit code. Ctrl-C during the imports is reported as it is later.
 
-    Only this file is read before: half a second passes until :mod:`foretoken.cli.main` is there.
+    Only this file is loaded before: importing :mod:`foretoken.cli.main` takes half a second.
     """
     try:
         with _server_stoppable():

@@ -1,4 +1,4 @@
-"""Old names of modules that have moved: they still work, and say where the module is now."""
+"""Deprecated names of moved modules, which still work with a warning."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ PLACES = {
     "parity": "lab.parity",
     "theory": "lab.plan",
 }
-"""Below ``foretoken``: the old name of a module or package, and its new one."""
+"""Names below ``foretoken``: the old name of a module or package, and its new one."""
 
 
 class MovedFinder(MetaPathFinder, Loader):
-    """Gives the module of the new name under the old one: one module, so that its classes are the same ones."""
+    """Imports the module of the new name under the old one: a single module, so that its classes are identical."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -56,19 +56,20 @@ class MovedFinder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing runs again; the module gets its own spec back, which the import system has replaced."""
+        """Restore the module's spec, which the import system has replaced; nothing runs again."""
         if module.__spec__ is not None and module.__spec__.loader is self:
             module.__spec__ = module.__spec__.loader_state
 
 
 def install() -> None:
-    """Make the old names work.  The finder comes first, for a submodule of an old name would else be loaded twice."""
+    """Install the old names. The finder comes first, because a submodule of an old name would otherwise be loaded
+    twice."""
     if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, MovedFinder())
 
 
 def new_name(name: str) -> str | None:
-    """The new name of a module; ``None`` if ``name`` is no old one."""
+    """The new name of a module; ``None`` if ``name`` is not an old one."""
     head, _, tail = name.partition(".")
     if head != "foretoken":
         return None

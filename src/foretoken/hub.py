@@ -1,7 +1,7 @@
 """Speculative decoding inside Hugging Face code: ``model.generate(**inputs, custom_generate=ft.custom_generate)``.
 
 Transformers prepares inputs, logits processors and stopping criteria, then calls :func:`custom_generate` in place of
-its own decoding loop.  Keyword arguments of ``generate`` with the names of our options are handed through.
+its own decoding loop. Keyword arguments of ``generate`` with the names of our options are passed on.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What ``return_dict_in_generate=True`` gives: ``sequences`` [B, n], and one :class:`SpecStats` per row."""
+    """Result with ``return_dict_in_generate=True``: ``sequences`` [B, n], and one :class:`SpecStats` per row."""
 
-    stats: list[SpecStats] | None = None  # Transformers allows one required field only
+    stats: list[SpecStats] | None = None  # Transformers allows a single required field
 
 
 def custom_generate(
@@ -63,34 +63,30 @@ def custom_generate(
 ) -> Tensor | SpeculativeOutput:
     """Decode speculatively for ``model.generate(**inputs, custom_generate=custom_generate)``.
 
-    Greedy output equals that of ``model.generate`` without it (up to ties that rounding turns over); sampled output
-    has the same distribution.  The model is left as it was found, but for an attribute that keeps what was made of it
-    for the next call (a copy of its weights, where it runs on one; copies and pickles of the model are without).  What
-    drafters and controllers learn is forgotten after the call: :class:`CustomGenerate` keeps it.
+    Greedy output equals that of ``model.generate`` without it (up to ties decided by rounding); sampled output has the
+    same distribution. The model stays unchanged, except for an attribute that caches data for the next call (such as a
+    copy of its weights; copies and pickles of the model omit it). Drafters and controllers forget their state after the
+    call; :class:`CustomGenerate` keeps it.
 
     Args:
         model: the target.
         input_ids: [B, n] prompts, left-padded.
         logits_processor: Transformers' processors, temperature and filters included.
-        stopping_criteria: end-of-text ids and lengths are handled here, others are asked after every token with the
+        stopping_criteria: end-of-text ids and lengths are handled here, others are called after every token with the
             row's ids [1, n].
         generation_config: pad token and output form.
         synced_gpus: not supported.
         streamer: a Transformers streamer that gets the prompt and then every round's tokens (one row only).
         drafter: spec string, drafter, a draft model (``PreTrainedModel``), or ``None`` for plain decoding.
-        verifier: as in :func:`foretoken.load`.
-        controller: as in :func:`foretoken.load`.
-        allow_lossy: permit verifiers that change the distribution.
-        seed: fixes sampled output, whatever drafts; one per row, or one from which the rows count up.  Without one,
-            randomness comes from torch's own generator, so that ``torch.manual_seed`` works.
-        token_streamer: the same under another name.
-        prediction: what the caller expects in the answer, as in :meth:`foretoken.llm.Llm.generate`: text or token ids
+        verifier, controller, allow_lossy, exact, profile: as in :func:`foretoken.load`.
+        seed: fixes sampled output, whatever the drafts; one per row, or the first of consecutive ones. Without a seed,
+            random numbers come from torch's generator, so that ``torch.manual_seed`` works.
+        token_streamer: another name of ``streamer``.
+        prediction: the caller's expected answer, as in :meth:`foretoken.llm.Llm.generate`: text or token ids
             for all rows, or ids for each.
-        exact: as in :func:`foretoken.load`.
-        profile: as in :func:`foretoken.load`.
-        model_kwargs: what the model's own forward would get.  ``attention_mask`` says where padding is; a cache that
-            is not empty, positions that do not count from 0, embeddings and everything else that would change the text
-            is refused by name.
+        model_kwargs: arguments of the model's forward. ``attention_mask`` marks padding. A cache that is not empty,
+            positions that do not count from 0, embeddings and other arguments that would change the output are refused
+            by name.
 
     Returns:
         [B, n + new] token ids, shorter rows padded on the right.
@@ -98,10 +94,10 @@ def custom_generate(
     Raises:
         ValueError: beams, encoder-decoder models, scores or attentions as output, stateful processors, padding that is
             not on the left, inputs that would be dropped (see ``model_kwargs``), a model whose inputs PEFT's prompt
-            learning prepares, or what :func:`foretoken.load` refuses.
+            learning prepares, or an error of :func:`foretoken.load`.
     """
     call = caller_of_generate(model)
-    knows_prompt = call.get("streamer") is not None  # generate has shown it the prompt
+    knows_prompt = call.get("streamer") is not None  # generate has passed the prompt to it
     streamer = call["streamer"] if knows_prompt else streamer
     with _ended(streamer, token_streamer):
         check_supported(model, input_ids, generation_config, logits_processor, synced_gpus, model_kwargs, call)
@@ -134,13 +130,13 @@ def custom_generate(
 
 
 class CustomGenerate:
-    """:func:`custom_generate` with settings of its own, which keeps what drafters and controllers learn between calls::
+    """:func:`custom_generate` with fixed settings, which keeps the state of drafters and controllers between calls::
 
         generate = ft.CustomGenerate(drafter="suffix")
         model.generate(**inputs, custom_generate=generate)
 
-    It holds the model that it was called with last, and begins anew when it is called with another one or when the
-    model's weights have changed.  Its arguments are those of the same names of :func:`custom_generate`.
+    It holds the last model, and starts over for another model or changed weights. Its arguments are those of
+    :func:`custom_generate`.
     """
 
     def __init__(
@@ -168,7 +164,7 @@ class CustomGenerate:
         prediction: str | Sequence[int] | Sequence[Sequence[int]] | None = None,
         **options: Any,
     ) -> Tensor | SpeculativeOutput:
-        """What :meth:`generate` of a Transformers model calls, which looks for these names."""
+        """Called by :meth:`generate` of a Transformers model, which reads these parameter names."""
         extra: dict[str, Any] = {"seed": seed, "token_streamer": token_streamer, "prediction": prediction}
         return custom_generate(model, input_ids, *args, drafter=self, **extra, **options)  # type: ignore[misc]
 
@@ -176,7 +172,7 @@ class CustomGenerate:
         """The engine for a model.
 
         Args:
-            predicted: whether the caller says what is expected in the answer, which is then drafted first.
+            predicted: whether the caller passes a prediction, which is then drafted first.
         """
         with lock_of(model, "call"), lock_of(self, "call"):
             prepared = prepared_of(model, self.exact)
@@ -201,12 +197,13 @@ class CustomGenerate:
         )
 
 
-# -- what comes in ---------------------------------------------------------------------------------------------------
+# -- inputs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _BatchRow:
-    """One row of the batch: ``full`` holds padding, prompt and output; ``shown``: its streamer has the prompt."""
+    """One row of the batch: ``full`` holds padding, prompt and output; ``shown`` is whether its streamer has the
+    prompt."""
 
     full: list[int]
     padding: int
@@ -217,7 +214,6 @@ class _BatchRow:
 
 
 def _streamer(streamer: BaseStreamer | None, token_streamer: BaseStreamer | None) -> BaseStreamer | None:
-    """The one streamer of a call."""
     if streamer is not None and token_streamer is not None and streamer is not token_streamer:
         raise ValueError("streamer= and token_streamer= name two streamers: pass one of them")
     return token_streamer if streamer is None else streamer
@@ -225,7 +221,7 @@ def _streamer(streamer: BaseStreamer | None, token_streamer: BaseStreamer | None
 
 @contextmanager
 def _ended(*streamers: BaseStreamer | None) -> Iterator[None]:
-    """End streamers behind the block, also after an error: a reader may be waiting in another thread."""
+    """End streamers after the block, also after an error, because a reader may be waiting in another thread."""
     try:
         yield
     finally:
@@ -234,7 +230,7 @@ def _ended(*streamers: BaseStreamer | None) -> Iterator[None]:
 
 
 def _rows(input_ids: Tensor, mask: Tensor | None, streamer: Any, shown: bool) -> list[_BatchRow]:
-    """The rows of a batch that is padded on the left, if at all."""
+    """The rows of a batch with left padding or none."""
     if streamer is not None and len(input_ids) > 1:
         raise ValueError("a streamer shows one row: pass a batch of one, or no streamer")
     if mask is None:
@@ -251,7 +247,7 @@ def _rows(input_ids: Tensor, mask: Tensor | None, streamer: Any, shown: bool) ->
 
 
 def _seeds(seed: Any, count: int) -> Sequence[int | None]:
-    if seed is None:  # drawn, so that the text is the same however much is drafted: the controller looks at the clock
+    if seed is None:  # random, so that the output does not depend on the drafts, which depend on measured times
         seed = int(torch.randint(2**62, ()))
     seed = plain(seed)
     if isinstance(seed, str) or not isinstance(seed, Sequence):
@@ -262,7 +258,6 @@ def _seeds(seed: Any, count: int) -> Sequence[int | None]:
 
 
 def _predictions(model: Any, prediction: Any, count: int) -> Sequence[Sequence[int] | None]:
-    """Token ids for each row."""
     prediction = plain(prediction)
     if prediction is None:
         return [None] * count
@@ -282,7 +277,7 @@ def _predictions(model: Any, prediction: Any, count: int) -> Sequence[Sequence[i
 
 
 def _draft_models(drafter: Any) -> list[nn.Module]:
-    """The networks of a caller that loading puts into evaluation, beside the target."""
+    """The caller's draft networks that loading puts into eval mode."""
     drafters = drafter.drafter if isinstance(drafter, CustomGenerate) else drafter
     return [
         part for part in (drafters if isinstance(drafters, list | tuple) else [drafters]) if isinstance(part, nn.Module)
@@ -291,8 +286,8 @@ def _draft_models(drafter: Any) -> list[nn.Module]:
 
 @contextmanager
 def _undisturbed(model: Any, drafts: Sequence[nn.Module]) -> Iterator[None]:
-    """One call of a model at a time; put one in training, whose dropout loading switches off, back into training, and
-    draft models, too."""
+    """Run one call of a model at a time. Restore the training mode of the model and draft models, which loading turns
+    off because of dropout."""
     with lock_of(model, "call"):
         training: list[tuple[Any, list[nn.Module]]] = []
         for network in (model, *drafts):
@@ -317,7 +312,8 @@ def _run(
     criteria: StoppingCriteriaList,
     device: torch.device,
 ) -> None:
-    """Serve all rows as one batch; every token is checked against the criteria, a row ends at the first that holds."""
+    """Serve all rows as one batch. Every token is checked against the criteria, and a row ends at the first that
+    holds."""
     eos = {int(t) for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten().tolist()}
     others = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
     by_id: dict[int, _BatchRow] = {}
@@ -344,7 +340,7 @@ def _run(
 def _kept(
     row: _BatchRow, tokens: Sequence[int], eos: set[int], others: Sequence[Any], device: torch.device
 ) -> list[int]:
-    """Append tokens to a row until a criterion ends it; return those that were kept."""
+    """Append tokens to a row until a criterion ends it. Returns the appended tokens."""
     new: list[int] = []
     for token in tokens:
         row.full.append(token)

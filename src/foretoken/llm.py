@@ -1,4 +1,4 @@
-"""The front door: ``foretoken.load(...)`` gives an :class:`Llm` that generates and streams."""
+"""The main interface: ``foretoken.load(...)`` returns an :class:`Llm` that generates and streams."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ from foretoken.options import BatchOptions, Options, Prompt, beside, encode, mak
 from foretoken.registry import make
 
 PREFIX_BYTES = 64 * 2**20
-"""Memory for finished texts of an :class:`Llm`, where nobody says otherwise."""
+"""Default size of the prefix cache of an :class:`Llm`."""
 
 
 class Llm:
-    """A target, a drafter, a verifier and a controller, ready to generate.  Made by :func:`load`.
+    """A target, a drafter, a verifier and a controller, ready to generate. Created by :func:`load`.
 
-    Several threads may use one: they take turns between rounds, and one round serves the requests of all of them.  A
-    service that wants its requests served together whatever its threads do has :class:`foretoken.AsyncLlm`; while one
-    serves it, an :class:`Llm` may be called directly, too.
+    Several threads may use one :class:`Llm`: they take turns between rounds, and one round serves the requests of all.
+    :class:`foretoken.AsyncLlm` batches requests independently of the callers' threads; the :class:`Llm` may still be
+    called directly.
 
     The target's network may change between two requests (training steps, ``load_state_dict``, adapters, ``to``, hooks,
-    forwards; what is not seen, :class:`~foretoken.models.network.watch.Watch` says): that is noticed when a request
-    begins, which is answered by the network as it is then, and when one ends, an error for those that were running.
+    forwards; :class:`~foretoken.models.network.watch.Watch` lists undetected changes). A change is detected when a
+    request begins, which uses the changed network, and when one ends, as an error of the running requests.
 
     Args:
-        target: the model that answers.
-        drafter: what guesses, or ``None``.
+        target: the target model.
+        drafter: the drafter, or ``None``.
         verifier: the acceptance rule, or ``None`` for the best lossless one.
-        controller: how much to guess.
+        controller: the policy for draft lengths.
         tokenizer: a Transformers tokenizer, or ``None`` (token ids only).
         allow_lossy: permit a verifier that changes the target's distribution.
-        prefix_bytes: memory for finished texts, so that a next one with the same beginning is not read again.
+        prefix_bytes: size of the prefix cache.
 
     Attributes:
-        defaults: sampling options that the model comes with, for requests that leave them out.
-        calls: whose turn it is, and what every request has gained.
+        defaults: the model's default sampling options, for requests that leave them out.
+        calls: the calls that share the engine, with their output.
     """
 
     def __init__(
@@ -110,19 +110,19 @@ class Llm:
     def generate(self, prompts: Any, *, n: int = 1, **options: Any) -> Any:
         """Generate for one prompt (text, ids or messages) or several; see :class:`foretoken.options.Options`.
 
-        A list is served as one batch.  ``seed`` and ``prediction`` may then be lists too, one per prompt; one seed for
-        a list is every prompt's.
+        A list is served as one batch. ``seed`` and ``prediction`` may then be lists too, one per prompt; a single seed
+        applies to every prompt.
 
         Args:
             prompts: text, token ids or a list of messages; or a list of such prompts.  A tensor, an array or a
                 tokenizer's output is one prompt if it has one row.
-            n: samples per prompt.  Above 1 the result is a list of them for every prompt; sample i has the prompt's
-                seed plus i, if there is one, so that it can be asked for alone.
+            n: samples per prompt. Above 1 the result is a list of them for every prompt; sample i has the prompt's
+                seed, if any, plus i, so that it can be requested alone.
             options: of every request; ``seed`` and ``prediction`` may be lists.
 
         Raises:
-            ValueError: ``n`` below 1, or above 1 at temperature 0, or a list of seeds of another length than the
-                prompts'; and what :meth:`request` refuses.
+            ValueError: ``n`` below 1, or above 1 at temperature 0, or a wrong number of seeds; and as for
+                :meth:`request`.
         """
         check_whole("n", n)
         if n < 1:
@@ -154,20 +154,20 @@ class Llm:
     def chat(
         self, messages: Any, *, n: int = 1, template_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> Any:
-        """Answer a conversation, or each of a list of them, by the model's own chat template.
+        """Answer a conversation, or each of a list of them, by the model's chat template.
 
-        Where the last message is the assistant's, the answer goes on behind it.
+        If the last message is the assistant's, the answer continues it.
 
         Args:
             messages: ``[{"role": "user", "content": "Hello"}]``, or a list of such lists.
             n: samples of each, as in :meth:`generate`.
-            template_kwargs: for the template: ``{"tools": [...]}``, ``{"enable_thinking": False}``, ...  A template
-                that shows the model nothing of its tools is refused; other names that it does not know do nothing.
+            template_kwargs: for the template: ``{"tools": [...]}``, ``{"enable_thinking": False}``, ... Tools that the
+                template ignores are refused; other unknown names have no effect.
             options: as in :meth:`generate`.
 
         Raises:
-            ValueError: no tokenizer or template, messages of another shape or that the template refuses; and what
-                :meth:`generate` refuses.
+            ValueError: no tokenizer or template, messages of another shape or that the template refuses; and as for
+                :meth:`generate`.
         """
         conversations, single = conversations_of(messages)
         ids = render_with(conversations, self.tokenizer, template_kwargs)
@@ -180,7 +180,7 @@ class Llm:
             yield pieces.push(run, emission)
 
     def request(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
-        """A checked request; what ``options`` leave out is as :attr:`defaults` have it.
+        """A checked request; :attr:`defaults` fill in missing ``options``.
 
         Raises:
             ValueError: an option out of range.
@@ -191,8 +191,8 @@ class Llm:
         room = self.target.context_length - len(request.prompt)
         unasked = self.defaults.sampling.keys() - options.keys()
         if "max_new_tokens" in unasked and 0 < room < request.max_new_tokens:
-            request = replace(request, max_new_tokens=room)  # nobody has asked for more than the context holds
-        if "min_tokens" in unasked:  # the model's own is cut to the request's limit, as generate does
+            request = replace(request, max_new_tokens=room)  # the default, not the user, exceeds the context
+        if "min_tokens" in unasked:  # the model's own is limited to the request's maximum, as in generate
             check_whole("max_new_tokens", request.max_new_tokens)
             request = replace(request, min_tokens=min(request.min_tokens, request.max_new_tokens))
         return request
@@ -202,9 +202,9 @@ class Llm:
         return encode(prompt, self.tokenizer)
 
     def memory(self) -> dict[str, int]:
-        """What the target takes, in bytes: ``kv_bytes`` (keys and values of running texts), ``kv_peak_bytes`` (the most
-        they have taken), ``kv_bytes_per_token``, ``prefix_bytes`` (finished texts that are kept) and ``weight_bytes``
-        (packed copies included).  Models with recurrent layers do not count keys and values: the first three are 0."""
+        """Memory of the target in bytes: ``kv_bytes`` (keys and values of running sequences), ``kv_peak_bytes`` (their
+        peak), ``kv_bytes_per_token``, ``prefix_bytes`` (the prefix cache) and ``weight_bytes`` (packed copies
+        included). The first three are 0 for models with recurrent layers, which do not count keys and values."""
         target = self.target
         return {
             "kv_bytes": target.kv_bytes,
@@ -216,14 +216,14 @@ class Llm:
 
     @property
     def exactness(self) -> str:
-        """``"bitwise"``: drafts, batches and company never change a text; ``"rounding"``: near-ties may differ."""
+        """``"bitwise"``: drafts and batches never change an output; ``"rounding"``: near-ties may differ."""
         return self.target.exactness
 
     def describe(self) -> dict[str, Any]:
         """How the target runs: ``{"forward", "weights", "exactness", "exactness_why", "threads", "refused",
-        "graphs_off"}``, where ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and
-        not taken, and ``graphs_off`` says why no CUDA graphs run (empty where they do); and as ``"drafts"`` what the
-        drafter, or each of a group, drafts with (``{"drafter", "weights", "vocabulary"}``)."""
+        "graphs_off"}``. ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and not
+        taken. ``graphs_off`` is the reason why no CUDA graphs run (empty if they do). ``"drafts"`` lists ``{"drafter",
+        "weights", "vocabulary"}`` of the drafter, or of each in a group."""
         return {**self.target.describe(), "drafts": [] if self.drafter is None else self.drafter.describe()}
 
     def _run(self, requests: Sequence[Request]) -> list[Output]:
@@ -260,50 +260,49 @@ def load(
     generation_config: str | None = "auto",
     backend: str = "auto",
 ) -> Llm:
-    """Load a target and everything around it.
+    """Load a target with its drafter, verifier and controller.
 
     Args:
         target: ``"builtin"``, ``"builtin:early_exit"`` (trained for early exits), ``"builtin:hybrid"`` (with recurrent
-            layers and an MTP head of its own), a name such as ``"smollm2"`` (``foretoken models`` lists and fetches
-            them), the path of a model, of a low-rank update of one or of a GGUF file, a hub id, a ``PreTrainedModel``
-            (also offloaded by accelerate, compiled or in a ``DataParallel``; it is put into eval mode and stays so) or
-            a :class:`LanguageModel`.
+            layers and an MTP head), a name such as ``"smollm2"`` (``foretoken models`` lists and fetches them), the
+            path of a model, a low-rank update or a GGUF file, a hub id, a ``PreTrainedModel`` (also offloaded by
+            accelerate, compiled or in a ``DataParallel``; it is put into eval mode and stays so) or a
+            :class:`LanguageModel`.
         drafter: a spec string (``"ngram,n=3,k=8"``, ``"model:./draft,k=5"``), a drafter, a draft model (a
             ``PreTrainedModel``, the target's own too, or a :class:`LanguageModel`), a list of them (an ensemble),
             ``None`` for plain decoding, or ``"auto"``.
         verifier: a name, a verifier, or ``"auto"`` for the best lossless rule.
         controller: a spec string, a controller, or ``"auto"``.
-        tokenizer: a Transformers tokenizer; found beside the target by default.
-        dtype: ``float32``, ``float64``, ``bfloat16``, ``float16``; by default the checkpoint's or handed-in model's.
-        device: where the models run: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``"auto"`` for the first of cuda, mps
-            and cpu that there is.  By default the cpu, or where a handed-in model is; draft models go where the target
-            is.
+        tokenizer: a Transformers tokenizer; by default the one in the target's folder.
+        dtype: ``float32``, ``float64``, ``bfloat16``, ``float16``; by default that of the checkpoint or model.
+        device: device of the models: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``"auto"`` for the first available of
+            cuda, mps and cpu. By default the cpu, or the device of a passed model; draft models use the target's
+            device.
         allow_lossy: permit verifiers that change the target's distribution.
         exact: ``"distribution"`` or ``"bitwise"`` (sums do not depend on how many tokens are scored together: a
-            bfloat16 target then gives the same tokens with and without speculation; slower. With kernels of our
-            own, ``docs/packing.md``, most models do so by default).
-        profile: a JSON file with ``drafter``, ``verifier`` and ``controller`` specs for what is left at ``"auto"``, and
-            with the costs that ``foretoken tune`` measured.
-        inflate: for benchmarks, make the target one of this size (``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, or a number
-            of parameters) with the outputs that it had.
-        pack: whether linear layers may be laid out anew, in place, where this machine multiplies them faster so
-            (measured once per machine, see ``docs/packing.md``): by default those of models that are loaded here;
-            ``True``: also those of a model that is handed in (``llm.target.unpack()`` takes it back); ``False``: none.
+            bfloat16 target then gives the same tokens with and without speculation; slower. With our own kernels,
+            ``docs/packing.md``, most models do so by default).
+        profile: a JSON file with ``drafter``, ``verifier`` and ``controller`` specs for arguments left at ``"auto"``,
+            and with the costs that ``foretoken tune`` measured.
+        inflate: for benchmarks, enlarge the target to this size (``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, or a number
+            of parameters) with unchanged outputs.
+        pack: whether linear layers may be packed, in place, if this machine multiplies them faster so (measured once
+            per machine, see ``docs/packing.md``). By default only those of models loaded here; ``True``: also those of
+            a passed model (``llm.target.unpack()`` reverts it); ``False``: none.
         quantize: ``"int8"`` or ``"int4"`` (``"int8-a8"``, ``"int4-a8"``: with activations of 8 bits): quantise the
-            weights of a target that is loaded, on the CPU.  A quantised target has a distribution of its own, which
-            speculation keeps.
+            weights of a loaded target, on the CPU. A quantised target has its own distribution, which speculation
+            keeps.
         graphs: run the target and its draft model as CUDA graphs (:mod:`foretoken.models.forward.graphed`): ``"auto"``
-            where they are on a CUDA device and a check at load passes, ``True`` (an error where that cannot be),
-            ``False``.
-        prefix_cache: keep finished texts (their keys and values, at most 64 MiB), so that the next turn of a
-            conversation reads only what is new.
-        known: draft what a grammar forces and what a caller predicts, whatever the drafter is
-            (``docs/methods/known.md``); a server does.
-        tensor_parallel: processes of this machine (CUDA: devices) that the target is split over
-            (:mod:`foretoken.models.other.parallel`), for drafters that do not want its layers.
+            if they are on a CUDA device and a check at load passes, ``True`` (an error if impossible), ``False``.
+        prefix_cache: cache finished sequences (their keys and values, at most 64 MiB), so that the next turn of a
+            conversation prefills only new tokens.
+        known: draft what a grammar forces and what a caller predicts, with any drafter (``docs/methods/known.md``);
+            servers do so.
+        tensor_parallel: processes on this machine (CUDA: devices) that the target is split over
+            (:mod:`foretoken.models.other.parallel`), for drafters that do not use its layers.
         generation_config: ``"auto"``: sampling options that a request leaves out are those of the model's
-            ``generation_config.json``, where it has some (``llm.defaults``); ``None``: greedy and without limits.
-        backend: what runs a GGUF file: ``"auto"`` (our own reader where it covers the file, else llama.cpp),
+            ``generation_config.json``, if any (``llm.defaults``); ``None``: greedy and without limits.
+        backend: runtime of a GGUF file: ``"auto"`` (our own reader if it supports the file, else llama.cpp),
             ``"native"`` or ``"llama.cpp"``.
 
     Warns:
@@ -311,8 +310,7 @@ def load(
 
     Raises:
         LoadError: a checkpoint is missing, damaged or pickled, or the device is full.
-        ValueError: an unknown name, option or device, graphs that cannot be had, a bad profile, or parts that do not
-            fit each other.
+        ValueError: an unknown name, option or device, impossible graphs, a bad profile, or incompatible parts.
     """
     if generation_config not in ("auto", None):
         text = " ".join(repr(generation_config).split())[:60]
@@ -332,13 +330,13 @@ def load(
         "tensor_parallel": tensor_parallel,
     }
     model = load_model(target, dtype=dtype, device=device, exact=exact, backend=backend, **weights)
-    if model is not target or graphs != "auto":  # a language model that is handed in stays as it is
+    if model is not target or graphs != "auto":  # a passed language model stays unchanged
         model = with_graphs(model, graphs)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target, backend)
     if model is not target:
         model.eos_token_ids |= frozenset(end for end in turn_ends(tokenizer) if end < model.vocab_size)
     spec = default_drafter(model, target) if _is_auto(drafter) else drafter
-    beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be
+    beside = None if str(device) == "auto" else device  # the target's own device
     built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside, known=known)
     cache_bytes = PREFIX_BYTES if prefix_cache else 0
     llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=cache_bytes)
@@ -351,15 +349,14 @@ def load(
 
 
 def _calibrate(llm: Llm) -> None:
-    """Let a controller that weighs costs begin with measured ones; a model that is handed in is not run unasked."""
+    """Start a controller that weighs costs from measured ones; a passed model is not run unasked."""
     controller, drafter = llm.engine.controller, llm.drafter
     if drafter is not None and controller is not None and controller.weighs_costs:
-        with suppress(ValueError):  # a request will say what is wrong; costs are learned from rounds then
+        with suppress(ValueError):  # requests report the error; costs are then learned from rounds
             controller.start_from(calibrated(llm.target, drafter))
 
 
 def _start_from(llm: Llm, tuned: Mapping[str, Any], profile: str | Path) -> None:
-    """Hand a profile's costs to a controller that uses them."""
     controller = llm.engine.controller
     costs = costs_for(tuned, llm.target, profile, controller is not None and controller.uses_costs)
     if controller is not None and costs is not None:

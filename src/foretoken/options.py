@@ -1,7 +1,7 @@
-"""What can be asked of a generation: one table of fields, and the request that they make.
+"""Options of a generation: one table of fields, and the request made from it.
 
-Requests, lines of batch jobs, options of commands, bodies of the server and the defaults of a model are all made from
-:data:`FIELDS`.  Nothing heavy is imported until a request is made: the command line reads the table.
+Requests, lines of batch jobs, command options, server bodies and model defaults are all derived from :data:`FIELDS`.
+Heavy modules are imported with the first request, because the command line reads the table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Prediction = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` (itself not, where they must be ``above`` it) to ``high``."""
+    """Numbers from ``low`` to ``high``; ``above`` excludes ``low``."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -38,18 +38,18 @@ class Range:
 
 @dataclass(frozen=True)
 class Field:
-    """One thing that can be asked, and who may ask it.
+    """One option, and where it is accepted.
 
     Attributes:
-        kind: of a value that goes into the request as it is; ``None`` for one that :func:`make_request` converts.
-        default: what holds where nobody asks.
-        sampling: whether it is one of :class:`~foretoken.core.sampling.SamplingParams`, else the request has it.
-        filters: whether it cuts tokens off, so that it means something only where tokens are drawn.
-        neutral: the value that changes nothing, where the default is another.
-        help: of the option of all commands that generate; empty: there is none.
-        in_lines: whether a line of a batch job may have it.
-        served: what the server takes, under the same name; ``None``: nothing, or something else that it converts.
-        configured: what a model's ``generation_config.json`` may say; ``None``: that is not looked at.
+        kind: type of a value that is used unchanged; ``None`` for one that :func:`make_request` converts.
+        default: default value.
+        sampling: whether it belongs to :class:`~foretoken.core.sampling.SamplingParams`, else to the request.
+        filters: whether it removes tokens, so that it matters only when sampling.
+        neutral: the value without effect, if that is not the default.
+        help: help of the option in all commands that generate; empty: no option.
+        in_lines: whether lines of batch jobs accept it.
+        served: range that the server accepts under the same name; ``None``: it does not, or converts another value.
+        configured: range in a model's ``generation_config.json``; ``None``: it is not read from there.
     """
 
     kind: type | None = None
@@ -64,7 +64,7 @@ class Field:
 
 
 def _drawn(kind: type, default: float, **more: Any) -> Field:
-    """A number that says how tokens are drawn; lines may have all of these."""
+    """A number that controls sampling; lines of batch jobs accept all of these."""
     return Field(kind, default, sampling=True, in_lines=True, **more)
 
 
@@ -119,7 +119,7 @@ OTHER_NAMES = {
     "system": 'a system prompt is a message {"role": "system", "content": ...}; ',
     "stop_strings": "this is stop here; ",
 }
-"""What to write for names of other libraries."""
+"""Hints for names from other libraries."""
 COMMAND_LINE = tuple(name for name, field in FIELDS.items() if field.help)
 """Options of every command that generates."""
 
@@ -138,26 +138,25 @@ class CommonOptions(TypedDict, total=False):
         frequency_penalty: subtracted per occurrence in the output.
         logit_bias: added to single tokens' logits.
         logits_processor: Transformers ``LogitsProcessor`` objects.
-        stop: string or strings that end the text.  The text of a special token, alone or within
-            a string, stands for that token.
-        include_stop: leave the stop string in the text.
+        stop: string or strings that end the text. The text of a special token, alone or within a string, means that
+            token.
+        include_stop: keep the stop string in the text.
         stop_token_ids: tokens that end the text.
-        ignore_eos: go on after an end-of-text id.
-        min_tokens: output tokens before which nothing ends the text: no end-of-text id, no stop token, no stop string
-            that one of these tokens completes.  A constraint that is complete, or other rules that leave nothing but
-            an end, do end it.
-        allowed_token_ids: the only tokens that may be in the output, besides those that end it.
-        bad_words: texts that must not be in the output.
-        constraint: what the output must look like (:mod:`foretoken.core.constraints`): a rule by which tokens are
-            masked one by one, or a finite language of which a string is drawn as a whole.
-        logprobs: report the log-probabilities of the output's tokens and of so many likeliest ones.
+        ignore_eos: continue after an end-of-text id.
+        min_tokens: fewest output tokens: earlier end-of-text ids, stop tokens and stop strings have no effect. A
+            complete constraint, or other rules that allow only an end, do end the text.
+        allowed_token_ids: the only tokens allowed in the output, besides those that end it.
+        bad_words: texts forbidden in the output.
+        constraint: a rule for the output (:mod:`foretoken.core.constraints`) that masks token by token, or a finite
+            language from which a whole string is drawn.
+        logprobs: report the log-probabilities of the output's tokens and of this many most likely ones.
         prompt_logprobs: the same for the prompt.
         max_draft_tokens: longest draft; 0 decodes plainly.
-        drafter: name of the member of a router that drafts, in every round.
+        drafter: name of the router member that drafts in every round.
         explain: keep a trace of every round.
         priority: in a queue, smaller numbers first.
-        deadline_s: seconds after which the request is ended as it is.
-        cache_salt: what earlier texts left is reused among requests with the same salt only.
+        deadline_s: seconds after which the request ends with its present output.
+        cache_salt: only requests with the same salt share cached sequences and learned drafts.
     """
 
     max_new_tokens: int
@@ -192,8 +191,8 @@ class Options(CommonOptions, total=False):
     """Options of one generation.
 
     Attributes:
-        seed: fixes sampled output, whatever drafts and whatever else is in the batch: the output of plain decoding
-            with this seed, up to rounding.  From 0 to 2**64 - 1.
+        seed: fixes sampled output, whatever the drafts and the batch: it equals plain decoding with this seed, up to
+            rounding. From 0 to 2**64 - 1.
         prediction: text or ids expected in the answer, for drafters that use it.
     """
 
@@ -212,8 +211,8 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
     """A checked request.
 
     Raises:
-        OptionError: any of them of another kind or out of range.
-        ValueError: what is no prompt, or text or messages without a tokenizer.
+        OptionError: an option of a wrong type or out of range.
+        ValueError: an invalid prompt, or text or messages without a tokenizer.
         TypeError: an unknown option.
     """
     from foretoken.core.constraints import FiniteLanguage
@@ -248,10 +247,10 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
 
 
 def beside(defaults: Mapping[str, Any], constraint: OutputRule | None) -> dict[str, Any]:
-    """What a model's own defaults are for a request with this constraint.
+    """A model's defaults for a request with this constraint.
 
-    A finite language leaves out those that cut tokens off, which would take strings away: a request that names them is
-    refused, and one that does not need not know that the model has them.
+    A finite language ignores default filters, which would remove strings. A request that names filters is refused; one
+    that does not need not know the model's defaults.
     """
     from foretoken.core.constraints import FiniteLanguage
 
@@ -260,12 +259,12 @@ def beside(defaults: Mapping[str, Any], constraint: OutputRule | None) -> dict[s
 
 
 def predictions_of(value: Any, count: int, single: bool) -> list[Any]:
-    """One prediction per prompt: as given, or the one that was given for each.  Raises ``OptionError`` for another
-    number of predictions than prompts.
+    """One prediction per prompt: the given one for all, or a list unchanged. Raises ``OptionError`` for a wrong number
+    of predictions.
 
     Args:
         value: text or ids; for several prompts also a list with one (or ``None``) for each.
-        single: whether one prompt was given, not a list.
+        single: whether there is one prompt instead of a list.
     """
     value = plain(value)
     several = isinstance(value, list | tuple) and len(value) > 0 and not isinstance(plain(value[0]), int)
@@ -279,7 +278,6 @@ def predictions_of(value: Any, count: int, single: bool) -> list[Any]:
 
 
 def _rule(rule: Any) -> Any:
-    """A constraint, if it is one."""
     from foretoken.core.constraints import FiniteLanguage
 
     if rule is None or isinstance(rule, FiniteLanguage) or hasattr(rule, "processor"):
@@ -292,7 +290,6 @@ def _rule(rule: Any) -> Any:
 
 
 def _processors(value: Any) -> tuple[LogitsProcessor, ...]:
-    """The caller's logits processors."""
     if value is None:
         return ()
     listed = isinstance(value, Iterable) and not isinstance(value, str)
@@ -305,12 +302,12 @@ def _processors(value: Any) -> tuple[LogitsProcessor, ...]:
 
 
 def _spelled(words: Sequence[str], tokenizer: Any | None) -> list[list[int]]:
-    """Token ids of words; inside a text they are spelled with the space before them."""
+    """Token ids of words, each with and without a leading space, as inside a text."""
     return [_ids(form, tokenizer, "bad_words") for word in words for form in (word, f" {word.lstrip()}")]
 
 
 def _prediction(prediction: Prediction | None, tokenizer: Any | None) -> list[int] | None:
-    """Ids of a predicted text: no special tokens, and nothing predicted is no prediction."""
+    """Token ids of a predicted text, without special tokens; ``None`` for an empty prediction."""
     if prediction is None:
         return None
     if not isinstance(prediction, str):

@@ -1,7 +1,7 @@
-"""Every method by name: one row each, imported only when used.
+"""The catalogue: one row per method, whose class is imported when used.
 
-A spec string is ``name[:path][,key=value...]``; keys and types come from the class's constructor, so a new option
-needs no code here.
+A spec string is ``name[:path][,key=value...]``; keys and types come from the class's constructor, so a new option needs
+no code here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXAMPLES: dict[Role, tuple[str, ...]] = {
     "verifier": ("coupled", "block", "traversal"),
     "controller": ("auto", "constant", "goodput"),
 }
-"""A few names of the long lists."""
+"""Examples from the long lists."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,17 @@ class Row:
 
     Attributes:
         name: registry key = file name = method name.
-        role: which axis it belongs to.
+        role: its axis.
         target: ``module:Class`` below ``foretoken``.
         paper: title or arXiv number with its year; empty for folklore.
         summary: one sentence.
-        kind: how a drafter's siblings are drawn, or which kinds a verifier takes.
+        kind: how a drafter's siblings are drawn, or the kinds that a verifier supports.
         lossless: whether the target's distribution is kept.
-        needs_training: whether weights must be trained first.
-        improves_by_training: whether it runs on any target, and better on one that was trained for it.
-        needs: what it needs beyond the target's logits, in words.
-        reads: what a path in its spec is: a language model, or a datastore; else what was trained for it, or nothing.
+        needs_training: whether it needs trained weights.
+        improves_by_training: whether it runs on any target, but better on one trained for it.
+        needs: requirements beyond the target's logits, in words.
+        reads: object at the path in its spec: a language model or a datastore; empty for its own trained weights, or no
+            path.
         example: for a drafter, a spec string that runs on the built-in target as shipped.
     """
 
@@ -66,17 +67,17 @@ class Row:
         return getattr(importlib.import_module(f"foretoken.{module}"), name)
 
     def public(self) -> dict[str, Any]:
-        """The row as ``foretoken methods --json`` prints it."""
+        """The row in the JSON of ``foretoken methods``."""
         keys = ("name", "role", "paper", "lossless", "needs_training", "needs", "kind", "example", "summary")
         return {key: getattr(self, key) for key in keys}
 
 
 @dataclass(frozen=True)
 class OutsideRow(Row):
-    """A drafter that is none of ours: its name is ``file.py:Class``, or an entry point's."""
+    """A drafter from outside the package: its name is ``file.py:Class``, or an entry point's."""
 
     def load(self) -> type[Any]:
-        """Import and return the class.  Raises ``ValueError``, which names class, rule and line, for no drafter."""
+        """Import and return the class. Raises ``ValueError`` with class, rule and line if it is no drafter."""
         return class_in_file(self.name) if is_code(self.name) else installed_class(self.name)
 
 
@@ -308,7 +309,7 @@ def methods() -> list[dict[str, Any]]:
 
 
 def installed_rows() -> list[Row]:
-    """The drafters that installed packages offer as entry points; a name of ours stays ours."""
+    """The drafters that installed packages offer as entry points; our names take precedence."""
     builtin_names = {row.name for row in rows("drafter")}
     return [
         OutsideRow(name, "drafter", point.value, "", f"Of the installed package {point.dist.name}.", example=name)
@@ -319,8 +320,8 @@ def installed_rows() -> list[Row]:
 
 @cache
 def find(role: Role, name: str) -> Row:
-    """The row of a name.  Raises :class:`UnknownName`, and ``ValueError`` for a ``file.py:Class`` that is not there or
-    no drafter's."""
+    """The row of a name. Raises :class:`UnknownName`, and ``ValueError`` for a ``file.py:Class`` that does not exist or
+    is no drafter's."""
     for row in rows(role):
         if row.name == name:
             return row
@@ -341,7 +342,7 @@ def find(role: Role, name: str) -> Row:
 
 
 def read_spec(role: Any, spec: str) -> tuple[type[Any], str | None, dict[str, Any]]:
-    """The class that a spec string ``name[:path][,key=value...]`` names, its path and its options.
+    """Class, path and options of a spec string ``name[:path][,key=value...]``.
 
     Raises ``ValueError`` for an unknown name or option, or a path for a method that takes none.
     """
@@ -356,8 +357,8 @@ def read_spec(role: Any, spec: str) -> tuple[type[Any], str | None, dict[str, An
 
 
 def construct(cls: type[Any], path: str | None, context: Any, options: dict[str, Any]) -> Any:
-    """An object of a method's class; one that is made from a file or folder has a class method
-    ``build(path, context, **options)``, where ``context`` is what it may ask for."""
+    """An instance of a method's class, by its class method ``build(path, context, **options)`` if it has one;
+    ``context`` provides its dependencies."""
     builder = getattr(cls, "build", None)
     return cls(**options) if builder is None else builder(path, context, **options)
 
@@ -365,7 +366,7 @@ def construct(cls: type[Any], path: str | None, context: Any, options: dict[str,
 def make(role: Literal["verifier", "controller", "tree"], spec: str, context: Any = None) -> Any:
     """Build a verifier, a controller or a tree from a spec string; drafters need models, see :mod:`foretoken.loading`.
 
-    ``context`` is what :func:`foretoken.loading.build_controller` hands over.  Raises as :func:`read_spec` does.
+    ``context`` comes from :func:`foretoken.loading.build_controller`. Raises as :func:`read_spec` does.
     """
     cls, path, options = read_spec(role, spec)
     return construct(cls, path, context, options)
