@@ -12,9 +12,6 @@ from torch import Tensor
 
 from foretoken.core.constraints import Constraint
 
-COINS = 1
-"""The upper half of the generator's key: noise has 0 there."""
-
 
 class Rng:
     """Random numbers of one request: a stream of uniforms in [0, 1), each used once.
@@ -30,7 +27,7 @@ class Rng:
 
     def __init__(self, seed: int) -> None:
         self.tests: list[tuple[float, float]] | None = None
-        self._key = seed + (COINS << 64)
+        self._key = seed + (1 << 64)  # the upper half of the key is 0 for noise
         self._begin()
 
     def _begin(self) -> None:

@@ -12,8 +12,6 @@ from foretoken.core.values import check_text, numbered
 Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}`` as in OpenAI's API; other keys are passed to the template unchanged."""
 SHAPE = 'a conversation is a list of messages such as {"role": "user", "content": "Hello"}'
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
-"""End-of-text tokens of models whose turns end with another token."""
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bing", "bard"), "assistant"),
@@ -249,7 +247,8 @@ def turn_ends(tokenizer: Any) -> frozenset[int]:
     except Exception:  # rendering a conversation reports what the template refuses
         behind = []
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    ends |= {token for token, about in added.items() if str(about) in END_OF_TEXT}
+    # Models whose turns end with another token have one of these as well.
+    ends |= {token for token, about in added.items() if str(about) in ("<|endoftext|>", "<|end_of_text|>")}
     special = {*tokenizer.all_special_ids, *added}
     return frozenset(ends | ({behind[0]} & special if behind else set()))
 

@@ -18,8 +18,6 @@ from foretoken.core import NON_FINITE, NonFiniteLogitsError
 DEPTHS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-16)
 """Thresholds of the candidate search: a probability, or a share of the largest one. The first is mostly enough and
 leaves few tokens."""
-ROUNDING = 1e-5
-"""Upper bound of the error of sums of float32 probabilities."""
 Row = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -89,7 +87,7 @@ class Filters:
             for least in DEPTHS:
                 ids = np.flatnonzero(weights >= least * total)
                 near = weights[ids]
-                if float(near.sum(dtype=np.float64)) > (self.top_p + ROUNDING) * total:
+                if float(near.sum(dtype=np.float64)) > (self.top_p + 1e-5) * total:  # float32 sums are off by less
                     return ids, near, total
             least = (1 - self.top_p) / (2 * len(weights)) * total
             ids = np.flatnonzero(weights >= least)  # all others have less than half of the mass that may be dropped

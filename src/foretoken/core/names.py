@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-FEW = 100
-"""Longest list of choices in characters that fits a terminal line."""
-
 
 class UnknownName(ValueError):
     """A name that is none of the valid ones, all of which the message lists.
@@ -53,7 +50,7 @@ def unknown(
     """
     near, listed = did_you_mean(name, choices), f"{lead} {', '.join(choices)}"
     message = f"{subject}: {near}{listed}"
-    if not catalogue or len(listed) <= FEW:
+    if not catalogue or len(listed) <= 100:  # about a terminal line
         return UnknownName(message)
     some = f"{lead} {', '.join(examples)}, ...; "
     return UnknownName(message, f"{subject}: {near or some}{catalogue}")

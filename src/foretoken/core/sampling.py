@@ -62,7 +62,8 @@ class SamplingParams:
     processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
-        for name in NUMBERS:
+        additive = ("presence_penalty", "frequency_penalty")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", *additive):
             check_real(name, getattr(self, name))
         check_whole("top_k", self.top_k)
         _check(0 <= self.temperature <= LARGEST, "temperature", self.temperature, f">= 0 (and at most {LARGEST:g})")
@@ -71,7 +72,7 @@ class SamplingParams:
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         penalty = self.repetition_penalty
         _check(1 / LARGEST <= penalty <= LARGEST, "repetition_penalty", penalty, f"> 0 (and at most {LARGEST:g})")
-        for name in ("presence_penalty", "frequency_penalty"):
+        for name in additive:
             _check_finite(name, getattr(self, name))
         if not isinstance(self.logit_bias, Mapping):
             raise OptionError("logit_bias", "logit_bias must map token ids to numbers")
@@ -85,7 +86,6 @@ FILTERS = ("top_k", "top_p", "min_p")
 """Parameters that remove tokens."""
 NO_FILTERS = {name: getattr(SamplingParams, name) for name in FILTERS}
 """Values that remove none."""
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def _check_finite(name: str, value: float) -> None:
@@ -289,9 +289,6 @@ class Sampler:
         return (scores - best).div_(max(self.params.temperature, torch.finfo(scores.dtype).tiny))
 
 
-DRAW_BLOCK = 256
-
-
 def running_sums(weights: Tensor) -> Tensor:
     """[..., V] running sums of weights [..., V], for draws by inverse CDF.
 
@@ -301,20 +298,20 @@ def running_sums(weights: Tensor) -> Tensor:
     return weights.cumsum(-1) if weights.device.type == "mps" else weights.cumsum(-1, dtype=torch.float64)
 
 
-def draw_by_blocks(distribution: Tensor, u: float) -> int:
+def draw_by_blocks(distribution: Tensor, u: float, size: int = 256) -> int:
     """Inverse-CDF draw from weights [V] on a CPU with a uniform ``u`` in [0, 1), never a token of zero weight.
 
-    A block of tokens is drawn first, then a token of it: one running sum is serial, 0.4 ms for 150,000 tokens.
+    A block of ``size`` tokens is drawn first, then a token of it: one running sum is serial, 0.4 ms for 150,000 tokens.
     """
     weights = distribution.numpy()
-    whole = len(weights) // DRAW_BLOCK * DRAW_BLOCK
-    blocks = weights[:whole].reshape(-1, DRAW_BLOCK).sum(1, dtype=np.float64)
+    whole = len(weights) // size * size
+    blocks = weights[:whole].reshape(-1, size).sum(1, dtype=np.float64)
     sums = np.append(blocks, weights[whole:].sum(dtype=np.float64))
     cdf = sums.cumsum(dtype=np.float64)
     goal = cdf[-1] * u
     block = _first_above(cdf, goal, sums)
-    start = block * DRAW_BLOCK
-    part = weights[start : start + DRAW_BLOCK]
+    start = block * size
+    part = weights[start : start + size]
     return start + _first_above(part.cumsum(dtype=np.float64), goal - cdf[block - 1] if block else goal, part)
 
 

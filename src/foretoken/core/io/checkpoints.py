@@ -15,7 +15,7 @@ BUILTIN = "builtin"
 ZOO = Path(__file__).parents[2] / "zoo"
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
+GGUF_MAGIC = b"GGUF"
 
 
 class LoadError(ValueError):
@@ -96,7 +96,7 @@ def is_gguf(source: object) -> bool:
     """Whether a source is a GGUF file, by its name or first bytes, or the name of a model."""
     if not isinstance(source, str | Path):
         return False
-    if named_model(source) is not None or str(source).lower().endswith(GGUF_SUFFIX):
+    if named_model(source) is not None or str(source).lower().endswith(".gguf"):
         return True
     path = Path(source).expanduser()
     return path.is_file() and _start_of(path) == GGUF_MAGIC

@@ -17,16 +17,8 @@ from foretoken.core.conversation import SPEAKERS
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 ROWS = ".jsonl"
-PACKED = (".zst", ".gz")
-"""Suffixes of compressed files."""
-
 CONVERSATIONS = ("messages", "conversations")
 """Keys of JSONL rows that hold a conversation: OpenAI's messages, and ShareGPT's turns."""
-ASKED = ("prompt", "instruction", "question")
-ANSWERED = ("response", "completion", "answer", "output")
-"""Keys of rows with one question and its answer."""
-SAID = ("role", "from", "content", "value")
-"""Keys that identify a message; others may be the author's numbering."""
 
 
 class NotTextError(ValueError):
@@ -98,7 +90,7 @@ def iter_records(paths: Sequence[str | Path]) -> Iterator[Record]:
 
 def kind_of(file: Path) -> str:
     """The suffix of a readable file, without that of its compression; empty for others."""
-    suffix = Path(file.stem).suffix if file.suffix in PACKED else file.suffix
+    suffix = Path(file.stem).suffix if file.suffix in (".zst", ".gz") else file.suffix
     return suffix if suffix in (*TEXT_SUFFIXES, ROWS) else ""
 
 
@@ -158,7 +150,8 @@ def _identity_of(turn: Mapping[str, Any]) -> dict[str, Any]:
     role = SPEAKERS.get(str(turn.get("from")))
     if "role" not in turn and role is not None:
         turn = {"role": role, "content": turn.get("value")}
-    return {key: turn.get(key) for key in SAID}
+    # Other keys may be the author's numbering.
+    return {key: turn.get(key) for key in ("role", "from", "content", "value")}
 
 
 def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -167,7 +160,7 @@ def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     ``text``. Raises ``ValueError`` for several questions or answers, and for values of another type."""
     if any(key in row for key in CONVERSATIONS):
         return row
-    answers = [key for key in ANSWERED if row.get(key) is not None]
+    answers = [key for key in ("response", "completion", "answer", "output") if row.get(key) is not None]
     questions = asked_of(row) if answers and not row.get("text") else []
     if not questions:
         return None
@@ -183,7 +176,7 @@ def asked_of(row: Mapping[str, Any]) -> list[Any]:
     A ``system`` or ``system_prompt`` precedes them. Alpaca's ``input`` and Dolly's ``context`` extend an
     ``instruction``. Raises ``ValueError`` for several questions, or one that is neither text nor messages.
     """
-    keys = [key for key in ASKED if row.get(key)]
+    keys = [key for key in ("prompt", "instruction", "question") if row.get(key)]
     if not keys:
         return []
     if len(keys) > 1:

@@ -15,11 +15,7 @@ from typing import Any
 OURS = "drafter.json"
 IMPORTED = ("eagle", "eagle3", "peagle", "medusa", "mtp", "dflash", "dflash2", "dspark")
 """Methods whose drafters other projects train, in layouts that ``foretoken import`` reads."""
-PREFIXES = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "midlayer.": "layers.0."}
-"""Prefixes of tensor names in other projects' block drafters -> ours."""
 MEDUSA = re.compile(r"(?:medusa_head\.)?\d+\.\d+\.linear\.weight|(?:medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight")
-NAMED = {"dflash2": "dflash2", "dflash": "dflash", "dspark": "dspark", "peagle": "peagle", "eagle3": "eagle3"}
-"""Part of the class name in ``config.json`` -> kind, for folders without readable tensors."""
 
 
 def header_of(shard: Path) -> dict[str, Any]:
@@ -44,7 +40,8 @@ def tensor_names(folder: Path) -> frozenset[str]:
 def our_name(name: str) -> str:
     """A tensor's name without other projects' prefixes."""
     name = name.removeprefix("model.")
-    for theirs, prefix in PREFIXES.items():
+    ours = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "midlayer.": "layers.0."}
+    for theirs, prefix in ours.items():
         if name.startswith(theirs):
             return prefix + name.removeprefix(theirs)
     return name
@@ -111,7 +108,7 @@ def _named_kind(config: Mapping[str, Any]) -> str | None:
         return "medusa"
     architectures = config.get("architectures")
     name = str(architectures[0]).lower() if isinstance(architectures, list) and architectures else ""
-    by_name = next((kind for part, kind in NAMED.items() if part in name), None)
+    by_name = next((kind for kind in ("dflash2", "dflash", "dspark", "peagle", "eagle3") if kind in name), None)
     return by_name or ("dflash" if "dflash_config" in config else None)
 
 

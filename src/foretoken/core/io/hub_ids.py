@@ -12,8 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from threading import Thread
 
-FILES = ("config.json", "adapter_config.json")
-"""Files of which every model in the hub's cache has one."""
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -46,7 +44,8 @@ def cached_folder(source: str) -> str | None:
     """The folder of a hub id in the hub's cache; ``None`` if it is not cached."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    files = [try_to_load_from_cache(source, file, cache_dir=constants.HF_HUB_CACHE) for file in FILES]
+    names = ("config.json", "adapter_config.json")  # every model has one of them
+    files = [try_to_load_from_cache(source, name, cache_dir=constants.HF_HUB_CACHE) for name in names]
     return next((str(Path(file).parent) for file in files if isinstance(file, str)), None)
 
 
