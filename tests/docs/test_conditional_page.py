@@ -106,4 +106,5 @@ def test_the_limits_are_the_codes() -> None:
     language = pytest.importorskip("foretoken.server.grammar.language", reason="the extra 'grammar' is not installed")
     assert f"{language.MOST_STRINGS:,} of up to {language.MOST_BYTES:,} bytes" in TEXT
     assert f"| {conditional.MOST_NODES - 1:,} |" in TEXT
-    assert f"up to {conditional.WIDTH - 1} tokens" in TEXT and f"pieces of {conditional.WIDTH}\ntokens" in TEXT
+    width = conditional.LanguageRound.width
+    assert f"up to {width - 1} tokens" in TEXT and f"pieces of {width}\ntokens" in TEXT

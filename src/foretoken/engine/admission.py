@@ -17,8 +17,6 @@ from foretoken.models.vocabulary import check_vocabulary
 
 SCRATCH = 64
 """Slots for draft tokens that a sequence may need in addition to its tokens."""
-SHARE = 8
-"""One in this many batch slots is reserved for owners without a running request."""
 
 
 def check(request: Request, target: LanguageModel) -> None:
@@ -185,7 +183,7 @@ def _slots(request: Request) -> int:
 def kept_back(places: int) -> int:
     """Batch slots reserved for owners without a running request, so that one owner cannot hold all: an eighth, rounded
     up."""
-    return -(-places // SHARE) if places > 1 else 0
+    return -(-places // 8) if places > 1 else 0
 
 
 def first_in_turn(waiting: Sequence[Running], running: Sequence[Running], places: int, reserved: int) -> Running | None:

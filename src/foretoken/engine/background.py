@@ -35,8 +35,6 @@ OnEnd = Callable[[Request, float, SpecStats, FinishReason | None], None]
 
 IDLE_S = 0.2
 """Heartbeat interval of an idle engine, and age limit of the controller's report."""
-MISHAPS = 3
-"""Consecutive failed rounds before the engine gives up."""
 
 
 class AsyncLlm:
@@ -291,7 +289,7 @@ class AsyncLlm:
                     raise
                 except Exception as error:
                     self._mishaps += 1
-                    if self._mishaps == MISHAPS:
+                    if self._mishaps == 3:  # in a row: the engine gives up
                         raise
                     self._fail_lost(error)
             self._finish("the server is shutting down", EngineClosed)

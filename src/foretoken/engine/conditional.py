@@ -34,8 +34,6 @@ from foretoken.models.base import Feed, LanguageModel
 
 MOST_NODES = 2048
 """Largest tree of a language in nodes; scoring it costs as much as a prompt of as many tokens."""
-WIDTH = 64
-"""Nodes per forward, as in drafters' widest trees, without their ancestors."""
 
 
 def whole_params(params: SamplingParams) -> SamplingParams:
@@ -111,10 +109,10 @@ class LanguageRound:
             call gives the same string.
 
     Attributes:
-        width: nodes scored per forward.
+        width: nodes scored per forward, without their ancestors; as in drafters' widest trees.
     """
 
-    width = WIDTH
+    width = 64
 
     def __init__(self, language: FiniteLanguage, ends: frozenset[int], greedy: bool, uniforms: Sequence[float]) -> None:
         self.language, self.ends, self.greedy, self.uniforms = language, ends, greedy, uniforms

@@ -19,13 +19,6 @@ from foretoken.methods.drafters.outside import DrafterError
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.methods.verifiers.outside import VerifierError
 
-PROTOCOLS: tuple[tuple[type[Any], type[OutsideError]], ...] = (
-    (Drafter, DrafterError),
-    (Verifier, VerifierError),
-    (Controller, ControllerError),
-)
-"""Protocols that outside code may implement, with the errors that name the code."""
-
 
 class QueueFull(RuntimeError):
     """The queue is full; try again later.
@@ -126,7 +119,12 @@ def _owner_of(names: dict[str, Any]) -> tuple[type[Any], type[OutsideError]] | N
     classes."""
     owner = names.get("self", names.get("cls"))
     cls = owner if isinstance(owner, type) else type(owner)
-    errors = (error for protocol, error in PROTOCOLS if issubclass(cls, protocol) and is_outside(cls))
+    protocols: dict[type[Any], type[OutsideError]] = {
+        Drafter: DrafterError,
+        Verifier: VerifierError,
+        Controller: ControllerError,
+    }
+    errors = (error for protocol, error in protocols.items() if issubclass(cls, protocol) and is_outside(cls))
     return next(((cls, error) for error in errors), None)
 
 

@@ -21,8 +21,6 @@ from foretoken.models.clock import now
 ALL = 1 << 60
 FIRST, FEWEST = 64, 16
 """Tokens of the first chunk, whose time is unknown, and least tokens of every later one."""
-NEW_SHARE = 0.3
-"""Weight of the latest measurement."""
 PIECE = 512
 """Prompt tokens per forward when prompt log-probabilities are requested."""
 
@@ -51,7 +49,7 @@ class ReadingTime:
         """Record a prefill of these tokens in this time."""
         if tokens > 0:
             new = spent_s / tokens
-            self.token_s += (new - self.token_s) * (NEW_SHARE if self.token_s else 1.0)
+            self.token_s += (new - self.token_s) * (0.3 if self.token_s else 1.0)  # moving average
 
     def note_round(self, spent_s: float) -> None:
         """Record the time of a round."""
