@@ -22,9 +22,6 @@ from foretoken.methods.controllers.plan import Draft, RoundPlan, best_drafts, be
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Draft lengths to compare."""
-LONG, FIRST, LATER = 4, 3, 1
-"""The longer of two measured draft lengths (the other is 1), and measurements per length at the first batch size, and
-at others."""
 KEPT, KNOWN = 8, 8
 """Rounds for which a plan is kept for the same requests, and drafts of evidence that it needs; other plans are
 reconsidered every round."""
@@ -101,15 +98,15 @@ class AutoController(Controller):
 
     def _next_to_measure(self, size: int, contexts: Sequence[Context]) -> RoundPlan | None:
         """The next round of the calibration, at a new batch size (within a factor of two): plain decoding, and every
-        drafter with a model at two lengths, without what was measured before."""
+        drafter with a model at 1 and 4 tokens (three times at the first batch size, else once), without what was
+        measured before."""
         todo = self._to_measure.get(size)
         if todo is None:
             measured = None if self._start is None else self._start.drafters
             models = [i for i, m in enumerate(self.members) if m.relative_cost and m.name not in (measured or ())]
-            lengths = {index: sorted({1, min(LONG, self.depths[index][-1])}) for index in models}
+            lengths = {index: sorted({1, min(4, self.depths[index][-1])}) for index in models}
             plain = [(-1, 0)] if measured is None else []
-            times = LATER if self._to_measure else FIRST
-            cold = self.costs.SKIPPED if times == FIRST else 1  # rounds of which nothing is learned
+            times, cold = (1, 1) if self._to_measure else (3, self.costs.SKIPPED)  # from cold rounds nothing is learned
             drafts = [(index, depth) for index in models for depth in lengths[index]]
             todo = self._to_measure[size] = plain * (cold + times) + drafts * times
         batch = len(contexts)

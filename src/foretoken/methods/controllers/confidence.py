@@ -14,11 +14,6 @@ from torch import Tensor
 from foretoken.core import Context, StepRecord
 from foretoken.methods.controllers.stopping import Stop, StoppingController, levels
 
-REMEMBERED = 1000
-"""Number of recent draft tokens whose probability and outcome are stored; Transformers stores all."""
-ENOUGH = 5
-"""The threshold moves after more outcomes than this, with both accepted and rejected tokens."""
-
 
 class ConfidenceController(StoppingController):
     """A probability threshold on the draft's own tokens, which follows what is accepted.
@@ -39,7 +34,7 @@ class ConfidenceController(StoppingController):
         if not 0 <= threshold <= 1:
             raise ValueError(f"confidence needs a threshold in [0, 1], not {threshold}")
         self.threshold, self.adapt = threshold, adapt
-        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=REMEMBERED)
+        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=1000)  # Transformers stores all
 
     def rule(self, context: Context) -> Stop:
         threshold = self.threshold
@@ -59,7 +54,7 @@ class ConfidenceController(StoppingController):
             return
         accepted = record.num_accepted_tokens
         self._outcomes.extend((chance, i < accepted) for i, chance in enumerate(drafted[: accepted + 1]))
-        if len(self._outcomes) > ENOUGH and len({is_accepted for _, is_accepted in self._outcomes}) == 2:
+        if len(self._outcomes) > 5 and len({is_accepted for _, is_accepted in self._outcomes}) == 2:
             self.threshold = best_threshold(self._outcomes)
 
 

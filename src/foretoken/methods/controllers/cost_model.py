@@ -22,22 +22,14 @@ from foretoken.core.costs import RoundCosts
 
 SAMPLES, SURE = 20, 3
 """Rounds that calibrate a point, and rounds after which it updates the drift."""
-NOISE = 0.1
-"""Relative standard deviation of a round's time; that of the prior shape is 100 %."""
-ROUND_SHAPE, DRAFT_SHAPE, FREE_SHAPE = (0.85, 0.1, 0.05), (0.25, 0.6, 0.15), (0.96, 0.02, 0.02)
-"""Prior shares of a cost: constant, and proportional to each of the two features."""
-DRIFT_RATE, FACTOR_RATE, CLIP = 0.1, 0.05, 0.2
-"""Update rates of the factors; and the largest deviation of a round (natural logarithm) that counts, because pauses are
-not costs."""
-FALSE = 0.5
-"""A round below this share of an earlier measurement shows that the measurement was disturbed."""
-FREE = 0.02
-"""Initial cost of a draft without a model, in plain rounds."""
 
 
 @dataclass
 class CostCurve:
-    """A cost: a line over two features with a prior ``shape``, and the measured seconds at every point."""
+    """A cost: a line over two features, and the measured seconds at every point.
+
+    ``shape`` is the prior: the shares of the cost that are constant, and proportional to each feature.
+    """
 
     shape: tuple[float, float, float]
     samples: dict[tuple[int, int], list[float]] = field(default_factory=dict)
@@ -74,7 +66,7 @@ def fit(medians: Mapping[tuple[int, int], tuple[float, int]], shape: Sequence[fl
     values, counts = np.array(list(medians.values())).T
     values = np.maximum(values, 1e-9)  # a coarse clock may measure 0
     prior = np.maximum(np.array(shape), 1e-9) * np.average(values / (features @ shape), weights=counts)
-    weights = counts**0.5 / (NOISE * values)
+    weights = counts**0.5 / (0.1 * values)  # a round varies by 10 %, and the prior by 100 %
     rows = np.concatenate([weights[:, None] * features, np.diag(1.0 / prior)])
     goal = np.concatenate([weights * values, np.ones(3)])
     a, b, c = np.maximum(np.linalg.lstsq(rows, goal, rcond=None)[0], 0.0).tolist()
@@ -94,8 +86,9 @@ class CostModel:
 
     def __init__(self, members: Sequence[Limits], start: RoundCosts | None = None) -> None:
         self.members = members
-        self.rounds = CostCurve(ROUND_SHAPE)
-        self.drafts = [CostCurve(DRAFT_SHAPE if member.relative_cost else FREE_SHAPE) for member in members]
+        self.rounds = CostCurve((0.85, 0.1, 0.05))
+        shapes = ((0.25, 0.6, 0.15) if member.relative_cost else (0.96, 0.02, 0.02) for member in members)
+        self.drafts = [CostCurve(shape) for shape in shapes]
         self.drift, self.factors = 1.0, [1.0] * len(members)
         self._points = set[tuple[int, int]]()  # points of observed rounds, without earlier measurements
         self._skip, self._evicted = self.SKIPPED if start is None else 0, False
@@ -134,11 +127,12 @@ class CostModel:
         return any(b == bucket(batch) and n >= least for b, n in self._points)
 
     def draft_s(self, member: int, depth: int, batch: int) -> float:
-        """Seconds of a draft for this batch; estimated by its size before the first measurement."""
+        """Seconds of a draft for this batch; before the first measurement estimated by its size, without a model .02
+        plain rounds."""
         curve = self.drafts[member]
         if not curve.samples:
             relative = self.members[member].relative_cost
-            return (relative * depth if relative else FREE) * self.round_s(batch, batch)
+            return (relative * depth if relative else 0.02) * self.round_s(batch, batch)
         return curve.at(depth, depth * batch) * self.factors[member]
 
     def observe(self, record: StepRecord, member: int, depth: int, requests: int) -> None:
@@ -158,14 +152,15 @@ class CostModel:
             return
         point = bucket(record.batch_size), bucket(record.round_nodes or record.num_nodes)
         self._points.add(point)
-        if self._assumed and record.total_s - draft_s < FALSE * self.drift * self.rounds.at(*point):
+        # A round of less than half the earlier measurement shows that this was disturbed.
+        if self._assumed and record.total_s - draft_s < 0.5 * self.drift * self.rounds.at(*point):
             self._forget_start()
-        self.drift *= math.exp(DRIFT_RATE * self._learn(self.rounds, point, record.total_s - draft_s, 1.0))
+        self.drift *= math.exp(0.1 * self._learn(self.rounds, point, record.total_s - draft_s, 1.0))
         if member < 0 or depth == 0 or draft_s <= 0:
             return
         point = bucket(depth), bucket(depth * requests)
         off = self._learn(self.drafts[member], point, draft_s, self.factors[member])
-        self.factors[member] *= math.exp(FACTOR_RATE * off)
+        self.factors[member] *= math.exp(0.05 * off)
 
     def _learn(self, curve: CostCurve, point: tuple[int, int], seconds: float, factor: float) -> float:
         """Calibrate the point. Returns the round's deviation (natural logarithm) if it is calibrated, else 0."""
@@ -173,7 +168,7 @@ class CostModel:
         seconds = max(seconds, 1e-9)
         expected = self.drift * factor * curve.at(*point) if sure else seconds
         curve.add(point, seconds / (self.drift * factor))
-        return min(max(math.log(seconds / expected), -CLIP), CLIP)
+        return min(max(math.log(seconds / expected), -0.2), 0.2)  # clipped: pauses are not costs
 
 
 @cache

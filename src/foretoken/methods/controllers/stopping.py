@@ -20,15 +20,13 @@ from foretoken.core.largest import largest
 from foretoken.methods.controllers.base import Controller
 
 Stop = Callable[[Tensor | None, float], bool]
-TINY = 1e-30
-"""Replaces a probability of zero, whose surprise would be infinite."""
 
 
 def entropy(distribution: Tensor | None, probability: float) -> float:
     """Entropy of a distribution [V]; without one, the token's surprise, whose mean over the distribution is the
     entropy."""
     if distribution is None:
-        return -math.log(max(probability, TINY))
+        return -math.log(max(probability, 1e-30))  # the surprise of 0 would be infinite
     return float(torch.special.entr(distribution).sum())
 
 

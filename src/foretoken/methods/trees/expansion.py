@@ -26,10 +26,6 @@ def expansion_choices(widths: Sequence[int]) -> list[Choice]:
     return [path for depth in levels for path in itertools.product(*map(range, widths[:depth]))]
 
 
-MOST_NODES = 1 << 16
-"""More than any target scores; listing the nodes of 1000x1000x1000 would exhaust memory."""
-
-
 class Expansion(Shape):
     """Full levels.
 
@@ -42,8 +38,8 @@ class Expansion(Shape):
     def __init__(self, widths: str = "3x2x1") -> None:
         self.widths = parse_widths(widths)
         nodes = sum(itertools.accumulate(self.widths, operator.mul))
-        if nodes > MOST_NODES:
-            raise ValueError(f"tree={widths!r} has {nodes} nodes: at most {MOST_NODES} can be listed")
+        if nodes > 1 << 16:  # listing the nodes of 1000x1000x1000 would exhaust memory
+            raise ValueError(f"tree={widths!r} has {nodes} nodes: at most {1 << 16} can be listed")
 
     def choices(self) -> list[Choice]:
         return expansion_choices(self.widths)

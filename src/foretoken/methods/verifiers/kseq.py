@@ -87,12 +87,8 @@ def _groups(tree: TokenTree, children: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-ROUNDING = 1e-6
-"""Distributions with no larger total difference count as equal. Siblings with the same token have the same distribution
-below them, which the draft model computes for each, not always to the same bits."""
-
-
 def _same(distribution: Tensor | None, other: Tensor | None) -> bool:
     if distribution is None or other is None:
         return False
-    return distribution.data_ptr() == other.data_ptr() or float((distribution - other).abs().sum()) <= ROUNDING
+    # Siblings with the same token have one distribution below them, computed for each, not always to the same bits.
+    return distribution.data_ptr() == other.data_ptr() or float((distribution - other).abs().sum()) <= 1e-6
