@@ -44,9 +44,6 @@ from foretoken.models.forward.graphed import with_graphs
 from foretoken.options import BatchOptions, Options, Prompt, beside, encode, make_request, predictions_of
 from foretoken.registry import make
 
-PREFIX_BYTES = 64 * 2**20
-"""Default size of the prefix cache of an :class:`Llm`."""
-
 
 class Llm:
     """A target, a drafter, a verifier and a controller, ready to generate. Created by :func:`load`.
@@ -338,7 +335,7 @@ def load(
     spec = default_drafter(model, target) if _is_auto(drafter) else drafter
     beside = None if str(device) == "auto" else device  # the target's own device
     built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside, known=known)
-    cache_bytes = PREFIX_BYTES if prefix_cache else 0
+    cache_bytes = 64 * 2**20 if prefix_cache else 0
     llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=cache_bytes)
     llm.defaults = defaults
     if profile is not None:
