@@ -25,8 +25,9 @@ def main() -> int:
 
 @contextmanager
 def _server_stoppable() -> Iterator[None]:
-    """Let SIGTERM end a server that has no handlers of its own yet as it ends one that loads its model
-    (:func:`foretoken.server.lifecycle.answer_signals`): a supervisor would take the default, code 143, for a crash."""
+    """Let SIGTERM end a server without handlers as it ends one that loads its model
+    (:func:`foretoken.server.lifecycle.answer_signals`), because a supervisor would take the default, code 143, for a
+    crash."""
     if sys.argv[1:2] != ["serve"]:
         yield
         return

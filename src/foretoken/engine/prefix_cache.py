@@ -27,7 +27,7 @@ class PrefixCache:
     def __init__(self, target: LanguageModel, taps: Sequence[str], capacity: int) -> None:
         self.target, self.taps = target, taps
         self.prefixes = Prefixes(capacity)
-        self._can_copy = True  # until the target gives no copy: recurrent states have no beginning
+        self._can_copy = True  # until the target returns no copy: recurrent states have no prefix
 
     @property
     def keeps(self) -> bool:
@@ -53,10 +53,10 @@ class PrefixCache:
         run.add_states({name: prefix.hidden[name][:length] for name in self.taps})
 
     def read_before(self, run: Running, others: Sequence[Running]) -> tuple[Running, int] | None:
-        """The first request that is reading the longest common beginning, and its length, where half of this prompt or
-        more is still to be read of it; else, and where the target gives no copies, ``None``.
+        """The first request that is prefilling the longest common prefix, and the prefix's length, if its remaining
+        part is half of this prompt or more. Else, and for a target without copies, ``None``.
 
-        Choices of one prompt arrive together: the first of them reads it, and the others copy it.
+        Choices of one prompt arrive together: the first one prefills it, and the others copy it.
         """
         if not (self.keeps and self._can_copy) or run.request.prompt_logprobs is not None:
             return None
@@ -138,7 +138,7 @@ def _alike(run: Running, others: Sequence[Running]) -> Iterator[Running]:
 
 
 def _prompt_of(run: Running) -> Sequence[int]:
-    """The tokens of a prompt that are read; the last one is the first root."""
+    """The prompt tokens of the prefill, without the last one, which is the first root."""
     return run.context.tokens[: run.context.prompt_length - 1]
 
 

@@ -116,7 +116,7 @@ class Reader:
                 return
 
     def _ready(self, unread: Sequence[Running]) -> list[Running]:
-        """The requests whose prompts are read now: they wait for nobody, or have copied what they waited for."""
+        """The requests to prefill now: those that wait for no other request, or have copied its prefix."""
         ids = {run.id for run in unread}
         for run in unread:
             if run.reads_after is not None:
@@ -126,7 +126,7 @@ class Reader:
         return [run for run in unread if run.reads_after is None and run.finish_reason is None]
 
     def _take_over(self, run: Running) -> None:
-        """Copy what others have of the prompt, or wait for an earlier request that is reading it."""
+        """Copy the prompt's prefix from others, or wait for an earlier request that is prefilling it."""
         running, cache = self.requests.running, self.requests.prefix_cache
         run.reads_after = cache.read_before(run, running[: running.index(run)])
         if run.reads_after is None:
