@@ -217,10 +217,10 @@ class Llm:
         return self.target.exactness
 
     def describe(self) -> dict[str, Any]:
-        """How the target runs: ``{"forward", "weights", "exactness", "exactness_why", "threads", "refused",
-        "graphs_off"}``. ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and not
-        taken. ``graphs_off`` is the reason why no CUDA graphs run (empty if they do). ``"drafts"`` lists ``{"drafter",
-        "weights", "vocabulary"}`` of the drafter, or of each in a group."""
+        """Description of the running target: ``{"forward", "weights", "exactness", "exactness_why", "threads",
+        "refused", "graphs_off"}``. ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried
+        and not taken. ``graphs_off`` is the reason why no CUDA graphs run (empty if they do). ``"drafts"`` lists
+        ``{"drafter", "weights", "vocabulary"}`` of the drafter, or of each in a group."""
         return {**self.target.describe(), "drafts": [] if self.drafter is None else self.drafter.describe()}
 
     def _run(self, requests: Sequence[Request]) -> list[Output]:
