@@ -1,4 +1,4 @@
-"""What all routes that write text share: a request on its way to its answer, which is counted and logged."""
+"""Base of all routes that generate text: a request from arrival to its answer, which is counted and logged."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from foretoken.server.serving import Serving
 from foretoken.server.sse import OPENAI, Dialect, EventStream
 
 PREFIXES = {"text_completion": "cmpl-", "chat.completion": "chatcmpl-", "message": "msg_", "response": "resp_"}
-"""Of ids, by the kind of answer."""
+"""Prefixes of ids, by type of answer."""
 LISTS = ("token_ids", "accepted", "origins", "logprobs", "rounds")
-"""Fields of a piece that have an entry for each token or round."""
+"""Fields of a piece with an entry per token or round."""
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
 def finish_reason(reason: str | None) -> str | None:
-    """In OpenAI's words."""
+    """Finish reason in OpenAI's terms."""
     return None if reason is None else REASONS.get(reason, reason)
 
 
 class Answer(ABC):
-    """One HTTP request of a route that writes text, on its way.
+    """One HTTP request of a route that generates text.
 
     Attributes:
-        kind: of the object that answers it.
-        dialect: how its streams are written.
-        body: what it asks, in the words of completions or of chat completions.
+        kind: type of the answer's object.
+        dialect: format of its streams.
+        body: the request as a completion or a chat completion.
         ignored: known fields that have no effect on this request.
-        stats: of the choices that have ended, by index.
-        reasons: why they ended.
-        last_s: when tokens of a choice came last, by index.
+        stats: statistics of finished choices, by index.
+        reasons: their finish reasons.
+        last_s: time of the last tokens of a choice, by index.
         num_new_tokens: tokens of the answer so far.
     """
 
@@ -70,7 +70,7 @@ class Answer(ABC):
 
     @classmethod
     async def route(cls, body: Any, http: HttpRequest) -> Response:
-        """The answer to a request, whole or streamed; whatever is wrong is an :class:`ApiError`."""
+        """Answer a request, whole or streamed.  Raises every error as :class:`ApiError`."""
         serving: Serving = http.app.state.serving
         try:
             answer = cls(serving, http, body)
@@ -85,24 +85,23 @@ class Answer(ABC):
 
     @staticmethod
     def renamed(error: ApiError) -> ApiError:
-        """An error in the words of this API."""
+        """The error with the field names of this API."""
         return error
 
     @abstractmethod
     async def start(self) -> Sequence[Ticket]:
-        """Hand it to the engine.  Raises ``ApiError`` where it is refused."""
+        """Submit the request to the engine.  Raises ``ApiError`` if it is refused."""
 
     @abstractmethod
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The complete answer."""
 
     @abstractmethod
     def events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
-        """What a streamed answer says."""
+        """Events of a streamed answer."""
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
-        """Queue what it asks for.  Raises :class:`QueueFull`, :class:`Draining` or :class:`EngineDead` where that is
-        refused."""
+        """Queue the requests.  Raises :class:`ApiError` if the engine refuses them."""
         with self._refusals():
             tickets = submit_all(self.serving.engine, requests)
         prompts = requests[:: self.body.n or 1]
@@ -111,10 +110,11 @@ class Answer(ABC):
         return tickets
 
     def check_room(self, count: int) -> None:
-        """Take so many places, or refuse: an overloaded server has no time to tokenise what it will not take.
+        """Take ``count`` slots before the prompt is tokenised: an overloaded server has no time for prompts that it
+        will refuse.
 
-        Raises as :meth:`submit` does, and :class:`ApiError`: 400 for more than there can ever be, and for a priority
-        that this key may not ask for; 429 where its quota is used up.
+        Raises :class:`ApiError`: 503 if the server is full, draining or without an engine, 400 for more choices than
+        can ever be admitted and for a priority that this key may not request, 429 if its quota is used up.
         """
         with self._refusals():
             if (getattr(self.body, "priority", None) or 0) < 0 and not self.place.caller.priority:
@@ -128,17 +128,17 @@ class Answer(ABC):
 
     @property
     def size(self) -> int:
-        """Bytes of what was asked: what it costs to tokenise it."""
+        """Bytes of the request's body: the cost of tokenising it."""
         return int(self.http.scope["state"].get("size", 1))
 
     @property
     def place(self) -> Place:
-        """What it holds in the server."""
+        """The request's slot in the server."""
         return place_of(self.http.scope)
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """What is refused inside the block is counted and logged."""
+        """Count and log refusals inside the block."""
         try:
             yield
         except (QueueFull, Draining, EngineDead, ApiError) as error:
@@ -150,7 +150,7 @@ class Answer(ABC):
             raise
 
     def saw(self, index: int, tokens: int) -> None:
-        """A block of tokens of a choice has come."""
+        """Note a block of tokens of a choice."""
         now_s = time.monotonic()
         before = self.last_s.get(index)
         if before is not None and tokens:
@@ -160,7 +160,7 @@ class Answer(ABC):
         self.place.spend(tokens)
 
     async def outputs(self, tickets: Sequence[Ticket]) -> list[Output]:
-        """The whole answers, counted and logged.  Raises ``ApiError`` where it failed."""
+        """The complete outputs, counted and logged.  Raises ``ApiError`` if the request failed."""
         try:
             outputs = await while_connected(self.http.receive, outputs_of(self.serving.engine, tickets, self.saw))
         except ClientGone:
@@ -176,7 +176,7 @@ class Answer(ABC):
         return outputs
 
     async def pieces(self, tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
-        """What each answer gains, with its index."""
+        """Pieces of each choice, with its index."""
         gathered = [Gathered(self.serving.settings.stream_interval) for _ in tickets]
         async for index, piece in pieces_of(self.serving.engine, tickets, self.saw):
             if piece.stats is not None:
@@ -186,24 +186,24 @@ class Answer(ABC):
                 yield index, ready
 
     def note(self, index: int, stats: SpecStats, reason: str | None, why: str = "") -> None:
-        """A choice has ended."""
+        """Note the end of a choice."""
         self.stats[index] = stats
         self.reasons.append(finish_reason(reason) or "unknown")
         self.why = why or self.why
 
     @property
     def all_stats(self) -> list[SpecStats]:
-        """Of the choices that have ended, in order."""
+        """Statistics of finished choices, in order."""
         return [self.stats[index] for index in sorted(self.stats)]
 
     @property
     def prompt_stats(self) -> list[SpecStats]:
-        """One for each prompt."""
+        """Statistics of one choice per prompt."""
         count = self.body.n or 1
         return [stats for index, stats in sorted(self.stats.items()) if index % count == 0]
 
     def tail(self, completion: int | None = None) -> dict[str, Any]:
-        """Usage and measurements, for the end of an answer."""
+        """Usage and metrics for the end of an answer."""
         whole = usage.merged(self.all_stats)
         drafter = self.serving.llm.drafter
         longest = 0 if drafter is None else drafter.max_depth
@@ -211,25 +211,25 @@ class Answer(ABC):
             "usage": usage.usage(self.prompt_stats, self.all_stats, completion),
             "metrics": usage.metrics(whole, time.monotonic() - self.began_s, longest, self._predicted),
         }
-        if getattr(self.body, "prediction", None) is None:  # what the server predicts by itself is nobody's bill
+        if getattr(self.body, "prediction", None) is None:  # the server's own predictions are not billed
             tail["usage"]["completion_tokens_details"] |= dict.fromkeys(usage.PREDICTED, 0)
         if self.body.timings:
             tail["timings"] = usage.timings(whole)
         return tail
 
     def usage_so_far(self, completion: int) -> dict[str, Any]:
-        """Usage within a stream that has sent so many tokens; its details are those of choices that have ended."""
+        """Usage of a stream after ``completion`` tokens; its details cover finished choices only."""
         whole = self.prompt_tokens + completion
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": whole}
         return {**self.tail()["usage"], **counts}
 
     @property
     def _predicted(self) -> float | None:
-        """What the cost model promises just now, over plain decoding."""
+        """Speedup over plain decoding that the cost model currently predicts."""
         return self.serving.engine.status.controller.get("predicted_speedup")
 
     def log(self, status: int) -> None:
-        """One line about the request."""
+        """Write the log line of the request."""
         whole = usage.merged(self.all_stats)
         fields = {
             "prompt_tokens": self.prompt_tokens,
@@ -244,7 +244,7 @@ class Answer(ABC):
         log_request(self.http.scope, status, self.began_s, **fields)
 
     async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
-        """The events of a streamed answer, with a line in the log however it ends."""
+        """Events of a streamed answer, with a log line however it ends."""
         status, events = 499, self.events(tickets)
         try:
             async for event in events:
@@ -261,20 +261,20 @@ class Answer(ABC):
 
 
 def prompt_text(body: CompletionBody) -> str:
-    """What was asked, as it came."""
+    """The prompt, or the contents of the messages, as received."""
     prompt = getattr(body, "prompt", None)
     return str(prompt if prompt is not None else [m.content for m in getattr(body, "messages", ())])
 
 
 class Gathered:
-    """Pieces of one choice that are sent together: at least so many tokens, or what is left at the end."""
+    """Pieces of one choice that are sent together: at least ``least`` tokens, or the remainder at the end."""
 
     def __init__(self, least: int) -> None:
         self._least = least
         self._pieces: list[Piece] = []
 
     def push(self, piece: Piece) -> Piece | None:
-        """What can be sent now."""
+        """The gathered piece if it can be sent now, else ``None``."""
         self._pieces.append(piece)
         if piece.finish_reason is None and sum(len(part.token_ids) for part in self._pieces) < self._least:
             return None

@@ -1,4 +1,4 @@
-"""The application: the same under uvicorn and under Ray."""
+"""The FastAPI application, the same under uvicorn and under Ray."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from foretoken.server.config import ServerSettings
 from foretoken.server.limits import Gate, across_origins
 from foretoken.server.serving import Serving
 
-# PyTorch keeps a compiled oneDNN product for every number of rows and shape of weight, .4 to .6 MB each, up to 1,024 of
-# them: batches that come and go meet all numbers, so a server would grow for hours.  A product that was given up is
-# compiled again in half a millisecond.  Both caches read this when they are first used; a user's own setting stays.
+# PyTorch caches a compiled oneDNN primitive for every number of rows and weight shape, 0.4 to 0.6 MB each, up to 1,024
+# of them.  Changing batch sizes fill the cache, so memory would grow for hours.  An evicted primitive is compiled again
+# in half a millisecond.  Both caches read their variable on first use.  A value that the user has set is kept.
 for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, "256")
 
 
 def create_app(settings: ServerSettings, serving: Serving | None = None) -> FastAPI:
-    """An application that begins to load its model when it is started; until then ``/ready`` says 503.  Its state is
-    ``serving``, where somebody else watches it."""
+    """Create the application, which loads its model on startup; until then ``/ready`` answers 503.  Pass its state
+    ``serving`` to watch it from outside."""
     state = serving or Serving(settings)
 
     @asynccontextmanager

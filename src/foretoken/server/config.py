@@ -1,4 +1,4 @@
-"""How a server is set up: flags, then environment variables, then a YAML file, then these defaults."""
+"""Server settings: flags, then environment variables, then a YAML file, then the defaults here."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from foretoken.server.keys import Caller, Keys
 
 PREFIX = "FORETOKEN_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,A-Z]+")
-"""An origin as browsers send it, in small letters."""
+"""An origin as browsers send it, in lower case."""
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "kb": 10**3, "m": 2**20, "mib": 2**20, "mb": 10**6}
 UNITS |= {"g": 2**30, "gib": 2**30, "gb": 10**9, "t": 2**40, "tib": 2**40, "tb": 10**12}
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a server serves, and what it lets clients do; every field is an option of ``foretoken serve``.
+    """Server settings; every field is an option of ``foretoken serve``.
 
-    What the fields' own texts leave out:
+    Details that the fields' help texts omit:
 
     Attributes:
         model, drafter, verifier, controller, profile, dtype, device, quantize, backend: as for :func:`foretoken.load`.
-        served_name: the model's last path part by default.
-        default_max_tokens: smaller defaults of the model or the route stay; 0 for what fits.
-        exact: ``"distribution"``, or ``"bitwise"``: a model that cannot keep that is not served.
-        prefix_cache: whether finished texts are kept for others with the same beginning.
-        api_keys: any of them opens every route; none leaves all open.  Behind a key there may be what it may take, as
-            "KEY name=team-a running=4 queued=16 tokens_per_minute=60000 priority".
-        key_running: where a key's entry says nothing else; 0 for no limit.
+        served_name: the last part of the model's path by default.
+        default_max_tokens: smaller defaults of the model or the route remain; 0 for what fits.
+        exact: ``"distribution"``, or ``"bitwise"``, which refuses a model that cannot keep it.
+        prefix_cache: whether finished sequences are kept for others with the same prefix.
+        api_keys: any of them opens every route; without keys all routes are open.  Limits may follow a key, as in "KEY
+            name=team-a running=4 queued=16 tokens_per_minute=60000 priority".
+        key_running: for keys whose entry sets no limit; 0 for no limit.
         key_queued: -1 for no limit.
         key_tokens_per_minute: of prompts and answers; 0 for no limit.
         request_timeout: after which a request ends with 504.
-        write_timeout: a client that takes nothing of what was sent for so long is cut off.
-        max_unread: of more the oldest is cut.
-        stream_pad: so that the size of a chunk tells nothing.
-        online_save: it is written after every update.
+        write_timeout: after which a client that reads nothing is disconnected.
+        max_unread: beyond it the oldest is cut.
+        stream_pad: hides the length of a chunk's text.
+        online_save: written after every update.
     """
 
     model: str = "builtin"
@@ -152,7 +152,7 @@ class ServerSettings:
 
     @property
     def online_drafter(self) -> str:
-        """The spec of the draft model, as one that learns.  Raises ``ValueError``: the drafter is no draft model."""
+        """Spec of the online draft model.  Raises ``ValueError`` if the drafter is no draft model."""
         name, comma, options = self.drafter.partition(",")
         kind, colon, path = name.partition(":")
         if kind not in ("auto", "model", "online"):
@@ -162,24 +162,25 @@ class ServerSettings:
 
     @cached_property
     def keys(self) -> Keys:
-        """The keys, and what each may take.  Raises ``ValueError`` where an entry is wrong."""
+        """The keys and their limits.  Raises ``ValueError`` for an invalid entry."""
         queued = None if self.key_queued < 0 else self.key_queued
         standard = Caller("", "", self.key_running, queued, self.key_tokens_per_minute)
         return Keys(self.api_keys, standard)
 
     @property
     def prefix_bytes(self) -> int:
-        """Most memory of kept texts."""
+        """Maximum size of the prefix cache."""
         return (parse_bytes(self.prefix_memory) or 0) if self.prefix_cache else 0
 
     @property
     def kv_bytes(self) -> int | None:
-        """The limit of keys and values, if there is one."""
+        """Limit of the KV cache; ``None`` without one."""
         return parse_bytes(self.kv_memory)
 
 
 def parse_bytes(text: str) -> int | None:
-    """A size such as "2GiB" or "500MB" in bytes; ``None`` for nothing.  Raises ``ValueError`` for no such size."""
+    """Bytes of a size such as "2GiB" or "500MB"; ``None`` for an empty text.  Raises ``ValueError`` for an invalid
+    size."""
     if not text:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(text).strip())
@@ -194,8 +195,8 @@ def parse_bytes(text: str) -> int | None:
 def settings_from(
     flags: Mapping[str, Any], file: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> ServerSettings:
-    """Settings of flags that were given (those that are ``None`` were not), the environment, and a file.  Raises
-    ``ValueError`` for a file that cannot be read, an unknown name in it, and a value of the wrong kind."""
+    """Settings from flags (``None``: not given), the environment and a file.  Raises ``ValueError`` for an unreadable
+    file, an unknown name in it, and a value of the wrong type."""
     by_name = {field.name: field for field in fields(ServerSettings)}
     values: dict[str, Any] = {}
     for name, value in _read(file).items():
@@ -230,7 +231,7 @@ def _read(file: Path | None) -> dict[str, Any]:
 
 
 def _value(name: str, value: Any, where: str) -> Any:
-    """A value of the field's type."""
+    """The value, converted to the field's type."""
     default = getattr(ServerSettings(insecure=True), name)
     kind = type(default)
     try:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: one nested object, whatever went wrong."""
+"""Errors in the format of OpenAI's API: one nested object, whatever went wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIELDS = {
     "include_stop": "include_stop_str_in_output",
     "constraint": "structured_outputs",
 }
-"""Fields of requests that are called otherwise in the library."""
+"""API names of request fields that have another name in the library."""
 WRONG_KIND = {
     "string_type": "a text",
     "list_type": "a list",
@@ -35,11 +35,11 @@ WRONG_KIND = {
     "float_type": "a number",
     "bool_type": "true or false",
 }
-"""What a value must be, by pydantic's name of the error."""
+"""Required type of a value, by pydantic's error type."""
 INNER = ("str", "dict", "int", "float", "bool")
-"""Names that pydantic gives alternatives which look like fields."""
+"""pydantic's names of union alternatives that look like fields."""
 LONGEST = 1000
-"""Characters of a message: whatever it quotes, it stays short."""
+"""Maximum length of a message in characters, whatever it quotes."""
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -54,18 +54,18 @@ KINDS = {
     504: "timeout_error",
 }
 API = ("/v1/", "/tokenize", "/detokenize", "/tokenizer_info")
-"""What is in the paths of the API: errors of the page and of probes are not counted."""
+"""Path parts of the API: errors of the page and of probes are not counted."""
 GZIP = b"\x1f\x8b"
-"""What compressed bodies begin with."""
+"""First bytes of gzip data."""
 Failed = Callable[[str], None]
-"""Counts an error answer by its reason."""
+"""Callback that counts an error answer by its reason."""
 ANTHROPIC_KINDS = {413: "request_too_large", 500: "api_error"}
-"""Where Anthropic's words are others."""
+"""Error types that Anthropic's API names differently."""
 log = logging.getLogger("foretoken.server")
 
 
 class ErrorBody(BaseModel):
-    """What is wrong."""
+    """Error details."""
 
     message: str
     type: str
@@ -74,34 +74,34 @@ class ErrorBody(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """Every answer that is not a success."""
+    """Error response."""
 
     error: ErrorBody
 
 
 class AnthropicErrorBody(BaseModel):
-    """What is wrong, in Anthropic's words."""
+    """Error details in Anthropic's format."""
 
     type: str
     message: str
 
 
 class AnthropicError(BaseModel):
-    """Every answer of Anthropic's API that is not a success."""
+    """Error response of Anthropic's API."""
 
     type: Literal["error"]
     error: AnthropicErrorBody
 
 
 RESPONSES: dict[int | str, dict[str, Any]] = {status: {"model": ErrorAnswer} for status in KINDS}
-"""What any route may answer besides."""
+"""Error responses of every route."""
 ANTHROPIC_RESPONSES: dict[int | str, dict[str, Any]] = {status: {"model": AnthropicError} for status in KINDS}
-"""The same for Anthropic's."""
+"""Error responses of Anthropic's routes."""
 
 
 class ApiError(Exception):
-    """An answer that is no success: ``message`` says in one sentence what to do, ``param`` names the field that is
-    wrong, and ``code`` is for programs.  It is ``counted`` where the metrics have it already."""
+    """An error response.  ``message`` states in one sentence how to fix the request, ``param`` names the invalid field,
+    and ``code`` is for programs.  ``counted`` is true once the metrics include it."""
 
     def __init__(
         self,
@@ -120,24 +120,25 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """What the metrics call it."""
+        """Label in the metrics."""
         return self.code or KINDS.get(self.status, "invalid_request_error")
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
+        """JSON object in OpenAI's format."""
         kind = KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message[:LONGEST], "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """The same in the shape of Anthropic's API."""
+        """JSON object in Anthropic's format."""
         kind = ANTHROPIC_KINDS.get(self.status) or KINDS.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message[:LONGEST]}}
 
 
 def answered(error: ApiError, path: str, failed: Failed) -> JSONResponse:
-    """The answer to a request, in the shape of its API; ``failed`` is told of one of the API that was not counted."""
+    """Error response in the format of the request's API; ``failed`` is called for an API error that is not yet
+    counted."""
     if not error.counted and any(part in path for part in API):
         failed(error.reason)
         error.counted = True
@@ -149,27 +150,27 @@ def is_anthropic(path: str) -> bool:
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that cannot be served as it is."""
+    """Error 400 for a request that cannot be served."""
     return ApiError(400, message, param=param, code=code)
 
 
 def no_json(reason: str = "") -> ApiError:
-    """A body that cannot be read; ``why`` names what and what to do."""
+    """Error 400 for an unreadable body; ``reason`` states the cause and the remedy."""
     return bad(f"the body is no valid JSON{': ' if reason else ''}{reason}", code="json_invalid")
 
 
 def shutting_down() -> ApiError:
-    """The server takes nothing any more."""
+    """Error 503 while the server drains."""
     return ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
 
 
 def still_loading() -> ApiError:
-    """The server takes nothing yet."""
+    """Error 503 while the model is being loaded."""
     return ApiError(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception."""
+    """Error response for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -196,7 +197,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _invalid(errors: Sequence[Any], request: Request) -> ApiError:
-    """What is wrong with a body, in words of the API: no class of ours, no alternative that it was compared with."""
+    """Error 400 for an invalid body in the API's terms, without class names or union alternatives."""
     errors, first = errors[:64], errors[0]
     place = _fields(first)
     if first["type"] == "json_invalid":
@@ -206,7 +207,7 @@ def _invalid(errors: Sequence[Any], request: Request) -> ApiError:
         if content_type.partition(";")[0].strip().lower() != "application/json":
             return bad("the body must be JSON, with the header Content-Type: application/json", code="content_type")
         return bad("the body must be a JSON object with the fields of this route", code="invalid_value")
-    # A value that may be of several kinds has an error for each: those of a kind that it is not tell nothing.
+    # A union has an error for each alternative; those for alternatives of another type are useless.
     of_field = [fault for fault in errors if str(fault["loc"][1:2]) == str(first["loc"][1:2])]
     deepest = max(len(_fields(fault)) for fault in of_field)
     relevant = [
@@ -221,13 +222,13 @@ def _invalid(errors: Sequence[Any], request: Request) -> ApiError:
 
 
 def _fields(error: Any) -> list[str]:
-    """Where it is: names of alternatives ("list[constrained-str]") are ours and no fields."""
+    """Path of the error; names of alternatives ("list[constrained-str]") are internal and left out."""
     parts = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
     return [part for part in parts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|\d+", part) and part not in INNER]
 
 
 def _message_of(error: Any) -> str:
-    """pydantic's words, and ours where its are of Python."""
+    """pydantic's message, reworded where it uses Python's terms."""
     kind, more = error["type"], error.get("ctx", {})
     wordings = {
         "missing": "is required",
@@ -242,7 +243,7 @@ def _message_of(error: Any) -> str:
 
 
 def _unreadable(request: Request, cause: ValueError | None = None) -> ApiError:
-    """What is wrong with a body that is no JSON, as far as the exception of its parser and its headers tell."""
+    """Error 400 for a body that is not JSON, explained by the parser's exception and the headers."""
     packed = request.headers.get("content-encoding", "identity").strip()[:32]
     if isinstance(cause, UnicodeDecodeError) and cause.object.startswith(GZIP):
         packed = "gzip"
@@ -250,13 +251,13 @@ def _unreadable(request: Request, cause: ValueError | None = None) -> ApiError:
         return no_json(f"it is compressed ({packed}): send it as it is")
     if isinstance(cause, UnicodeDecodeError):
         return no_json(f"byte {cause.start} is no text in UTF-8: send it in UTF-8")
-    if cause is not None:  # Python's limit: to read a longer number takes quadratic time
+    if cause is not None:  # Python's limit: parsing a longer number takes quadratic time
         return no_json(f"a whole number has more than {sys.get_int_max_str_digits()} digits")
     return no_json()
 
 
 def _refused(request: Request, error: HTTPException) -> ApiError:
-    """What the framework has refused, in our words: a route that is not there, or a body that it could not read."""
+    """Our error for a refusal of the framework: an unknown route, or an unreadable body."""
     status, route = error.status_code, f"{request.method} {request.url.path[:200]}"
     if status == 404:
         return ApiError(404, f"{route} is not served: GET /openapi.json lists the routes", code="unknown_url")
@@ -270,7 +271,7 @@ def _refused(request: Request, error: HTTPException) -> ApiError:
 
 
 def install(app: FastAPI, failed: Failed) -> None:
-    """Let an app answer refusals so, and count them; other exceptions are the :class:`Gate`'s."""
+    """Install handlers that answer and count refusals; other exceptions are the :class:`Gate`'s."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""What a server says of itself: health, models, tokens, counters, and how it drafts."""
+"""Information routes: health, models, tokens, counters, and drafting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter(responses=RESPONSES)
 PIECE = 4096
-"""Values of a list that are written in one go."""
+"""Values of a list that are encoded at once."""
 
 
 def _serving(http: Request) -> Serving:
@@ -38,7 +38,7 @@ def _serving(http: Request) -> Serving:
 
 @router.get("/health")
 async def health(http: Request) -> dict[str, Any]:
-    """Whether the process should go on living."""
+    """Liveness: whether the process should keep running."""
     trouble = _serving(http).trouble
     if trouble is not None:
         raise ApiError(503, trouble, code="unhealthy")
@@ -47,7 +47,7 @@ async def health(http: Request) -> dict[str, Any]:
 
 @router.get("/ready")
 async def ready(http: Request) -> dict[str, Any]:
-    """Whether requests should be sent here."""
+    """Readiness: whether requests should be sent here."""
     serving = _serving(http)
     if serving.draining:
         raise shutting_down()
@@ -60,33 +60,33 @@ async def ready(http: Request) -> dict[str, Any]:
 
 @router.get("/version")
 async def version() -> dict[str, Any]:
-    """Which release this is."""
+    """The server's release."""
     return {"version": foretoken.__version__}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
-    """Counters, for Prometheus."""
+    """Prometheus counters."""
     return Response(_serving(http).metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
-    """The one model that is served."""
+    """The served model."""
     served = _model(_serving(http))
     return {"object": "list", "data": [served], "has_more": False, "first_id": served["id"], "last_id": served["id"]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, http: Request) -> dict[str, Any]:
-    """The one model that is served, by name."""
+    """The served model, by name."""
     serving = _serving(http)
     serving.check_model(name)
     return _model(serving)
 
 
 def _model(serving: Serving) -> dict[str, Any]:
-    """In OpenAI's words and in Anthropic's."""
+    """The model object in the formats of OpenAI and Anthropic."""
     return {
         "id": serving.settings.name,
         "object": "model",
@@ -126,7 +126,7 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
 
 
 def _tokens_json(ids: Sequence[int], longest: int, texts: Sequence[str] | None) -> bytes:
-    """The answer, piece by piece: the encoder would keep all other threads waiting until it has written a long list."""
+    """The answer, encoded in pieces: encoding a long list at once would block all other threads."""
 
     def array(values: Sequence[Any]) -> str:
         pieces = (values[at : at + PIECE] for at in range(0, len(values), PIECE))
@@ -151,7 +151,7 @@ async def detokenize(body: DetokenizeRequest, http: Request) -> JSONResponse:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(http: Request) -> dict[str, Any]:
-    """What evaluation tools need to know of the tokenizer."""
+    """Properties of the tokenizer for evaluation tools."""
     serving = _serving(http)
     tokenizer = _tokenizer(serving)
     names = ("eos_token", "bos_token", "pad_token", "unk_token")
@@ -173,7 +173,7 @@ def _tokenizer(serving: Serving) -> Any:
 
 @router.get("/v1/spec")
 async def spec(http: Request) -> dict[str, Any]:
-    """How the server drafts, how exact its texts are, and what the engine does just now."""
+    """Drafting configuration, exactness and current state of the engine."""
     serving = _serving(http)
     llm, status = serving.llm, serving.engine.status
     drafter, controller = llm.drafter, llm.engine.controller
@@ -201,7 +201,8 @@ async def spec(http: Request) -> dict[str, Any]:
 
 
 def _drafters(drafter: Drafter) -> list[dict[str, Any]]:
-    """How deep and wide those draft that a request may name, and what a level costs by its size, in target calls."""
+    """Maximum depth and nodes of each drafter that a request may name, and the cost of a level by its size, in target
+    calls."""
     if isinstance(drafter, KnownDrafter) and drafter.inner is not None:
         return _drafters(drafter.inner)
     members = drafter.limits.members
@@ -219,7 +220,7 @@ def _drafters(drafter: Drafter) -> list[dict[str, Any]]:
 
 
 def _learned(drafter: Drafter) -> dict[str, Any] | None:
-    """What a draft model has learned while it served, wherever in the drafter it is."""
+    """Report of an online draft model, wherever in the drafter it is."""
     if isinstance(drafter, OnlineDrafter):
         return drafter.report() or None
     if isinstance(drafter, GroupDrafter):

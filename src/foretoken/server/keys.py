@@ -1,4 +1,4 @@
-"""Keys: who asks, and what they may take."""
+"""API keys: identity and limits of callers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 OPTIONS = ("name", "running", "queued", "tokens_per_minute", "priority")
-"""What may follow a key in a file, as NAME=VALUE; ``priority`` also alone."""
+"""Options that may follow a key in a file, as NAME=VALUE; ``priority`` also alone."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks; travels to replicas.
+    """Identity and limits of a client; travels to replicas.
 
     Attributes:
-        tenant: whose texts and drafts may be reused for a request; empty for those of everybody.
-        name: of the key, in logs and errors.
+        tenant: owner of the texts and drafts that may be reused for a request; empty for those of everybody.
+        name: name of the key in logs and errors.
         running: choices of this key that run together, in each engine; 0 for no limit.
-        queued: choices that wait besides; ``None`` for no limit.
-        tokens_per_minute: of prompts and answers; 0 for no limit.
-        priority: whether a request may ask to come before those of others.
+        queued: choices that wait in addition; ``None`` for no limit.
+        tokens_per_minute: tokens of prompts and answers; 0 for no limit.
+        priority: whether a request may ask to precede those of others.
     """
 
     tenant: str = ""
@@ -35,14 +35,13 @@ class Caller:
 
     @property
     def most_open(self) -> int | None:
-        """Choices that may run and wait together; ``None`` for no limit."""
+        """Limit of choices that run and wait together; ``None`` for no limit."""
         return None if self.queued is None else self.running + self.queued
 
 
 class Keys:
-    """All keys of a server: one entry for each, the key alone or with options behind it (:func:`parsed`); ``standard``
-    is what a key may take whose entry says nothing else.  Raises ``ValueError`` as :func:`parsed` does, and for a key
-    that is given twice."""
+    """All keys of a server.  An entry is a key, alone or followed by options (:func:`parsed`); ``standard`` has the
+    limits that an entry does not set.  Raises ``ValueError`` as :func:`parsed` does, and for a repeated key or name."""
 
     def __init__(self, entries: Sequence[str], standard: Caller) -> None:
         self._callers: list[tuple[bytes, Caller]] = []
@@ -61,21 +60,21 @@ class Keys:
         return len(self._callers)
 
     def caller(self, headers: Mapping[str, str]) -> Caller | None:
-        """Who has sent these headers (small names), compared in constant time with all keys; ``None`` for nobody who
-        is known."""
+        """Caller that sent these headers (lower-case names), compared with all keys in constant time; ``None`` for an
+        unknown key."""
         if not self._callers:
-            return Caller(priority=True)  # all are one
+            return Caller(priority=True)  # without keys all clients are one caller
         digest = hashlib.sha256(_key_of(headers).encode()).digest()
         same = [caller for other, caller in self._callers if hmac.compare_digest(digest, other)]
         return same[0] if same else None
 
 
 def parsed(entry: str, number: int, standard: Caller) -> tuple[str, Caller]:
-    """A key, and what it may take: ``KEY name=team-a running=4 queued=16 tokens_per_minute=60000 priority``.  What is
-    not said is taken from ``standard``.
+    """Key and limits of an entry: ``KEY name=team-a running=4 queued=16 tokens_per_minute=60000 priority``.  Missing
+    options come from ``standard``.
 
-    Errors, and its name, say which one it is (``number``, from 1), never the key.  Raises ``ValueError`` for an unknown
-    option, a value of the wrong kind, and options where there is no key.
+    Errors and the default name identify the key by its ``number`` (from 1), never by its text.  Raises ``ValueError``
+    for an unknown option, a value of the wrong type, and options without a key.
     """
     key, *options = entry.split()
     if key.partition("=")[0] in OPTIONS and "=" in key:
@@ -112,7 +111,7 @@ def _value(number: int, name: str, text: str) -> Any:
 
 def _key_of(headers: Mapping[str, str]) -> str:
     kind, _, value = headers.get("authorization", "").partition(" ")
-    if kind.lower() == "basic":  # what a browser asks for; any name, the key as the password
+    if kind.lower() == "basic":  # from a browser: any user name, the key as the password
         try:
             return base64.b64decode(value, validate=True).decode().partition(":")[2]
         except ValueError:

@@ -1,7 +1,7 @@
-"""How many tokens a text has at least, without tokenising it.
+"""Lower bounds on the number of tokens of a text, without tokenising it.
 
 A token is a string of characters.  Let every character weigh 1 / n, where n is the length of the longest token that
-holds it: then no token weighs more than 1, so that a text has at least as many tokens as it weighs.
+contains it.  Then no token weighs more than 1, so a text has at least as many tokens as its weight.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 LONGEST_TOKEN = 256
-"""Characters of a token, at most, of tokenizers whose tokens are not known (long runs of spaces)."""
+"""Assumed maximum of characters per token for unknown vocabularies (long runs of spaces)."""
 SPACES = b" \t\n\r\v\f"
 
 
 class Lengths:
     """Lower bounds for one tokenizer.
 
-    Where its tokens are bytes and it changes no text before ("byte-level", as GPT-2's and all that followed), bytes are
-    weighed; for others a text has a token for every ``LONGEST_TOKEN`` characters.
+    For a byte-level tokenizer without a normalizer (GPT-2's and its successors) bytes are weighed; any other is assumed
+    to have a token for every ``LONGEST_TOKEN`` characters.
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
@@ -29,7 +29,7 @@ class Lengths:
         self._weights = None if backend is None else _weights(backend)
 
     def least(self, text: str) -> int:
-        """So many tokens at least; takes a millisecond for a megabyte."""
+        """Lower bound on the number of tokens; takes a millisecond per megabyte."""
         if self._weights is None:
             return len(text) // LONGEST_TOKEN
         codes = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
@@ -37,7 +37,7 @@ class Lengths:
 
 
 def _weights(backend: Any) -> np.ndarray[Any, np.dtype[np.float64]] | None:
-    """What each of the 256 bytes weighs; ``None`` where tokens are no bytes."""
+    """Weights [256] of the bytes; ``None`` if tokens are not bytes."""
     described = json.loads(backend.to_str())
     if described.get("normalizer") is not None or not _is_byte_level(described):
         return None
@@ -50,7 +50,7 @@ def _weights(backend: Any) -> np.ndarray[Any, np.dtype[np.float64]] | None:
         byte_values = list(set(added["content"].encode()))
         longest[byte_values] = np.maximum(longest[byte_values], len(added["content"].encode()))
         if added.get("lstrip") or added.get("rstrip"):
-            longest[list(SPACES)] = np.inf  # it takes any number of spaces beside it
+            longest[list(SPACES)] = np.inf  # it absorbs any number of adjacent spaces
     return 1.0 / longest
 
 
@@ -61,7 +61,7 @@ def _is_byte_level(described: Mapping[str, Any]) -> bool:
 
 
 def _letters() -> dict[str, int]:
-    """The letter that GPT-2's vocabulary has for each byte: printable ones are themselves, others come behind 255."""
+    """Byte of each letter in GPT-2's vocabulary: printable bytes are themselves, the others follow 255."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = [chr(byte) for byte in printable] + [chr(256 + number) for number in range(len(others))]

@@ -1,4 +1,4 @@
-"""From start to end of a server's process: an early check of what can go wrong, signals, and the exit code."""
+"""Lifecycle of a server process: early checks, signals and the exit code."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from foretoken.server import logs
 from foretoken.server.config import ServerSettings
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-"""Signals that ask the server to stop."""
+"""Signals that stop the server."""
 
 
 def listener(settings: ServerSettings) -> socket.socket:
-    """The bound socket, before anything heavy is imported or loaded.  Raises ``ValueError`` where it cannot be had."""
+    """The bound socket, created before anything heavy is imported.  Raises ``ValueError`` if the address is not
+    available."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # With the protocol named, asyncio turns Nagle's algorithm off; else small chunks wait 40 ms for an ACK.
+    # With an explicit protocol asyncio turns Nagle's algorithm off; otherwise small chunks wait 40 ms for an ACK.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -40,7 +41,7 @@ def listener(settings: ServerSettings) -> socket.socket:
 
 
 def run(settings: ServerSettings, sock: socket.socket) -> int:
-    """Serve until a signal comes or the engine stops; returns the exit code."""
+    """Serve until a signal arrives or the engine stops; returns the exit code."""
     from foretoken.server.app import create_app
     from foretoken.server.memory import share_arenas
     from foretoken.server.serving import Serving
@@ -52,9 +53,9 @@ def run(settings: ServerSettings, sock: socket.socket) -> int:
 
 @contextlib.contextmanager
 def answer_signals() -> Iterator[None]:
-    """End the process at a signal until the event loop has handlers of its own; the caller's come back at the end.
+    """End the process at a signal until the event loop has installed its handlers, and restore the caller's at the end.
 
-    The imports before it take seconds, and process 1 of a container does not notice a signal without a handler.
+    The imports before that take seconds, and process 1 of a container ignores a signal without a handler.
     """
     before = {number: signal.signal(number, _stopped_while_loading) for number in STOPPING}
     try:
@@ -65,11 +66,11 @@ def answer_signals() -> Iterator[None]:
 
 
 def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
-    """Serve an application until a signal comes or its state is in trouble; returns the exit code.
+    """Serve an application until a signal arrives or its state reports trouble; returns the exit code.
 
     Args:
-        serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``end_s``, ``is_chat``,
-            ``settings``, ``drain()`` and ``abandon()``.
+        serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``end_s``, ``is_chat``, ``settings``,
+            ``drain()`` and ``abandon()``.
     """
     import uvicorn
 
@@ -85,17 +86,17 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
         server_header=False,
         timeout_keep_alive=30,
     )
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, where it exists
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, if installed
         return runner.run(_serve(uvicorn.Server(config), serving, sock))
 
 
 async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
-    server.capture_signals = contextlib.nullcontext  # ours drain first
+    server.capture_signals = contextlib.nullcontext  # our handlers drain first
 
     def stop() -> None:
-        if stopping.is_set():  # the second one is meant
+        if stopping.is_set():  # a second signal forces the end
             os._exit(1)
         stopping.set()
 
@@ -117,20 +118,20 @@ async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
 
 
 def _stopped_while_loading(*_: object) -> NoReturn:
-    """End the process: nothing is lost, and Python would wait for the thread that loads, which cannot be stopped."""
+    """End the process: nothing is lost, and Python would wait for the loading thread, which cannot be stopped."""
     logs.say("stopped while the model was loading")
     logging.shutdown()
     os._exit(0)
 
 
 async def _watched(serving: Any, stopping: asyncio.Event, task: asyncio.Task[None]) -> int:
-    """Until it is asked to stop and has drained, or something has failed."""
+    """Exit code, once the server has drained after a signal or something has failed."""
     greeted = False
     while not task.done():
         if serving.failed is not None:
             return 2
         if serving.trouble is not None:
-            await asyncio.sleep(0.5)  # open streams are told
+            await asyncio.sleep(0.5)  # time for open streams to report the error
             # Exit code when the engine has stopped by itself
             return 70
         if serving.is_loaded and not greeted:
@@ -144,18 +145,18 @@ async def _watched(serving: Any, stopping: asyncio.Event, task: asyncio.Task[Non
 
 
 async def _drained(serving: Any, timeout_s: float) -> None:
-    """Refuse new requests, and wait for those that run."""
+    """Refuse new requests and wait for running ones."""
     serving.drain()
     end = asyncio.get_running_loop().time() + timeout_s
     while serving.num_open and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.02)
     if serving.num_open:
-        await serving.stop(0.0)  # streams that take longer end with an error, not in the middle of a line
-    await asyncio.sleep(0.2)  # the last answers are on their way
+        await serving.stop(0.0)  # longer streams end with an error, not in the middle of a line
+    await asyncio.sleep(0.2)  # time to send the last answers
 
 
 def greeting(settings: ServerSettings, is_chat: bool = False) -> str:
-    """Where the server is, and how it is asked: a model with a chat template by a chat."""
+    """Startup message: the server's address and an example request, a chat for a model with a chat template."""
     url = f"http://{settings.host}:{settings.port}{settings.root_path}"
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
     question = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "def fib(n):"}
@@ -169,7 +170,7 @@ def greeting(settings: ServerSettings, is_chat: bool = False) -> str:
 
 
 def agents(settings: ServerSettings, url: str) -> str:
-    """The environment that points an agent at the server, a line for each vendor's."""
+    """Environment variables that point agents at the server, one line per vendor."""
     key = "KEY" if settings.api_keys else "none"
     name = shlex.quote(settings.name)
     return (

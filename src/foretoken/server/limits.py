@@ -1,4 +1,4 @@
-"""What comes before the routes: identity of a request, keys, sizes and times."""
+"""Checks before the routes: request id, key, size and time limits."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ from foretoken.server.places import Places
 
 requests_log = logging.getLogger("foretoken.requests")
 OPEN = ("/health", "/ready")
-"""Routes that need no key and answer to any name: probes of orchestrators have none."""
+"""Routes that need no key and answer to any host name: probes of orchestrators have no key."""
 WRITERS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
-"""Routes that need a place in the engine."""
+"""Routes that need a slot in the engine."""
 LARGE = 64 * 1024
-"""Bytes of a request or an answer behind which memory is given back to the system."""
+"""Bytes of a request or an answer from which freed memory is returned to the system."""
 PIECE = 16 * 1024
-"""Bytes of an answer that are handed to a connection at once: the next ones wait until the client has taken these."""
+"""Bytes of an answer that are written to a connection at once; the next ones wait until the client has taken these."""
 BETWEEN = "between_events"
-"""In a request's state: whether a stream of events is at the end of one, so that a comment may follow."""
+"""Key in a request's state: whether an event stream is between two events, so that a comment may follow."""
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
 DEEPEST = 64
-"""Levels of a JSON document."""
+"""Maximum nesting depth of a JSON document."""
 _STEP = np.zeros(256, dtype=np.int32)
 _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
 ANY = "*"
 
 
 class Gate:
-    """Every request passes here first: it gets an id, shows its key, and is small enough and sent in time.
+    """Entry point of every request: assigns an id, checks the key, and limits size and time of arrival.
 
-    Behind it every request has in ``scope["state"]`` its ``request_id``, its ``place``, the ``size`` of its body and
-    the number of bytes ``sent``.
+    It adds to ``scope["state"]`` the ``request_id``, the ``place``, the ``size`` of the body and the number of bytes
+    ``sent``.
 
     Args:
-        failed: told of every error answer that comes from here.
-        admit: raises an :class:`ApiError` while nothing can be taken of who asks: a full server refuses before it reads
-            what was asked, or those whom it serves would wait for that.
+        failed: called for every error answer of the gate.
+        admit: raises an :class:`ApiError` while the caller has no room: a full server refuses before it parses the
+            body, which would delay running requests.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Gate:
         self.hosts = Hosts(settings.host, settings.allowed_host, len(self.keys) > 0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or answer it."""
+        """Pass a request on, or answer it with an error."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -96,14 +96,14 @@ class Gate:
             except ApiError as error:
                 await answered(error, scope["path"], self.failed)(scope, receive, sender)
                 return
-            # Nobody but the connection need know that only the head of an answer is asked for: it leaves out the rest.
+            # The connection itself omits the body of an answer to HEAD, so the application sees a GET.
             request_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             try:
                 await self.app(request_scope, received, sender)
             except Exception as error:
                 if state["begun"]:
                     raise
-                # Answered here and not outside: browsers of other origins can read it, and it carries its id.
+                # Answered here, so that browsers of other origins can read the error and it carries the request id.
                 await answered(api_error(error), scope["path"], self.failed)(scope, receive, sender)
         finally:
             if place is not None:
@@ -112,7 +112,8 @@ class Gate:
                 FREED.large_one_ended()
 
     def _sender(self, scope: Scope, send: Send) -> Send:
-        """Sends with our headers, in pieces, so that who does not read holds a piece and not the answer."""
+        """A sender that adds our headers and writes in pieces: a client that does not read holds a piece, not the whole
+        answer."""
         start_s, state, is_stream = time.monotonic(), scope["state"], False
 
         async def with_id(message: Message) -> None:
@@ -123,7 +124,7 @@ class Gate:
                     log_request(scope, message["status"], start_s)
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = scope["state"]["request_id"]
-                if is_anthropic(scope["path"]):  # its clients know the id by another name
+                if is_anthropic(scope["path"]):  # its clients expect this name
                     headers["Request-Id"] = scope["state"]["request_id"]
                 for name, value in SECURITY.items():
                     headers.setdefault(name, value)
@@ -141,8 +142,8 @@ class Gate:
         return with_id
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
-        """Who asks; a replica is told by its gateway, and no client can say it.  Another server's name is answered with
-        421, and no valid key with 401."""
+        """Caller of a request; a replica takes it from its gateway, and clients cannot set it.  Raises
+        :class:`ApiError`: 421 for another server's name, 401 without a valid key."""
         earlier = scope["state"].get("caller")
         if isinstance(earlier, Caller):
             return earlier
@@ -158,8 +159,8 @@ class Gate:
         return caller
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """Read the whole body, and hand it on in one piece.  Raises :class:`ApiError` 413, 408, or as :func:`checked`
-        does."""
+        """Read the whole body; the returned ``receive`` delivers it in one piece.  Raises :class:`ApiError` 413, 408,
+        or as :func:`checked` does."""
         scope["state"]["size"] = 0
         declared = headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self.max_body:
@@ -179,10 +180,10 @@ class Gate:
         return again
 
     async def _discard(self, receive: Receive) -> None:
-        """Let up to twice the limit arrive: a client that is still sending would see a reset, not the answer."""
+        """Read up to twice the limit: a client that is still sending would see a reset instead of the answer."""
         size = 0
         with suppress(TimeoutError):
-            # Seconds for the rest of a body that is too large
+            # Time limit for the rest of an oversized body
             async with asyncio.timeout(1.0):
                 while size < 2 * self.max_body:
                     message = await receive()
@@ -209,12 +210,12 @@ class Gate:
 
 
 def _is_worth_a_line(scope: Scope, status: int) -> bool:
-    """Whether the log should have a line of an answer: generations write their own, and probes come every second."""
+    """Whether an answer is logged here: generations write their own line, and probes come every second."""
     return status >= 400 and scope["path"] not in OPEN and not scope["state"].get("logged")
 
 
 def log_request(scope: Scope, status: int, began_s: float, **fields: Any) -> None:
-    """One line of the log about one request, at most once."""
+    """Write the log line of a request, at most once."""
     scope["state"]["logged"] = True
     entry = {
         "request_id": scope["state"].get("request_id", ""),
@@ -227,14 +228,14 @@ def log_request(scope: Scope, status: int, began_s: float, **fields: Any) -> Non
 
 
 def _id_of(headers: Headers) -> str:
-    """The client's id, where it is one that can be put into a log, else a new one."""
+    """The client's id if it is safe to log, else a new one."""
     request_id = headers.get("x-request-id", "")
     return request_id if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", request_id) else uuid.uuid4().hex
 
 
 def checked(body: bytes) -> bytes:
-    """The document as UTF-8, whatever Unicode encoding it came in; 400 where it is nested too deeply or its bytes are
-    no text."""
+    """The document as UTF-8, from any Unicode encoding.  Raises :class:`ApiError` 400 if it is nested too deeply or its
+    bytes are no text."""
     encoding = json.detect_encoding(body)
     if encoding != "utf-8":
         try:
@@ -247,10 +248,10 @@ def checked(body: bytes) -> bytes:
 
 
 def deeper_than(body: bytes, most: int) -> bool:
-    """Whether brackets outside of texts are nested more deeply, in UTF-8.
+    """Whether brackets outside of strings are nested deeper than ``most``, in UTF-8.
 
-    Arrays instead of a loop or a pattern: it takes some ten milliseconds for the worst two megabytes, and every other
-    request waits for that.
+    NumPy arrays instead of a loop or a pattern: the worst two megabytes take some ten milliseconds, during which every
+    other request waits.
     """
     if body.count(b"[") + body.count(b"{") <= most:
         return False
@@ -263,20 +264,21 @@ def deeper_than(body: bytes, most: int) -> bool:
 
 
 def _quotes(codes: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Where texts begin and end: at quotes with an even number of backslashes before them."""
+    """Positions where strings begin and end: quotes with an even number of backslashes before them."""
     quotes = np.flatnonzero(codes == ord('"'))
     if not (codes == ord("\\")).any():
         return quotes
     places = np.arange(len(codes), dtype=np.int32)
-    others = np.maximum.accumulate(np.where(codes == ord("\\"), -1, places))  # the last one that is no backslash
+    others = np.maximum.accumulate(np.where(codes == ord("\\"), -1, places))  # the last other character
     before = np.concatenate([np.array([-1], dtype=np.int32), others])[quotes]
     return quotes[(quotes - 1 - before) % 2 == 0]
 
 
 def across_origins(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
-    """The application, for web pages of other origins too where some are allowed.
+    """The application, wrapped for web pages of other origins if some are allowed.
 
-    It stands before the :class:`Gate`: a browser asks for leave without a key, and must be able to read refusals.
+    The wrapper is outside of the :class:`Gate`: a browser's preflight request has no key, and pages must be able to
+    read refusals.
     """
     if not settings.allowed_origin:
         return app
@@ -285,19 +287,19 @@ def across_origins(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
         allow_origins=settings.allowed_origin,
         allow_methods=("GET", "POST"),
         allow_headers=(ANY,),
-        allow_private_network=True,  # pages on the internet ask so for a server on this machine or in its network
+        allow_private_network=True,  # for pages on the internet that use a server on this machine or in its network
         expose_headers=("X-Request-Id", "Request-Id", "X-Ignored-Fields", "X-Replica", "Retry-After"),
     )
 
 
 class Hosts:
-    """Names that may be in ``Host``.
+    """Names allowed in the ``Host`` header.
 
     Args:
-        bound: where the server listens.
+        bound: address that the server listens on.
         allowed: more names; ``*`` allows all.
-        keyed: whether every request needs a key: a stranger's page has none, so that all names are allowed unless some
-            are given.
+        keyed: whether every request needs a key.  A stranger's page has none, so all names are allowed unless
+            ``allowed`` lists some.
     """
 
     def __init__(self, bound: str, allowed: Sequence[str], keyed: bool) -> None:
@@ -306,7 +308,7 @@ class Hosts:
         self._any = ANY in allowed or (keyed and not allowed)
 
     def check(self, header: str) -> None:
-        """Refuse, with 421, a name that is not this server's; a client that names none is no browser."""
+        """Raise :class:`ApiError` 421 for a name that is not this server's; a client without ``Host`` is no browser."""
         name = _name_of(header)
         if self._any or not header or name in self._names or self._is_own_address(name):
             return
@@ -318,7 +320,8 @@ class Hosts:
         )
 
     def _is_own_address(self, name: str) -> bool:
-        """An address cannot be somebody else's name: where the server listens on all, any may be its own."""
+        """Whether an address is this server's, not another server's name.  If the server listens on all addresses, any
+        may be."""
         try:
             address = ip_address(name)
         except ValueError:
@@ -327,7 +330,7 @@ class Hosts:
 
 
 def _name_of(header: str) -> str:
-    """Without the port, and without the brackets of an IPv6 address."""
+    """Host name without the port and the brackets of an IPv6 address."""
     header = header.strip().lower()
     if header.startswith("["):
         return header[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""The log: one JSON object a line, whatever is in it, written by a thread of its own."""
+"""The server's log: one JSON object per line, written by a separate thread."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from queue import Full, Queue
 from typing import Any
 
 MOST_LINES = 10_000
-"""Lines that wait to be written; more are counted and lost."""
+"""Lines that may wait to be written; later ones are lost and counted."""
 
 
 class JsonLines(logging.Formatter):
-    """Control characters are escaped by JSON, so that nobody can write lines of others."""
+    """Formats records as JSON, which escapes control characters, so that no client can forge log lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         if getattr(record, "plain", False):
@@ -36,11 +36,11 @@ class JsonLines(logging.Formatter):
 
 
 class LineWriter(logging.Handler):
-    """Writes lines in a thread of its own, so that no request waits for who reads them.
+    """Writes lines in a separate thread, so that no request waits for the reader of the log.
 
     A pipe that nobody empties is full after 64 KiB, and a write to it never returns: in the event loop it would stop
-    the whole server.  At most ``most`` lines wait: later ones are lost, and their number is written as soon as there is
-    room.
+    the whole server.  At most ``most`` lines wait.  Later ones are lost, and their number is written as soon as there
+    is room.
     """
 
     def __init__(self, descriptor: int, most: int = MOST_LINES) -> None:
@@ -58,20 +58,19 @@ class LineWriter(logging.Handler):
                 self._lost += 1
 
     def flush(self) -> None:
-        """Wait until everything is written, a second at most."""
+        """Wait until everything is written, at most a second."""
         with self._lines.all_tasks_done:
-            # Seconds that the end of the process waits for the last lines
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, 1.0)
 
     def close(self) -> None:
-        """Let the thread end behind the lines that wait; where there is no room nobody reads, and it stays."""
+        """End the thread after the waiting lines.  It stays if the queue is full, as there is no reader then."""
         with suppress(Full):
             self._lines.put_nowait(None)
         super().close()
 
     def _write_all(self) -> None:
         while (line := self._lines.get()) is not None:
-            with suppress(OSError):  # nobody reads any more
+            with suppress(OSError):  # the reader is gone
                 self._write(line)
                 with self._counting:
                     lost, self._lost = self._lost, 0
@@ -88,19 +87,18 @@ class LineWriter(logging.Handler):
 
 
 def say(line: str, level: int = logging.INFO) -> None:
-    """Tell whoever has started the server something, as it is; nobody waits until it is read."""
+    """Write a plain line for the user who started the server; nothing waits until it is read."""
     logging.getLogger("foretoken.server").log(level, "%s", line, extra={"plain": True})
 
 
 def _warn(message: Warning | str, *place: object, **more: object) -> None:
-    """A warning as one line."""
     say(f"warning: {' '.join(str(message).split())}", logging.WARNING)
 
 
 def keep_standard_files() -> None:
-    """Open what was closed at the start of the process on ``/dev/null``.
+    """Open standard files that were closed when the process started on ``/dev/null``.
 
-    Else the next file or connection gets its number, and what is written to stderr, by whomever, ends up in that.
+    Otherwise the next file or connection gets such a number, and whatever is written to stderr ends up in it.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -110,11 +108,11 @@ def keep_standard_files() -> None:
 
 
 LEVELS = {"foretoken": logging.INFO, "asyncio": logging.WARNING, "uvicorn": logging.WARNING}
-"""The logs that are written so: ours, and what the event loop and uvicorn complain about."""
+"""Loggers in this format: foretoken's, and those of the event loop and uvicorn."""
 
 
 def install() -> None:
-    """Send these logs to stderr so, for as long as the process lives."""
+    """Send these logs to stderr for the life of the process."""
     if any(isinstance(handler, LineWriter) for handler in logging.getLogger("foretoken").handlers):
         return
     handler = logging.NullHandler() if sys.stderr is None else LineWriter(2)
@@ -128,7 +126,7 @@ def install() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """The same inside the block; then everything is written and the logs are the caller's again, as they were."""
+    """Install the logs inside the block, then write everything out and restore the caller's logging."""
     logs = [logging.getLogger(name) for name in LEVELS]
     before = [(log, log.handlers[:], log.level, log.propagate) for log in logs]
     showwarning = warnings.showwarning

@@ -1,4 +1,4 @@
-"""Counters for Prometheus, in vLLM's words."""
+"""Prometheus counters under vLLM's names."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from foretoken.engine.stopping import FinishReason
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 PHASES = ("draft", "target", "verify", "overhead")
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length", "error": "error"}
-"""How an end is called here, by the engine's word; what is cancelled or late is ``abort``."""
+"""Finish reasons by the engine's name; cancelled and late requests are ``abort``."""
 DONE = ("stop", "length")
 
 
 class Metrics:
-    """All counters of a server, once per prefix of their names, labelled with the model.
+    """All counters of a server, once per name prefix, labelled with the model.
 
-    ``status`` is asked for what the engine does just now whenever somebody reads, and ``places`` for the choices that
-    are admitted.
+    Every scrape calls ``status`` for the engine's current state and ``places`` for the number of admitted choices.
     """
 
     def __init__(
@@ -61,7 +60,8 @@ class Metrics:
                 gauge.labels(model).set_function(lambda value=value: value(state) if (state := status()) else 0.0)  # type: ignore[misc]
 
     def _counters(self, prefix: str) -> dict[str, Any]:
-        """Those with no label but the model's begin at 0, for tools that look before the first request."""
+        """Counters and histograms of a prefix.  Those with only the model's label begin at 0, for tools that read
+        before the first request."""
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:
             return Counter(f"{prefix}:{name}", help_text, ["model_name", *labels], registry=self.registry)
@@ -104,8 +104,8 @@ class Metrics:
         return metrics
 
     def ended(self, request: Request, arrived_s: float, stats: SpecStats, reason: FinishReason | None) -> None:
-        """Count a choice that has left the engine, however it ended, in the engine's thread.  It came at ``arrived_s``,
-        by the monotonic clock; without a ``reason`` it was cancelled."""
+        """Count a choice that has left the engine, however it ended; runs in the engine's thread.  ``arrived_s`` is on
+        the monotonic clock; without a ``reason`` it was cancelled."""
         whole_s, outcome = time.monotonic() - arrived_s, REASONS.get(reason or "", "abort")
         for counters in self._sets:
             self._count(counters, stats, outcome)
@@ -118,12 +118,12 @@ class Metrics:
                     counters["per_token"].labels(self._model).observe(writing_s / (stats.num_new_tokens - 1))
 
     def _why_plain(self, request: Request, stats: SpecStats) -> str:
-        """Why a request had no draft."""
+        """Reason why a request had no draft."""
         if not self.has_drafter:
             return "no_drafter"
         if request.max_draft_tokens == 0:
             return "asked_for"
-        if request.max_new_tokens == 1:  # it is the target's own
+        if request.max_new_tokens == 1:  # from the target itself
             return "one_token"
         return "nothing_to_draft" if stats.num_asked_rounds else "plain_is_faster"
 
@@ -145,7 +145,7 @@ class Metrics:
             counters["queue"].labels(m).observe(stats.queue_s)
 
     def came(self, seconds: float) -> None:
-        """Note the seconds that a token of a block has taken."""
+        """Record the seconds per token of a block."""
         for between in self._between:
             between.observe(seconds)
 
@@ -158,12 +158,12 @@ class Metrics:
             counters["rejections"].labels(self._model, reason).inc()
 
     def text(self) -> bytes:
-        """What Prometheus reads."""
+        """Exposition for Prometheus."""
         return generate_latest(self.registry)
 
 
 class _Rounds(Collector):
-    """What the engine counts once a round, however many requests take part."""
+    """Counters of the engine's rounds, however many requests take part in one."""
 
     def __init__(self, prefixes: Sequence[str], model: str, status: Callable[[], EngineStatus | None]) -> None:
         self._prefixes, self._model, self._status = prefixes, model, status

@@ -1,4 +1,4 @@
-"""The page for people: files of one folder, each under its own name."""
+"""The server's web page: files of one folder, each under its own name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi.responses import FileResponse
 FOLDER = Path(__file__).with_name("page")
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 FILES = {f"/{file.name}": file for file in sorted(FOLDER.iterdir()) if file.suffix in KINDS and file.stem != "index"}
-"""What the page loads, by the path that it is asked for."""
+"""Files that the page loads, by request path."""
 PATHS = frozenset(("/", *FILES))
 router = APIRouter()
 

@@ -1,7 +1,7 @@
-"""Places in a server: what has been admitted, from before it is tokenised until its last byte was taken.
+"""Admission slots of a server, held from before a prompt is tokenised until the last byte of the answer was read.
 
-A choice holds its place while it waits, runs, and is read by its client.  An answer that nobody reads therefore counts
-like one that is being written, and what is admitted has a bound whatever clients do.
+An unread answer counts like one that is being written, so the number of admitted choices is bounded whatever clients
+do.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ MINUTE_S = 60.0
 
 
 class Places:
-    """All of a server: at most ``most`` choices may be admitted at once (``None`` where somebody else counts them), of
-    which ``reserved`` are for keys that have none yet, so that one key cannot hold all."""
+    """Slots of a server.  At most ``most`` choices are admitted at once (``None``: counted elsewhere), and the last
+    ``reserved`` slots are kept for keys that hold none, so that one key cannot take all."""
 
     def __init__(self, most: int | None, reserved: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.reserved, self.open = most, reserved, 0
         self._clock = clock
         self._by_key: Counter[str] = Counter()
-        self._spent: dict[str, tuple[float, float]] = {}  # by key: tokens that are not yet paid for, and since when
+        self._spent: dict[str, tuple[float, float]] = {}  # by key: token debt, and the time at which it was computed
 
     def place(self, caller: Caller) -> Place:
-        """The place of one request, which takes nothing yet."""
+        """A slot for one request, which holds nothing yet."""
         return Place(self, caller)
 
     def check_room(self, caller: Caller, count: int = 1) -> None:
-        """Refuse, by a ``QueueFull``, while there is no room for so many of this caller's."""
+        """Raise ``QueueFull`` if ``count`` more choices of this caller do not fit."""
         if self.most is None:
             return
         if self.open + count > self.most:
@@ -74,7 +74,7 @@ class Places:
             )
 
     def _owed(self, caller: Caller) -> float:
-        """Tokens beyond what the key may have used by now: it starts with those of a minute."""
+        """Tokens that the key has used beyond its budget so far.  A key starts with the tokens of one minute."""
         spent, since = self._spent.get(caller.name, (-float(caller.tokens_per_minute), self._clock()))
         now_s = self._clock()
         paid = max(-float(caller.tokens_per_minute), spent - (now_s - since) * caller.tokens_per_minute / MINUTE_S)
@@ -93,32 +93,32 @@ class Places:
 
 
 class Place:
-    """What one request holds; its prompts and answers have ``spent`` so many tokens so far."""
+    """Slot of one request; ``spent`` counts the tokens of its prompts and answers so far."""
 
     def __init__(self, places: Places, caller: Caller) -> None:
         self._places, self.caller = places, caller
         self._count = self.spent = 0
 
     def take(self, count: int) -> None:
-        """Admit so many choices.  Raises :class:`QueueFull` where the server has no room for them now, and
-        :class:`ApiError`: 400 for more than there can ever be, 429 where what the key may take is used up."""
+        """Admit ``count`` choices.  Raises :class:`QueueFull` if the server has no room now, and :class:`ApiError`: 400
+        for more choices than can ever be admitted, 429 if the key's quota is used up."""
         self._places._take(self.caller, count)
         self._count += count
 
     def spend(self, tokens: int) -> None:
-        """Count tokens of a prompt that is read, or of an answer."""
+        """Count tokens of a prompt or of an answer."""
         self.spent += tokens
         self._places._spend(self.caller, tokens)
 
     def close(self) -> None:
-        """The last byte was taken, or nobody takes it."""
+        """Free the slot: the client has read the last byte or is gone."""
         count, self._count = self._count, 0
         if count:
             self._places._free(self.caller, count)
 
 
 def place_of(scope: Scope) -> Place:
-    """That of a request which came through the gate; one without limits for others."""
+    """Slot of a request that came through the gate; a slot without limits for any other request."""
     return scope.setdefault("state", {}).setdefault("place", Places(None).place(Caller(priority=True)))
 
 

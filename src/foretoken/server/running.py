@@ -1,4 +1,4 @@
-"""The engine's side of one HTTP request: several tickets that live and end together."""
+"""The engine's side of one HTTP request: several tickets that are submitted and end together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def submit_all(engine: AsyncLlm, requests: Sequence[Request]) -> list[Ticket]:
-    """Queue all of them, or none.  Raises ``QueueFull`` where there is no room for all."""
+    """Queue all requests or none.  Raises ``QueueFull`` if there is no room for all."""
     tickets: list[Ticket] = []
     try:
         for request in requests:
@@ -31,11 +31,12 @@ def submit_all(engine: AsyncLlm, requests: Sequence[Request]) -> list[Ticket]:
 
 
 Saw = Callable[[int, int], None]
-"""Told of every block as it comes: the index of its ticket, and its tokens."""
+"""Callback for every block of tokens: index of the ticket, number of tokens."""
 
 
 async def outputs_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> list[Output]:
-    """What they give; if one fails, the others are ended, too.  Raises ``DeadlineExceeded`` where the time was up."""
+    """Outputs of all tickets; if one fails, the others are cancelled.  Raises ``DeadlineExceeded`` when the time is
+    up."""
     try:
         return await asyncio.gather(*(_output(engine, index, ticket, saw) for index, ticket in enumerate(tickets)))
     finally:
@@ -59,7 +60,7 @@ async def _output(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> Out
 
 
 async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> AsyncIterator[tuple[int, Piece]]:
-    """Pieces of all of them as they come, with their indices.  Raises ``DeadlineExceeded`` once the time of one is
+    """Pieces of all tickets as they arrive, with their indices.  Raises ``DeadlineExceeded`` once the time of one is
     up."""
     several = [_pieces(engine, index, ticket, saw) for index, ticket in enumerate(tickets)]
     merged = several[0] if len(several) == 1 else _merged(several)
@@ -82,7 +83,7 @@ async def _pieces(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> Asy
 
 
 async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """What several generators give, as it comes, from a task for each."""
+    """Values of several generators in order of arrival, from one task per generator."""
     queue: asyncio.Queue[T | Exception | None] = asyncio.Queue()
 
     async def follow(source: AsyncGenerator[T, None]) -> None:
@@ -90,7 +91,7 @@ async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
             async for value in source:
                 queue.put_nowait(value)
             queue.put_nowait(None)
-        except Exception as error:  # told to the client by whoever reads the queue
+        except Exception as error:  # reported to the client by the reader of the queue
             queue.put_nowait(error)
 
     tasks = [asyncio.create_task(follow(source)) for source in sources]
@@ -110,11 +111,11 @@ async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
 
 
 class ClientGone(Exception):
-    """Nobody listens any more."""
+    """The client has disconnected."""
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of some work, which ends when the client goes away.  Raises ``ClientGone`` where it did."""
+    """Result of ``work``, which is cancelled when the client disconnects.  Raises ``ClientGone`` in that case."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(receive))
     try:
@@ -130,6 +131,6 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone away."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""What all routes of a server share: the engine once it is there, its settings and its counters."""
+"""State shared by all routes of a server: engine, settings and counters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("foretoken.server")
 
 
 def load_llm(settings: ServerSettings) -> Llm:
-    """The model that is served, with everything around it.  Raises ``ValueError`` for whatever is wrong with it."""
+    """The served model with drafter, verifier and controller.  Raises ``ValueError`` if it cannot be loaded."""
     drafter = None if settings.drafter == "none" else settings.drafter
     if settings.online:
         drafter = settings.online_drafter
@@ -56,7 +56,7 @@ def load_llm(settings: ServerSettings) -> Llm:
 
 
 def keep_promise(settings: ServerSettings, llm: Llm) -> None:
-    """Refuse, by a ``ValueError``, to serve with ``exact="bitwise"`` a model that is exact up to rounding only."""
+    """Raise ``ValueError`` for ``exact="bitwise"`` with a model that is exact up to rounding only."""
     if settings.exact == "bitwise" and llm.exactness != "bitwise":
         raise ValueError(
             f"{settings.name} cannot be served with --exact bitwise: {llm.target.exactness_why}; leave --exact out to "
@@ -65,7 +65,7 @@ def keep_promise(settings: ServerSettings, llm: Llm) -> None:
 
 
 def tell(settings: ServerSettings, llm: Llm) -> None:
-    """Write to the log how the model runs, what it promises, and every faster path that it was refused."""
+    """Log how the model runs, how exact it is, and every faster path that it could not take."""
     description = llm.describe()
     drafter = "none" if llm.drafter is None else llm.drafter.spec or llm.drafter.name
     summary = f"{how_it_runs(description)}, drafter {drafter}"
@@ -75,7 +75,7 @@ def tell(settings: ServerSettings, llm: Llm) -> None:
 
 
 def tell_memory(settings: ServerSettings, llm: Llm) -> None:
-    """Warn where requests that name no limit wait for each other's memory, because of how much each reserves."""
+    """Warn if requests without a token limit wait for memory because each reserves so much."""
     caps = [llm.target.context_length, settings.default_max_tokens, llm.defaults.sampling.get("max_new_tokens")]
     each = min(cap for cap in (*caps, llm.engine.budget.room(0)) if cap)
     count = max(1, llm.engine.budget.at_once(0, each, settings.max_running))
@@ -92,8 +92,8 @@ def tell_memory(settings: ServerSettings, llm: Llm) -> None:
 
 
 def warm_up(llm: Llm) -> None:
-    """Compile a grammar, so that the first request does not pay for the tokenizer's view and the trial's process out of
-    its two seconds."""
+    """Compile a grammar, so that the first request does not spend its two seconds on the tokenizer's view and the trial
+    process."""
     try:
         from foretoken.server.grammar import compile_constraint
 
@@ -105,7 +105,7 @@ def warm_up(llm: Llm) -> None:
 
 
 def capture(llm: Llm, texts: int) -> None:
-    """Capture the CUDA graphs that rounds of up to so many texts need, so that no request waits for one."""
+    """Capture the CUDA graphs for rounds of up to ``texts`` sequences, so that no request waits for one."""
     graphs = getattr(llm.target, "graphs", None)
     if graphs is None:
         return
@@ -121,14 +121,14 @@ def capture(llm: Llm, texts: int) -> None:
 
 @dataclass
 class Serving:
-    """A server's state.
+    """State of a server.
 
     Attributes:
-        places: what is admitted, until its last byte was taken.
-        lengths: how many tokens a text has at least.
-        started_s: when the model was ready, in seconds since 1970.
-        failed: why the model could not be loaded.
-        end_s: seconds in which it must have ended after it was told to.
+        places: slots of admitted choices, held until their last byte was read.
+        lengths: lower bounds on the number of tokens of a text.
+        started_s: time at which the model was ready, in seconds since 1970.
+        failed: error that prevented loading.
+        end_s: seconds within which it must have ended after a stop signal.
     """
 
     settings: ServerSettings
@@ -153,7 +153,7 @@ class Serving:
         return None if self._engine is None else self._engine.status
 
     async def start(self) -> None:
-        """Load the model in a thread of its own, and let the engine serve it."""
+        """Load the model in a thread and start the engine."""
         try:
             llm = await asyncio.to_thread(self.make, self.settings)
             keep_promise(self.settings, llm)
@@ -181,19 +181,19 @@ class Serving:
             self.lengths = await asyncio.to_thread(Lengths, llm.tokenizer)
             await in_thread(GRAMMARS, lambda: warm_up(llm))
             self._engine, self.started_s = engine, int(time.time())
-        except Exception as error:  # told to whoever starts the server
+        except Exception as error:  # reported by the loop that watches the server
             self.failed = error
 
     def _ended(
         self, bytes_per_token: int, request: Request, arrived_s: float, stats: SpecStats, reason: FinishReason | None
     ) -> None:
-        """Count a choice that has left the engine; the memory of a long one goes back to the system."""
+        """Count a choice that has left the engine, and return the memory of a long one to the system."""
         self.metrics.ended(request, arrived_s, stats, reason)
         if len(request.prompt) * bytes_per_token >= LARGE_TEXT:
             TEXTS.large_one_ended()
 
     async def stop(self, drain_s: float) -> None:
-        """Refuse new requests, finish the others, end the engine."""
+        """Refuse new requests, finish running ones and end the engine."""
         self.drain()
         if self._engine is not None:
             await self._engine.close(drain_s)
@@ -205,11 +205,11 @@ class Serving:
             self._engine.drain()
 
     def abandon(self) -> None:
-        """End what loading has started, before the process ends: its threads end with it."""
+        """Do nothing: threads that load the model end with the process."""
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of unfinished requests."""
         return 0 if self._engine is None else self._engine.num_open
 
     @property
@@ -218,7 +218,7 @@ class Serving:
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with the engine."""
+        """Failure of the engine, if any."""
         if self.failed is not None:
             return f"the model could not be loaded: {self.failed}"
         if self._engine is None:
@@ -232,8 +232,8 @@ class Serving:
 
     @property
     def engine(self) -> AsyncLlm:
-        """The engine.  Raises :class:`ApiError` 503 while the model is loaded and when the server is about to stop, and
-        :class:`EngineDead` where there is none any more."""
+        """The engine.  Raises :class:`ApiError` 503 while the model is being loaded, and :class:`EngineDead` if loading
+        failed."""
         if self.failed is not None:
             raise EngineDead(str(self.failed))
         if self._engine is None:
@@ -241,8 +241,8 @@ class Serving:
         return self._engine
 
     def admit(self, caller: Caller) -> None:
-        """Refuse, by an ``ApiError`` 503, a request while this caller has no room for any; as long as there is no
-        engine, the route says why."""
+        """Raise ``ApiError`` 503 while this caller has no room for any request.  Without an engine the route reports
+        the reason."""
         try:
             if self._engine is not None:
                 self._engine.check_room()
@@ -251,7 +251,7 @@ class Serving:
             raise self.rejected(error) from error
 
     def rejected(self, error: Exception) -> ApiError:
-        """Count a request that was not taken; what its client is told."""
+        """Count a refused request; returns the error for its client."""
         failure = api_error(error)
         self.metrics.rejected(failure.reason)
         failure.counted = True
@@ -259,7 +259,7 @@ class Serving:
 
     @property
     def llm(self) -> Llm:
-        """What the engine serves."""
+        """The served model."""
         return self.engine.llm
 
     @property
@@ -268,7 +268,7 @@ class Serving:
         return has_template(self.llm.tokenizer)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model, by an ``ApiError`` 404."""
+        """Raise ``ApiError`` 404 for the name of another model."""
         if name is not None and name not in (self.settings.name, self.settings.model):
             raise ApiError(
                 404,
@@ -278,7 +278,7 @@ class Serving:
             )
 
     def note_ignored(self, names: list[str]) -> dict[str, str]:
-        """A header that lists fields that were ignored; each is logged once."""
+        """Header that lists ignored fields; each field is logged once."""
         safe = [name for name in names[:1000] if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)][:20]
         new = set(safe) - self.unknown
         if new and len(self.unknown) < 1000:

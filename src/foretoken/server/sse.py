@@ -21,11 +21,11 @@ _encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Dialect:
-    """How an API writes its streams.
+    """Stream format of an API.
 
     Attributes:
-        error: what an event says of an error.
-        end: bytes at the end of a whole answer.
+        error: payload of an error event.
+        end: bytes at the end of a complete answer.
         named: whether an event has its type as a name.
     """
 
@@ -40,7 +40,7 @@ RESPONSES = Dialect(lambda error: {"type": "error", **error.body["error"]}, name
 
 
 def event(data: Any, pad: int = 0, named: bool = False) -> bytes:
-    """One event; with ``pad``, filled with a comment up to a multiple of so many bytes."""
+    """One event; with ``pad``, filled with a comment up to a multiple of that many bytes."""
     name = b"event: " + str(data["type"]).encode() + b"\n" if named else b""
     message = name + b"data: " + _encoded(data).encode() + b"\n\n"
     if not pad or len(message) % pad == 0:
@@ -50,9 +50,9 @@ def event(data: Any, pad: int = 0, named: bool = False) -> bytes:
 
 
 async def framed(events: AsyncIterator[Any], pad: int, dialect: Dialect = OPENAI) -> AsyncGenerator[bytes, None]:
-    """Events as bytes, an error at its place, or the end.
+    """Events as bytes, followed by the end mark or an error event.
 
-    After an error the stream just closes: a client that saw ``[DONE]`` would take what it has for the whole answer.
+    After an error the stream just closes: a client that saw ``[DONE]`` would take a partial answer for the whole.
     """
     try:
         async for data in events:
@@ -66,10 +66,9 @@ async def framed(events: AsyncIterator[Any], pad: int, dialect: Dialect = OPENAI
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come, and a comment when none has come for a while.
+    """Sends events as they arrive, and a comment after ``ping_s`` seconds of silence; for ``pad`` see :func:`event`.
 
-    Comments come from a task of their own: waiting for every event with a limit would cost a task for each.  One is
-    sent after ``ping_s`` seconds of silence; for ``pad`` see :func:`event`.
+    A separate task sends the comments: waiting for every event with a time limit would cost a task per event.
     """
 
     def __init__(
@@ -100,6 +99,6 @@ class EventStream(StreamingResponse):
             await asyncio.sleep(max(0.0, self._sent_s + self.ping_s - clock()))
             if clock() - self._sent_s >= self.ping_s:
                 self._sent_s = clock()
-                if self._in_frame:  # a large one goes out in pieces, and waits for its reader: not in the middle of it
+                if self._in_frame:  # no comment inside a large frame, which is sent in pieces
                     continue
                 await send({"type": "http.response.body", "body": PING, "more_body": True})

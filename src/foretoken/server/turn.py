@@ -1,4 +1,4 @@
-"""The answer to a conversation, whichever API asks for it: chat completions, messages (Anthropic), responses."""
+"""The answer to a conversation, shared by chat completions, messages (Anthropic) and responses."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Part = str | Call
 
 
 class ChatTurn(Answer):
-    """One conversation that is answered.
+    """One conversation and its answer.
 
     Attributes:
-        clamps: whether the limit of tokens may be more than the context has left, which then ends the answer.
-        body: what it asks, in the words of chat completions.
-        prompt: token ids, once it was started.
-        most: tokens of the answer, once it was started.
+        clamps: whether the token limit may exceed the room in the context, which then ends the answer.
+        body: the request as a chat completion.
+        prompt: token ids, set on start.
+        most: token limit of the answer, set on start.
     """
 
     clamps: ClassVar[bool] = True
@@ -72,15 +72,14 @@ class ChatTurn(Answer):
 
     @cached_property
     def format(self) -> CallFormat:
-        """How the model writes calls."""
+        """Call format of the model."""
         return format_of(str(getattr(self.serving.llm.tokenizer, "chat_template", None) or ""))
 
     def reader(self) -> CallReader:
-        """Reads the text of one answer."""
         return CallReader(self.tool_choice.names, self.tool_choice.most)
 
     def conversation(self) -> Conversation:
-        """What the template is given."""
+        """Input of the chat template."""
         body = self.body
         return Conversation(
             body.messages,
@@ -92,8 +91,7 @@ class ChatTurn(Answer):
         )
 
     async def count(self) -> int:
-        """Tokens of the prompt, without an answer; also of one that is longer than the context, so that a client learns
-        by how much."""
+        """Number of prompt tokens, even beyond the context, so that a client learns by how much."""
         prompt = await prompt_of(self.serving.llm.tokenizer, self.conversation())
         return len(await in_thread(TEXTS, lambda: self._encoded(prompt), cost=len(prompt)))
 
@@ -117,7 +115,6 @@ class ChatTurn(Answer):
         return encoded(prompt, self.serving, special, "messages", must_fit=False)
 
     def _requests(self, prompt: str, constraints: Sequence[OutputRule | None]) -> list[EngineRequest]:
-        """What the engine is asked."""
         body, llm = self.body, self.serving.llm
         check_fits(prompt, self.serving, "messages")
         self.prompt = self._encoded(prompt)
@@ -144,8 +141,8 @@ class ChatTurn(Answer):
         return [*([stop] if isinstance(stop, str) else stop or ()), PLAIN_STOP]
 
     def _prediction(self) -> str | None:
-        """What the client predicts, else, where a call is forced, earlier calls of the same tools, the last one first:
-        names and keys are forced anyway, and values are often those of before."""
+        """Predicted text: the client's, else, where a call is forced, earlier calls of the same tools, the last one
+        first. Names and keys are forced anyway, and values often repeat."""
         if self.body.prediction is not None:
             return self.body.prediction.text
         names = {tool.function.name for tool in self.tool_choice.forced}

@@ -1,4 +1,4 @@
-"""What an answer says of itself: tokens, times and speculation, in the shapes that benchmark tools read."""
+"""Usage, times and speculation statistics of an answer, in the formats that benchmark tools read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PREDICTED = ("accepted_prediction_tokens", "rejected_prediction_tokens")
 def usage(
     prompts: Sequence[SpecStats], all_stats: Sequence[SpecStats], completion: int | None = None
 ) -> dict[str, Any]:
-    """OpenAI's usage, of the ``prompts`` (several choices share one) and of all choices; ``completion`` tokens were
-    sent, by default all that were generated."""
+    """OpenAI's usage object.  ``prompts`` has an entry per prompt (several choices share one), ``all_stats`` one per
+    choice. ``completion`` is the number of tokens sent, by default all that were generated."""
     prompt = sum(stats.num_prompt_tokens for stats in prompts)
     cached = sum(stats.num_prompt_tokens - stats.num_prompt_tokens_computed for stats in prompts)
     completion_tokens = sum(stats.num_new_tokens for stats in all_stats) if completion is None else completion
@@ -36,7 +36,7 @@ def usage(
 
 
 def metrics(stats: SpecStats, whole_s: float, longest_draft: int, predicted: float | None = None) -> dict[str, Any]:
-    """Times, and what speculation did."""
+    """Times and speculation statistics."""
     writing_s = max(0.0, whole_s - stats.first_token_s)
     between = writing_s / (stats.num_new_tokens - 1) if stats.num_new_tokens > 1 else 0.0
     return {
@@ -50,12 +50,12 @@ def metrics(stats: SpecStats, whole_s: float, longest_draft: int, predicted: flo
 
 
 def speculative(stats: SpecStats, longest_draft: int) -> dict[str, Any]:
-    """Counts of rounds and draft tokens; entry j of the histogram is how many rounds accepted j.
+    """Counts of rounds and draft tokens; entry j of the histogram is the number of rounds that accepted j.
 
-    It has an entry for every length up to ``num_spec_tokens``, as vLLM's: aiperf drops any other without a word.
+    It has an entry for every length up to ``num_spec_tokens``, as vLLM's: aiperf silently drops any other.
     """
     rounds = histogram(stats)
-    longest = max(longest_draft, len(rounds) - 1)  # a tree that a request brings may be deeper than the drafter's
+    longest = max(longest_draft, len(rounds) - 1)  # a request's tree may be deeper than the drafter's
     return {
         "mean_acceptance_length": stats.mean_acceptance_length,
         "draft_acceptance_rate": stats.acceptance_rate,
@@ -73,16 +73,15 @@ def speculative(stats: SpecStats, longest_draft: int) -> dict[str, Any]:
 
 
 def histogram(stats: SpecStats) -> list[int]:
-    """How many rounds accepted 0, 1, 2, ... draft tokens."""
+    """Number of rounds that accepted 0, 1, 2, ... draft tokens."""
     at_least = [stats.num_drafts, *stats.num_accepted_tokens_per_pos, 0]
     return [reached - further for reached, further in pairwise(at_least)]
 
 
 def merged(all_stats: Sequence[SpecStats]) -> SpecStats:
-    """The counts of several choices together.
+    """Combined statistics of several choices.
 
-    Times are the longest of them: choices run side by side, and a second in which all of them ran is one second, not
-    one for each.
+    Times are maxima: choices run side by side, so a second in which all of them ran counts once.
     """
     whole = SpecStats.summed(all_stats)
     for name in (field.name for field in fields(SpecStats) if field.name.endswith("_s")):
@@ -91,7 +90,7 @@ def merged(all_stats: Sequence[SpecStats]) -> SpecStats:
 
 
 def timings(stats: SpecStats) -> dict[str, Any]:
-    """What llama.cpp's clients look for."""
+    """Timings under llama.cpp's names."""
     return {
         "cache_n": stats.num_prompt_tokens - stats.num_prompt_tokens_computed,
         "prompt_n": stats.num_prompt_tokens_computed,

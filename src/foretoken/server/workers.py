@@ -1,4 +1,4 @@
-"""Threads for what would stop the event loop, a few for each kind of work, so that one kind cannot hold up another."""
+"""Threads for work that would block the event loop: a few per kind of work, so that one kind cannot delay another."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from foretoken.server.memory import FREED
 
 T = TypeVar("T")
 LARGE = 32 * 1024
-"""Characters from which a text counts as large: some ten milliseconds of tokenising."""
+"""Characters of a large text: some ten milliseconds of tokenising."""
 
 
 class FairQueue:
-    """Threads that take what is cheap before what is costly, and leave nothing for ever.
+    """Threads that run cheap work before expensive work and starve none.
 
-    A piece of work is due when as much has been done as was done when it came, and as much again as it costs itself
-    (the finish numbers of fair queueing: Demers, Keshav and Shenker 1989, with a flow for each request).  One thread
-    takes no large work (of a cost of ``large`` or more): what is small never waits for a large one to end.
+    Work is ordered by the total cost served at its arrival plus its own cost (the finish numbers of fair queueing:
+    Demers, Keshav and Shenker 1989, with a flow per request).  One thread takes no large work (a cost of ``large`` or
+    more), so small work never waits for large work to end.
     """
 
     def __init__(self, threads: int, name: str, large: int = LARGE) -> None:
@@ -34,7 +34,7 @@ class FairQueue:
         self._changed = threading.Condition()
 
     def submit(self, work: Callable[[], T], cost: int = 1) -> Future[T]:
-        """Queue some work of a cost in characters."""
+        """Queue work; its cost is in characters."""
         future: Future[T] = Future()
         with self._changed:
             entry = (self._served_cost + cost, next(self._numbers), cost, future, work)
@@ -52,7 +52,7 @@ class FairQueue:
                     self._changed.wait()
                 _, _, cost, future, work = heapq.heappop(self._due[large])
                 self._at_large += large
-            if future.set_running_or_notify_cancel():  # else who asked has gone
+            if future.set_running_or_notify_cancel():  # false if the client has gone
                 try:
                     future.set_result(work())
                 except BaseException as error:
@@ -66,7 +66,7 @@ class FairQueue:
                 self._changed.notify_all()
 
     def _next(self) -> bool | None:
-        """Whether the next work is large; ``None`` where there is none that a thread may take."""
+        """Whether the next work is large; ``None`` if there is none that a thread may take."""
         open_ = [
             (queue[0][:2], large)
             for large, queue in self._due.items()
@@ -76,19 +76,19 @@ class FairQueue:
 
 
 TEXTS = FairQueue(3, "foretoken-texts")
-"""Tokenising and making requests."""
+"""Tokenising and building requests."""
 TEMPLATES = ThreadPoolExecutor(2, "foretoken-templates")
-"""Chat templates, which are programs."""
+"""Rendering chat templates, which are programs."""
 GRAMMARS = ThreadPoolExecutor(32, "foretoken-grammars")
-"""Compiling grammars; nearly all of these threads only wait for the one grammar that is on trial."""
+"""Compiling grammars; nearly all of these threads only wait for the grammar that is on trial."""
 
 
 async def in_thread(
     pool: ThreadPoolExecutor | FairQueue, work: Callable[[], T], timeout_s: float | None = None, cost: int = 1
 ) -> T:
-    """The result of some work in a thread; its ``cost`` is for a :class:`FairQueue`.
+    """Result of ``work`` in a thread; ``cost`` is for a :class:`FairQueue`.
 
-    Raises ``TimeoutError`` after ``timeout_s``; a thread cannot be stopped and goes on, but nobody waits.
+    Raises ``TimeoutError`` after ``timeout_s``; the thread cannot be stopped and continues, but nobody waits for it.
     """
     future = pool.submit(work, cost) if isinstance(pool, FairQueue) else pool.submit(work)
     return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
