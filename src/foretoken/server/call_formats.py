@@ -1,4 +1,4 @@
-"""How models write calls of tools: the format that a chat template asks for, and a grammar that allows nothing else."""
+"""Tool call formats of chat templates, and grammars of forced calls."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from foretoken.server.known_formats import SPACING, without_unknown_formats
 from foretoken.server.schemas import ChatRequest, Tool
 
 MOST_CALLS = 16
-"""Calls in one forced answer."""
+"""Maximum number of calls in a forced answer."""
 LONGEST_PAST = 4000
-"""Characters of earlier calls that are drafted from."""
+"""Characters of earlier calls that are used as a prediction."""
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
 """Special tokens of the formats."""
 FIELD, PARAMETERS = "tool_choice", "function.parameters"
 BARE = {"type", "properties", "required", "title", "description", "$schema"}
-"""Keys of a schema that names no member: with another one it may mean more than an empty object."""
+"""Keys of a schema that names no member; with any other key it may mean more than an empty object."""
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """One way to write calls.
+    """A format of calls.
 
     Attributes:
-        begin, end: around each call.
-        between: from one call to the next.
-        opens, closes: around all calls.
-        key: of the arguments.
+        begin, end: text around each call.
+        between: text between two calls.
+        opens, closes: text around all calls.
+        key: key of the arguments.
     """
 
     name: str
@@ -42,7 +42,7 @@ class CallFormat:
     key: str = "arguments"
 
     def call_text(self, name: str, arguments: dict[str, Any]) -> str:
-        """One call as the model would write it."""
+        """A call as the model would write it."""
         inner = json.dumps({"name": name, self.key: arguments}, ensure_ascii=False)
         return f"{self.begin}{inner}{self.end}"
 
@@ -53,10 +53,10 @@ MISTRAL = CallFormat("mistral", between=", ", opens="[TOOL_CALLS][", closes="]")
 
 
 def format_of(template: str) -> CallFormat:
-    """The format that a chat template asks for; Hermes's for one that we do not know.
+    """Call format of a chat template; Hermes's if it is unknown.
 
-    Models that write Python calls can be read (:mod:`foretoken.server.call_reader`), but where a call is forced they
-    write JSON as Llama does: a schema's types are not those of Python's values.
+    Python calls can be read (:mod:`foretoken.server.call_reader`), but models that write them have forced calls in
+    Llama's JSON format: a schema's types are not those of Python's values.
     """
     if "[TOOL_CALLS]" in template:
         return MISTRAL
@@ -66,11 +66,11 @@ def format_of(template: str) -> CallFormat:
 
 
 def forced(form: CallFormat, tools: Sequence[Tool], most: int | None, special: Mapping[str, int]) -> str:
-    """A grammar (Lark's syntax, as llguidance reads it) of one to ``most`` calls of these tools and nothing else
-    (:data:`MOST_CALLS` where that is not said).
+    """Grammar (Lark's syntax, as llguidance reads it) of one to ``most`` calls of these tools and nothing else
+    (:data:`MOST_CALLS` by default).
 
-    ``special`` has the ids of the tokenizer's added tokens: a grammar names these by their ids.  Parameters that are no
-    object are answered with 400.
+    ``special`` has the ids of the tokenizer's added tokens, which a grammar names by id.  Raises ``ApiError`` 400 for
+    parameters that are no object.
     """
 
     def literal(text: str) -> str:
@@ -89,14 +89,14 @@ def forced(form: CallFormat, tools: Sequence[Tool], most: int | None, special: M
 
 
 def schemas_of(tools: Sequence[Tool], forced: Sequence[Tool]) -> dict[str, Any]:
-    """Schemas of the arguments of forced calls, by where they stand in the request.  Raises ``ApiError``: 400 for
-    parameters that are no object."""
+    """Schemas of the arguments of forced calls, by path in the request.  Raises ``ApiError`` 400 for parameters that
+    are no object."""
     places = {tool.function.name: place for place, tool in enumerate(tools)}
     return {f"tools.{places[tool.function.name]}.{PARAMETERS} ({tool.function.name})": _schema(tool) for tool in forced}
 
 
 def _literal(text: str, special: Mapping[str, int]) -> str:
-    """Text in a grammar, with special tokens by their ids."""
+    """Grammar literal of a text, with special tokens by id."""
     marks = [mark for mark in special if mark in text]
     if not marks:
         return json.dumps(text) if text else ""
@@ -106,15 +106,15 @@ def _literal(text: str, special: Mapping[str, int]) -> str:
 
 
 def special_of(tokenizer: Any) -> dict[str, int]:
-    """Ids of a tokenizer's added tokens, by their text."""
+    """Ids of the tokenizer's added tokens that the formats use, by text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {str(token): int(number) for number, token in added.items() if str(token) in MARKS}
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object; an empty one where no member is named.
+    """Schema of a tool's arguments, an object; empty if no member is named.
 
-    JSON Schema would allow any members then, and a model invents some.
+    JSON Schema would then allow any members, and a model invents some.
     """
     parameters = tool.function.parameters or {"properties": {}}
     if parameters.get("properties") == {} and not parameters.get("required") and set(parameters) <= BARE:
@@ -126,12 +126,12 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What a request says about its tools.
+    """Tool choice of a request.
 
     Attributes:
-        offered: tools that the model is told of, and whose calls are read.
-        forced: the answer calls one of these; none leaves that to the model.
-        most: calls in an answer; ``None``: any number.
+        offered: tools that the model is shown and whose calls are read.
+        forced: tools of which the answer calls one; if empty, the model decides.
+        most: maximum number of calls in an answer; ``None``: no limit.
     """
 
     offered: Sequence[Tool] = ()
@@ -140,18 +140,17 @@ class ToolChoice:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the functions that may be called."""
+        """Names of the functions that may be called."""
         return frozenset(tool.function.name for tool in self.offered)
 
     @property
     def free(self) -> bool:
-        """Whether calls are left to the model, which may write any arguments: ``strict`` is not kept then."""
+        """Whether the model decides about calls and may write any arguments: ``strict`` is not enforced then."""
         return bool(self.offered) and not self.forced
 
 
 def choice_of(body: ChatRequest) -> ToolChoice:
-    """The choice of a request; one that names no tool of the request, or that others contradict, is answered with
-    400."""
+    """Tool choice of a request.  Raises ``ApiError`` 400 for an unknown tool and for contradicting fields."""
     tools, chosen = list(body.tools or ()), body.tool_choice
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
@@ -170,7 +169,7 @@ def choice_of(body: ChatRequest) -> ToolChoice:
 
 
 def _by_object(tools: Sequence[Tool], chosen: dict[str, Any], most: int | None) -> ToolChoice:
-    """One function by its name, or some of them (``allowed_tools``)."""
+    """One function by name, or several (``allowed_tools``)."""
     kind = chosen.get("type")
     if kind == "function":
         return ToolChoice(tools, _tools_of(tools, [chosen]), 1)

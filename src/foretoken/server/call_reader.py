@@ -1,8 +1,8 @@
-"""Calls of tools in what a model writes, as it comes: Hermes and Qwen, Llama 3, Mistral, and Python calls.
+"""Reader of tool calls in generated text: Hermes and Qwen, Llama 3, Mistral, and Python calls.
 
-A call is reported when it is whole.  Text that may become one is held back; what turns out to be none (another
-function than those offered, no JSON, cut off by a limit) is text.  A stream and an answer in one piece are read by the
-same code, so that they say the same.
+A call is reported when it is complete.  Text that may become a call is held back; if it turns out to be none (an
+unknown function, invalid JSON, cut off by a limit), it is returned as text.  The same code reads streams and complete
+answers, so they agree.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ HERMES, HERMES_END = "<tool_call>", "</tool_call>"
 MISTRAL, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 LLAMA = "<|python_tag|>"
 MARKS = (HERMES, MISTRAL, LLAMA)
-"""Where a call begins in the middle of a text.  Without one it may only be the whole answer."""
+"""Marks that begin a call inside a text.  Without a mark only the whole answer may be a call."""
 KEYS = ("name", "arguments", "parameters", "type", "function", "id")
-"""Of the object of a call: one that begins with another key is an answer in JSON."""
+"""Keys of a call object; an object that begins with another key is an answer in JSON."""
 _FIRST_KEY = re.compile(r'\[?\s*(?:\{\s*(?:"([^"\\]*)(["\\]?))?)?')
-"""As much of it as is there, and the sign behind it: the end, or a backslash, with which any key may go on."""
+"""The first key as far as it is written, and the next character: the end quote, or a backslash, after which any key is
+possible."""
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[ARGS\])?\s*(?=\{)")
 _SPACE = re.compile(r"\s*")
 _BEGUN = re.compile(r"[A-Za-z0-9_.-]{1,64}\s*(?:\[(?:A(?:R(?:G(?:S\]?)?)?)?)?)?\s*")
@@ -32,7 +33,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a tool; ``arguments`` are a JSON object, as text, and ``id`` names the call for its result."""
+    """One tool call; ``arguments`` is a JSON object as text, and ``id`` links the call to its result."""
 
     name: str
     arguments: str
@@ -40,30 +41,29 @@ class Call:
 
     @property
     def function(self) -> dict[str, Any]:
-        """OpenAI's shape."""
+        """The call in OpenAI's format."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class CallReader:
-    """Divides what one answer says into text and calls.
+    """Splits an answer into text and calls.
 
     Args:
-        offered: names of the functions that may be called; none leaves everything text.
-        most: calls that are reported; what comes behind the last of them is left out.
+        offered: names of the functions that may be called; if empty, everything is text.
+        most: maximum number of calls reported; anything after the last is dropped.
     """
 
     def __init__(self, offered: Collection[str], most: int | None = None) -> None:
         self._offered, self._most = frozenset(offered), most
-        self._text = ""  # what is not yet told
-        self._bare = True  # whether a call may begin without a mark: nothing was told yet
-        self._after = False  # whether a call was the last thing: white space and separators behind it say nothing
-        self._value: _Value | None = None  # of the call that is being written
-        self._opening: tuple[int, str] = (0, "")  # where it begins, and by which mark
+        self._text = ""  # text not yet returned
+        self._bare = True  # whether a call may begin without a mark: no text was returned yet
+        self._after = False  # whether a call came last: white space and separators after it are dropped
+        self._value: _Value | None = None  # of the call being written
+        self._opening: tuple[int, str] = (0, "")  # its position and mark
         self.count = 0
 
     def push(self, new: str, final: bool) -> list[str | Call]:
-        """What has become certain, in order; texts are never empty, and never follow one another.  ``final`` says that
-        no more comes."""
+        """New certain parts, in order; texts are never empty or adjacent.  ``final`` marks the last text."""
         if not self._offered:
             return [new] if new else []
         self._text += new
@@ -77,7 +77,7 @@ class CallReader:
         return certain
 
     def _step(self, final: bool) -> list[str | Call] | None:
-        """Text or calls from the beginning of what is left; ``None`` where more must come first."""
+        """Text or calls from the beginning of the remaining text; ``None`` if more is needed."""
         if self._most is not None and self.count >= self._most:
             self._text = ""
             return []
@@ -98,13 +98,13 @@ class CallReader:
         except _NoCall:
             return self._tell(begin + max(len(mark), 1))
         self._text, self._value, self._after = self._text[end:], None, True
-        self._bare = mark in ("", LLAMA)  # others may follow it as they do in Llama's format, or each in its line
+        self._bare = mark in ("", LLAMA)  # more may follow, as in Llama's format or one per line
         calls = calls[: None if self._most is None else self._most - self.count]
         self.count += len(calls)
         return list(calls)
 
     def _skip(self) -> bool:
-        """Leave out what separates calls; false where nothing else is left."""
+        """Drop separators between calls; false if nothing else remains."""
         self._text = self._text.lstrip()
         if self._bare and self._text.startswith(";"):
             self._text = self._text[1:].lstrip()
@@ -112,13 +112,13 @@ class CallReader:
         return bool(self._text)
 
     def _tell(self, size: int) -> list[str | Call]:
-        """So many characters are text."""
+        """Return the first ``size`` characters as text."""
         text, self._text, self._value = self._text[:size], self._text[size:], None
         self._bare = self._bare and not text.strip()
         return [text]
 
     def _begin(self) -> tuple[int, str]:
-        """Where the next call may begin, and by which mark; behind the end where none does."""
+        """Position and mark of the next possible call; the end of the text if there is none."""
         bare = self._text.lstrip()
         if self._bare and not bare.startswith(MARKS):
             openings = [f"{name}{sign}" for name in self._offered for sign in ("{", ARGUMENTS)]
@@ -130,7 +130,7 @@ class CallReader:
         return min(places) if places else (len(self._text), "")
 
     def _plain(self, final: bool) -> list[str | Call] | None:
-        """Text that is no call, without what may become the beginning of one."""
+        """Text before any call, without a possible beginning of one."""
         size = len(self._text)
         if not final:
             size = len(self._text.rstrip())
@@ -141,8 +141,8 @@ class CallReader:
         return self._tell(size) if size else None
 
     def _block(self, at: int, mark: str, final: bool) -> tuple[int, list[Call]]:
-        """End of a call, or of a list of them, and what it says.  Raises :class:`_Incomplete` where more must come
-        first, and :class:`_NoCall` where it is something else."""
+        """End of a call or a list of calls, and the calls.  Raises :class:`_Incomplete` if more text is needed, and
+        :class:`_NoCall` if it is something else."""
         value = self._value = self._value or self._opened(at)
         end = value.end(self._text)
         call_text = self._text[value.start : end]
@@ -152,7 +152,7 @@ class CallReader:
         return (_behind(self._text, end, final) if mark == HERMES else end), calls
 
     def _opened(self, at: int) -> _Value:
-        """The value that begins behind a mark."""
+        """The value after a mark."""
         text = self._text
         at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
         name, at = ("", at) if text[at : at + 1] in ("{", "[", "") else self._name(at)
@@ -163,8 +163,8 @@ class CallReader:
         return _Value(at, name, not name and text[at] == "[" and not _opens_json(text[at + 1 :]))
 
     def _check_key(self, at: int) -> None:
-        """Find out whether a call may begin so, until it is decided: nobody asks once its end is looked for.  Raises
-        :class:`_Incomplete` while that cannot be told, and :class:`_NoCall` where it may not."""
+        """Check whether a call may begin with this key; not repeated once the value's end is searched.  Raises
+        :class:`_Incomplete` while that is uncertain, and :class:`_NoCall` if it may not."""
         first: re.Match[str] = _FIRST_KEY.match(self._text, at)  # type: ignore[assignment]  # it always matches
         key, behind = first[1], first[2]
         if key is not None and not (
@@ -175,7 +175,7 @@ class CallReader:
             raise _Incomplete
 
     def _name(self, at: int) -> tuple[str, int]:
-        """The name before the arguments, as Mistral's newer models write it, and where these begin."""
+        """Name before the arguments, as Mistral's newer models write it, and the position of the arguments."""
         whole = _NAMED.match(self._text, at)
         if whole is not None:
             return whole[1], whole.end()
@@ -185,16 +185,16 @@ class CallReader:
 
 
 class _Incomplete(Exception):
-    """What may be a call is not whole."""
+    """A possible call is incomplete."""
 
 
 class _NoCall(Exception):
-    """What looked like a call is none."""
+    """The text is no call."""
 
 
 class _Value:
-    """Finds the end of a value in brackets, as its text grows.  ``name`` is the function's, where it stands before the
-    value; a value of Python's (``python``) has strings with other quotes as well."""
+    """Finds the end of a bracketed value in a growing text.  ``name`` is the function's, if it precedes the value; a
+    Python value (``python``) may also have single quotes."""
 
     def __init__(self, start: int, name: str, python: bool) -> None:
         self.start, self.name, self.python = start, name, python
@@ -203,7 +203,7 @@ class _Value:
         self._end: int | None = None
 
     def end(self, text: str) -> int:
-        """The place behind the last bracket.  Raises ``_Incomplete`` where it is not there yet."""
+        """Position after the last bracket.  Raises ``_Incomplete`` if it has not arrived yet."""
         while self._end is None:
             if self._at >= len(text):
                 raise _Incomplete
@@ -228,27 +228,27 @@ class _Value:
 
 
 def _opens_json(tail: str) -> bool:
-    """Whether a list whose first sign was read holds objects.  Raises ``_Incomplete`` where no more is there yet."""
+    """Whether a list whose first character was read holds objects.  Raises ``_Incomplete`` without further text."""
     if not tail.strip():
         raise _Incomplete
     return tail.lstrip()[0] in "{]"
 
 
 def _behind(text: str, end: int, final: bool) -> int:
-    """The place behind Hermes's closing tag, which some models leave out.  Raises :class:`_Incomplete` while it may
-    still come."""
+    """Position after Hermes's closing tag, which some models omit.  Raises :class:`_Incomplete` while it may still
+    come."""
     tail = text[end:].lstrip()
     if tail.startswith(HERMES_END):
         return len(text) - len(tail) + len(HERMES_END)
     if HERMES_END.startswith(tail):
         if not final:
             raise _Incomplete
-        return len(text)  # a limit cut the tag, which is no text either
+        return len(text)  # a limit cut the tag, which is no text
     return end
 
 
 def _json_calls(text: str, name: str) -> list[Call]:
-    """Calls in a JSON object or a list of them; ``name`` is the function's where the object is its arguments.  Raises
+    """Calls in a JSON object or a list of them; with ``name`` the object is that function's arguments.  Raises
     :class:`_NoCall` for anything else."""
     try:
         parsed = json.loads(text)
@@ -265,7 +265,7 @@ def _from_object(call: Any) -> Call:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise _NoCall
     arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the arguments as OpenAI's API shows them
+    if isinstance(arguments, str):  # some models write arguments as text, as in OpenAI's API
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -274,7 +274,7 @@ def _from_object(call: Any) -> Call:
 
 
 def _call(name: str, arguments: Any) -> Call:
-    """A call whose arguments are an object that can be sent."""
+    """A call, if its arguments are an object that can be sent."""
     if not isinstance(arguments, dict):
         raise _NoCall
     try:
@@ -288,7 +288,7 @@ def _call(name: str, arguments: Any) -> Call:
 
 
 def _python_calls(text: str) -> list[Call]:
-    """Calls in a Python list, ``[look(x=1), find(name="a")]``; only constants are read, nothing is run."""
+    """Calls in a Python list, ``[look(x=1), find(name="a")]``; only constants are read, and nothing is executed."""
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -311,7 +311,7 @@ def _python_call(node: ast.expr) -> Call:
 
 
 def _constant(node: ast.expr) -> Any:
-    """A value that JSON has; models mix Python's and JSON's names."""
+    """A JSON value; models mix Python's and JSON's names."""
     if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
         return _JSON_NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):

@@ -29,7 +29,7 @@ async def chat_completions(body: ChatRequest, http: Request) -> Response:
 
 
 def text_of(parts: Sequence[Part]) -> str:
-    """The text among the parts of an answer."""
+    """Text among the parts of an answer."""
     return "".join(part for part in parts if isinstance(part, str))
 
 
@@ -38,14 +38,13 @@ def calls_of(parts: Sequence[Part]) -> list[Call]:
 
 
 def ended(reason: str | None, calls: int) -> str | None:
-    """Why an answer ended, in OpenAI's words; calls that a limit has cut short are not all there are."""
+    """Finish reason in OpenAI's terms.  A limit may have cut off further calls, so it takes precedence over
+    ``tool_calls``."""
     ending = finish_reason(reason)
     return "tool_calls" if calls and ending == "stop" else ending
 
 
 class _Chat(Choices, ChatTurn):
-    """One request."""
-
     kind, chunk, clamps = "chat.completion", "chat.completion.chunk", False
     body: ChatRequest
 

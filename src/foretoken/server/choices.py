@@ -1,4 +1,4 @@
-"""What chat completions and completions share: an answer of choices, whole or streamed."""
+"""Base of completions and chat completions: an answer of choices, whole or streamed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from foretoken.server.serving import Serving
 
 
 class Choices(Answer):
-    """One request, and the choices that answer it.
+    """One request and its choices.
 
     Attributes:
-        chunk: the kind of the objects of a stream, where that is another than the answer's.
-        billed: tokens of the answer that are billed; ``None``: those that the engine wrote.
+        chunk: type of a stream's objects, if it differs from the answer's.
+        billed: completion tokens that are billed; ``None``: all generated tokens.
     """
 
     chunk: ClassVar[str] = ""
@@ -31,7 +31,7 @@ class Choices(Answer):
         return TokenTexts(self.serving.llm.tokenizer, bool(self.body.return_tokens_as_token_ids))
 
     def head(self, kind: str) -> dict[str, Any]:
-        """What every object of a kind begins with; its fingerprint is the same for answers that a seed would repeat."""
+        """Common fields of all objects of a kind; the fingerprint is the same for answers that a seed would repeat."""
         settings, drafter = self.serving.settings, self.serving.llm.drafter
         fingerprint = f"foretoken-{settings.dtype}-{'none' if drafter is None else drafter.name}"
         head = {"id": self.id, "object": kind, "created": self.created, "model": settings.name}
@@ -57,22 +57,22 @@ class Choices(Answer):
 
     @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:
-        """One of a whole answer."""
+        """One choice of a complete answer."""
 
     def also(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """What a whole answer says besides."""
+        """Additional fields of a complete answer."""
         return {}
 
     @abstractmethod
     def beginnings(self, count: int) -> Iterator[dict[str, Any]]:
-        """What is streamed of ``count`` choices before any token."""
+        """Entries that a stream of ``count`` choices sends before any token."""
 
     @abstractmethod
     def delta(self, index: int, piece: Piece) -> dict[str, Any]:
-        """What a choice of a stream gains."""
+        """New tokens of a choice in a stream."""
 
     def extras(self, ids: Sequence[int], answer: Output | Piece, **more: Any) -> dict[str, Any]:
-        """What a choice, or what it gains, says of its tokens (and ``more`` beside them) and rounds, if it is asked."""
+        """Token ids (with ``more``) and round traces of a choice or a delta, if requested."""
         fields: dict[str, Any] = {}
         if self.body.return_token_ids:
             fields |= {"token_ids": ids, **more, "origins": answer.origins[: len(ids)]}
@@ -82,7 +82,7 @@ class Choices(Answer):
 
 
 def explained(rounds: Sequence[RoundTrace], serving: Serving) -> dict[str, Any]:
-    """Traces, with the texts of their tokens."""
+    """Round traces with the texts of their tokens."""
     tokenizer = serving.llm.tokenizer
 
     def text(token: int) -> str:

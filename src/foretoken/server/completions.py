@@ -36,9 +36,9 @@ class _Completions(Choices):
 
     Attributes:
         prompts: token ids, one list per prompt.
-        unwritten: whether only the prompt's own values are wanted (``max_tokens: 0``).
-        offsets, sent: of each streamed choice, where tokens begin and how much of its text was sent.
-        untold: of each streamed choice, tokens whose text is held back: id, value, and where it begins.
+        unwritten: whether only the prompt's log-probabilities are requested (``max_tokens: 0``).
+        offsets, sent: token offsets and number of characters sent, per streamed choice.
+        untold: tokens whose text is held back, per streamed choice: id, log-probabilities, offset.
     """
 
     kind = "text_completion"
@@ -66,8 +66,8 @@ class _Completions(Choices):
             raise bad("logprobs of a prompt are not streamed: leave stream out, or what asks for them", "stream")
 
     def _encoded(self) -> list[list[int]]:
-        """Token ids of all prompts.  An empty one, an id outside the vocabulary, and text for a model without a
-        tokenizer are refused."""
+        """Token ids of all prompts.  Raises ``ApiError`` 400 for an empty prompt, an id outside of the vocabulary, and
+        text for a model without a tokenizer."""
         inputs = self.body.prompt
         if isinstance(inputs, str) or isinstance(inputs[0], int):
             inputs = [inputs]
@@ -92,7 +92,6 @@ class _Completions(Choices):
         return self.submit(await in_thread(TEXTS, lambda: self._requests(constraints), cost=size))
 
     def _requests(self, constraints: Sequence[OutputRule | None]) -> list[EngineRequest]:
-        """What the engine is asked."""
         body = self.body
         tokens = body.max_tokens
         if tokens is None:
@@ -130,7 +129,8 @@ class _Completions(Choices):
     def _logprobs(
         self, output: Output, prompt: Sequence[int], ids: Sequence[int], before: int, whole: int
     ) -> dict[str, Any] | None:
-        """Values of a choice whose text begins with ``before`` characters of the prompt and has ``whole`` in all."""
+        """Log-probabilities of a choice whose text has ``whole`` characters, the first ``before`` of them from the
+        prompt."""
         if self.body.logprobs is None:
             return None
         tokenizer = self.serving.llm.tokenizer
@@ -172,9 +172,9 @@ class _Completions(Choices):
         }
 
     def _values(self, index: int, piece: Piece, count: int) -> dict[str, Any]:
-        """Values of the tokens that begin in what was sent.
+        """Log-probabilities of the tokens that begin in the text sent so far.
 
-        The others wait for their text: a stop string that cuts it off also says where they begin.
+        The others wait for their text: a stop string that cuts it also changes their offsets.
         """
         begins = self.offsets[index].push(piece.token_ids)
         untold = [*self.untold[index], *zip(piece.token_ids, piece.logprobs, begins, strict=True)]

@@ -1,4 +1,4 @@
-"""From what a client sent to requests of the engine; whatever cannot be honoured is refused here."""
+"""Conversion of request bodies to engine requests; whatever cannot be honoured is refused."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from foretoken.server.serving import Serving
 from foretoken.server.workers import GRAMMARS, in_thread
 
 PATIENCE_S = 0.3
-"""Seconds that a new grammar waits for others; its own trial then takes 1.6 s at most."""
+"""Seconds that a new grammar waits for others; its own trial then takes at most 1.6 s."""
 
 
 def check_fields(body: CompletionBody, serving: Serving) -> None:
-    """Refuse fields that mean something that cannot be had here, by an ``ApiError`` 400 or 404."""
+    """Raise ``ApiError`` 400 or 404 for fields that this server cannot honour."""
     serving.check_model(body.model)
     for name, value in (body.model_extra or {}).items():
         if name in REFUSED and value not in (None, False, [], {}):
@@ -42,15 +42,14 @@ def check_fields(body: CompletionBody, serving: Serving) -> None:
 
 
 def refuse(body: Body, unserved: Mapping[str, str]) -> None:
-    """Refuse fields that cannot be honoured, by an ``ApiError`` 400 with the reason why."""
+    """Raise ``ApiError`` 400, with the reason, for fields that are not served."""
     for name, value in (body.model_extra or {}).items():
         if name in unserved and value:
             raise bad(f"{name} is not served: {unserved[name]}", name, "unsupported_parameter")
 
 
 def chat_of(request: Mapping[str, Any]) -> ChatRequest:
-    """The request of another API in the words of chat completions.  Raises ``ApiError``: 400 for a value that does not
-    fit there."""
+    """Another API's request as a chat completion.  Raises ``ApiError`` 400 for an invalid value."""
     try:
         return ChatRequest.model_validate(request)
     except ValidationError as error:
@@ -60,8 +59,8 @@ def chat_of(request: Mapping[str, Any]) -> ChatRequest:
 
 
 def member_of(method: str | None, serving: Serving) -> str | None:
-    """The member of a group of drafters that a request names, by its spec or the beginning of it; ``None`` for no
-    choice.  A method that does not draft here is answered with 400."""
+    """Member of a group of drafters that a request names by its spec or the beginning of it; ``None`` for no choice.
+    Raises ``ApiError`` 400 for an unknown method."""
     drafter = serving.llm.drafter
     spec = "none" if drafter is None else drafter.limits.name
     if method is None or method in ("none", "auto") or _begins(spec, method):
@@ -75,13 +74,13 @@ def member_of(method: str | None, serving: Serving) -> str | None:
 
 
 def _begins(spec: str, method: str) -> bool:
-    """Whether a spec is meant: by its name, by name and path, or by all of it."""
+    """Whether ``method`` names a spec: by its name, by name and path, or in full."""
     return spec == method or spec.startswith((f"{method},", f"{method}:"))
 
 
 def encoded(text: str, serving: Serving, special: bool, field: str, must_fit: bool = True) -> list[int]:
-    """Token ids of a text; takes a second for two megabytes, so it belongs into a thread.  Raises ``ApiError``: 400
-    for a text that is longer than any that could fit, where it must."""
+    """Token ids of a text; two megabytes take a second, so call it in a thread.  Raises ``ApiError`` 400 without a
+    tokenizer and, if the text ``must_fit``, for one beyond the context."""
     tokenizer = serving.llm.tokenizer
     if tokenizer is None:
         raise bad("this model has no tokenizer: give token ids", field)
@@ -91,7 +90,7 @@ def encoded(text: str, serving: Serving, special: bool, field: str, must_fit: bo
 
 
 def check_fits(text: str, serving: Serving, field: str) -> None:
-    """Refuse a text that cannot fit into the context, by an ``ApiError`` 400, before it is tokenised."""
+    """Raise ``ApiError`` 400, before tokenising, for a text that cannot fit into the context."""
     context, least = serving.llm.target.context_length, serving.lengths.least(text)
     if least > context:
         raise bad(
@@ -103,15 +102,16 @@ def check_fits(text: str, serving: Serving, field: str) -> None:
 
 
 def room_of(serving: Serving, prompt: int) -> int:
-    """The most tokens that may follow a prompt of so many, by the context and ``kv_memory``; 0 or less for none."""
+    """Maximum number of tokens after a prompt of ``prompt`` tokens, by the context and ``kv_memory``; 0 or less for
+    none."""
     context_room = serving.llm.target.context_length - prompt
     cache_room = serving.llm.engine.budget.room(prompt)
     return context_room if cache_room is None else min(context_room, cache_room)
 
 
 def usual_limit(serving: Serving, longest: int, default: int | None) -> int:
-    """Tokens of an answer to a request that names no limit: what fits behind its longest prompt, and at most its
-    route's ``default`` and the server's; one at least, so that a prompt for which nothing is left is refused."""
+    """Token limit of a request that sets none: the room after its longest prompt, at most its route's ``default`` and
+    the server's.  At least one, so that a prompt without room is refused."""
     limits = [room_of(serving, longest), default, serving.settings.default_max_tokens or None]
     return max(1, min(limit for limit in limits if limit is not None))
 
@@ -125,12 +125,12 @@ def engine_requests(
     caller: Caller,
     **more: Any,
 ) -> list[Request]:
-    """One request per prompt and choice, in order of their indices; takes a while for many of them.  What is wrong with
-    them is answered with 400.
+    """One request per prompt and choice, in order of their indices; many of them take a while.  Invalid ones are
+    answered with 400.
 
     Args:
-        constraints: one for each prompt and choice.
-        field: where the prompts came from.
+        constraints: one per prompt and choice.
+        field: name of the prompts' field.
         more: options of :func:`foretoken.options.make_request`.
     """
     predicted = more.get("prediction")
@@ -138,7 +138,9 @@ def engine_requests(
         check_fits(predicted, serving, "prediction")
     defaults = beside(serving.llm.defaults.sampling, constraints[0] if constraints else None)
     options = {**_options(body, serving, caller.tenant, defaults), **more}
-    if getattr(body, "min_tokens", None) is None and "min_tokens" in options:  # the model's own, as generate takes it
+    if (
+        getattr(body, "min_tokens", None) is None and "min_tokens" in options
+    ):  # the model's default, as generate applies it
         options["min_tokens"] = min(options["min_tokens"], options["max_new_tokens"])
     for prompt in prompts:
         _check_lengths(len(prompt), options, serving, body, field)
@@ -158,13 +160,13 @@ def engine_requests(
 
 
 def _because(serving: Serving) -> str:
-    """What limits the context, in brackets; empty where that is the model's configuration alone."""
+    """Reason for the context limit, in parentheses; empty if only the model's configuration sets it."""
     reason = serving.llm.target.context_why
     return f" ({reason})" if reason else ""
 
 
 def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body: CompletionBody, field: str) -> None:
-    """The field that is to blame is named, which the engine does not know."""
+    """Raise ``ApiError`` 400 naming the field at fault, which the engine does not know."""
     context, max_tokens = serving.llm.target.context_length, options["max_new_tokens"]
     limit = "max_tokens" if getattr(body, "max_tokens", None) is not None else "max_completion_tokens"
     if size >= context:
@@ -197,7 +199,8 @@ def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body
 
 
 def _options(body: CompletionBody, serving: Serving, tenant: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling and limits in our words; what was not said is the model's of ``defaults``, else OpenAI's."""
+    """Sampling options and limits under the library's names; missing values are the model's (``defaults``), else
+    OpenAI's."""
     speculative = body.speculative
     plain = speculative is not None and (not speculative.enabled or speculative.method == "none")
     options: dict[str, Any] = {
@@ -219,7 +222,8 @@ def _options(body: CompletionBody, serving: Serving, tenant: str, defaults: Mapp
 
 
 def _served(name: str, body: CompletionBody, defaults: Mapping[str, Any]) -> Any:
-    """An option that the server takes as it is, in our words: -1 keeps all tokens, and a seed may be negative."""
+    """Value of an option that the server takes unchanged, in the library's form: a ``top_k`` of -1 keeps all tokens,
+    and a seed may be negative."""
     value = getattr(body, name)
     if value is None:
         return defaults.get(name)
@@ -229,7 +233,7 @@ def _served(name: str, body: CompletionBody, defaults: Mapping[str, Any]) -> Any
 
 
 def _checked_ids(ids: Sequence[int] | None, serving: Serving, field: str) -> Sequence[int] | None:
-    """Ids of the vocabulary; others would be somebody else's memory."""
+    """The ids.  Raises ``ApiError`` 400 for ids outside of the vocabulary, which would address other memory."""
     wide = serving.llm.target.vocab_size
     for token in ids or ():
         if token >= wide:
@@ -238,7 +242,7 @@ def _checked_ids(ids: Sequence[int] | None, serving: Serving, field: str) -> Seq
 
 
 def _temperature(body: CompletionBody, serving: Serving) -> float:
-    """What was asked, else the model's own, else OpenAI's."""
+    """The requested temperature, else the model's, else OpenAI's."""
     return float(_served("temperature", body, {"temperature": 1.0, **serving.llm.defaults.sampling}))
 
 
@@ -252,12 +256,12 @@ def _biases(biases: Mapping[str, float] | None, serving: Serving) -> dict[int, f
 async def constraints_of(
     body: CompletionBody, count: int, serving: Serving, calls: str = "", schemas: Mapping[str, Any] | None = None
 ) -> list[OutputRule | None]:
-    """What the answers must look like, one for each choice.  A grammar that cannot be compiled, or not in time, is
-    answered with 400, and with 503 where others stand in its way.
+    """Output constraints, one per choice.  Raises ``ApiError``: 400 for a grammar that does not compile in time, 503
+    while others are being compiled.
 
     Args:
-        calls: a grammar of calls of tools, where these are forced.
-        schemas: those in it, by where they stand in the request: each is tried by itself, for an error that names it.
+        calls: grammar of forced tool calls.
+        schemas: its schemas, by path in the request; each is tried separately, for an error that names it.
     """
     rule = ("grammar", calls, "tools") if calls else _output_rule(body.response_format, body.structured_outputs)
     if rule is None:
@@ -282,7 +286,7 @@ async def constraints_of(
         return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S) for _ in range(count)]
 
     try:
-        # Seconds in which a grammar must be compiled; the strings of a language have one of their own to be listed
+        # Time limit for compiling a grammar; a language has one more second for listing its strings
         return await in_thread(GRAMMARS, compiled, 3.0 if as_a_whole else 2.0)
     except TrialBusy:
         raise ApiError(
@@ -291,13 +295,13 @@ async def constraints_of(
     except TimeoutError:
         raise bad("the grammar takes too long to compile: make it smaller", param, "grammar_too_complex") from None
     except ValueError as error:
-        # Each schema is right: what was wrong would be said of a grammar that the client has never seen
+        # Each schema is valid by itself: the error would describe a grammar that the client has never seen
         together = "the schemas of these tools are too large or too costly together: force fewer tools, or smaller ones"
         raise bad(together if calls else str(error), param, "invalid_grammar") from error
 
 
 def _output_rule(form: ResponseFormat | None, structured: StructuredOutputs | None) -> tuple[str, Any, str] | None:
-    """Kind, text and field of the one thing that is asked for."""
+    """Kind, spec and field name of the requested constraint, if any."""
     forms = {} if structured is None else structured.forms
     if form is not None and form.type != "json_schema" and (form.json_schema or (form.model_extra or {}).get("schema")):
         raise bad(f"response_format of type {form.type} has no schema: use the type json_schema", "response_format")

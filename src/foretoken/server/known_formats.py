@@ -1,22 +1,23 @@
-"""How schemas are handed to llguidance: the spacing of JSON, and the formats of texts that are enforced."""
+"""JSON spacing and string formats of schemas for llguidance."""
 
 from __future__ import annotations
 
 from typing import Any
 
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as ``json.dumps`` writes it: with free white space a small model may write nothing else, and less is forced."""
+"""JSON as ``json.dumps`` writes it: with flexible white space a small model may write nothing else, and less is
+forced."""
 FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
-"""Those that llguidance knows; it refuses a schema with another one."""
+"""Formats that llguidance knows; it refuses a schema with any other."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
-"""Keys whose members are schemas by names that mean nothing: a property may be called ``format``."""
+"""Keys whose members are schemas under arbitrary names: a property may be called ``format``."""
 _DATA = ("const", "enum", "default", "example", "examples")
-"""Keys of values, which are no schemas."""
+"""Keys of plain values, which are no schemas."""
 
 
 def without_unknown_formats(schema: Any) -> Any:
-    """A copy of a JSON schema without the formats that nobody here can enforce: to JSON Schema they are annotations.
-    The schema is nested no deeper than Python's recursion goes."""
+    """Copy of a JSON schema without formats that cannot be enforced, which JSON Schema treats as annotations.  The
+    nesting must not exceed Python's recursion limit."""
     if isinstance(schema, list):
         return [without_unknown_formats(part) for part in schema]
     if not isinstance(schema, dict):

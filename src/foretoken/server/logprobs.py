@@ -1,4 +1,4 @@
-"""Log-probabilities in the three shapes that clients know."""
+"""Log-probabilities in the formats of completions, chat completions and vLLM."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from foretoken.methods.drafters.vocabulary import speller
 class TokenTexts:
     """Texts of single tokens.
 
-    A token that is no whole character, such as the first byte of one, is written as OpenAI writes it: ``bytes:`` and
-    its bytes.  Decoded, all such tokens would be one replacement sign.  With ``as_ids`` every token is written as
-    ``token_id:N`` instead.
+    A token that is no whole character, such as the first byte of one, is written as in OpenAI's API: ``bytes:`` and its
+    bytes.  Decoding would turn all such tokens into one replacement character.  With ``as_ids`` every token is written
+    as ``token_id:N`` instead.
     """
 
     def __init__(self, tokenizer: Any | None, as_ids: bool = False) -> None:
@@ -26,7 +26,7 @@ class TokenTexts:
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token}"
         text = str(self._tokenizer.decode([token]))
-        # What bytes that are no whole character are decoded to
+        # Incomplete characters are decoded to this
         if "\ufffd" not in text:
             return text
         spelled = self.bytes_of(token)
@@ -36,7 +36,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none without a tokenizer."""
+        """Bytes that a token adds to a text; empty without a tokenizer."""
         if self._tokenizer is None:
             return b""
         if self._spell is None:
@@ -44,7 +44,7 @@ class TokenTexts:
         return self._spell(token)
 
     def top(self, logprobs: TokenLogprobs, count: int) -> dict[str, float]:
-        """The likeliest tokens, and the one that was taken; a token whose text another one has is named by its id."""
+        """The likeliest tokens and the sampled one; a token whose text is already used is named by its id."""
         values: dict[str, float] = {}
         for token, value in dict((*logprobs.top[:count], (logprobs.token_id, logprobs.logprob))).items():
             text = self(token)
@@ -53,7 +53,7 @@ class TokenTexts:
 
 
 class Offsets:
-    """Where tokens begin in a text, as it grows; the first one begins at ``start``."""
+    """Offsets of tokens in a growing text, the first of which begins at ``start``."""
 
     def __init__(self, tokenizer: Any | None, start: int = 0) -> None:
         self._text, self._start = Detokenizer(tokenizer), start
@@ -61,7 +61,7 @@ class Offsets:
     def push(self, ids: Sequence[int]) -> list[int]:
         """Offsets of the next tokens in characters; special tokens have no text.
 
-        They may pass the end of a text that a stop string cuts: what is cut off begins at that end.
+        They may exceed the length of a text that a stop string cuts; callers clamp them to that length.
         """
         offsets = []
         for token in ids:
@@ -73,7 +73,7 @@ class Offsets:
 def completion_logprobs(
     logprobs: Sequence[TokenLogprobs | None], ids: Sequence[int], texts: TokenTexts, count: int, offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """The old shape: four lists.  A token without a value (the first of a prompt) has ``null``."""
+    """Format of completions: four lists.  A token without a value (the first of a prompt) has ``null``."""
     return {
         "tokens": [texts(token) for token in ids],
         "token_logprobs": [None if row is None else row.logprob for row in logprobs],
@@ -83,7 +83,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, count: int) -> dict[str, Any]:
-    """The new shape: one object per token."""
+    """Format of chat completions: one object per token."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
         return {"token": texts(token), "logprob": value, "bytes": list(texts.bytes_of(token))}
@@ -99,7 +99,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, count: i
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprobs | None], texts: TokenTexts, count: int
 ) -> list[dict[str, Any] | None]:
-    """vLLM's shape: one object by token id per token of the prompt, with so many of the likeliest ones."""
+    """vLLM's format: one object per prompt token, by token id, with the ``count`` likeliest tokens."""
     rows: list[dict[str, Any] | None] = []
     for row in logprobs:
         if row is None:

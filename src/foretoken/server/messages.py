@@ -1,4 +1,4 @@
-"""``POST /v1/messages``: Anthropic's API, on the same engine requests as chat completions."""
+"""``POST /v1/messages``: Anthropic's API, on the engine requests of chat completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from foretoken.server.turn import ChatTurn, Part
 
 router = APIRouter(responses=ANTHROPIC_RESPONSES)
 REASONS = {"length": "max_tokens", "context": "model_context_window_exceeded"}
-"""Why an answer ended, in Anthropic's words; else ``end_turn``."""
+"""Stop reasons in Anthropic's terms; any other is ``end_turn``."""
 
 
 @router.post("/v1/messages", response_model=None)
@@ -44,13 +44,13 @@ async def count_tokens(body: CountRequest, http: Request) -> Response:
 
 
 class _Message(ChatTurn):
-    """One request; its answer has blocks of text and calls, which a stream begins, continues and ends.
+    """One request; its answer is a list of blocks of text and calls.
 
     Attributes:
-        asked: what the client sent.
-        parts: of a streamed answer, so far.
-        index: of the block that is written.
-        writes_text: whether that is text.
+        request_body: the body as received.
+        parts: parts of a streamed answer so far.
+        index: index of the current block.
+        writes_text: whether the current block is text.
     """
 
     kind, dialect = "message", ANTHROPIC
@@ -68,7 +68,7 @@ class _Message(ChatTurn):
 
     @staticmethod
     def renamed(error: ApiError) -> ApiError:
-        error.message = error.message.replace(f".{PARAMETERS} (", ".input_schema (")  # as it is called here
+        error.message = error.message.replace(f".{PARAMETERS} (", ".input_schema (")  # the field's name in this API
         return error
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class _Message(ChatTurn):
         }
 
     def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
-        """Why the answer ended."""
+        """Stop reason of the answer."""
         stop_reason = REASONS.get(reason or "", "end_turn")
         if stop_reason == "max_tokens" and self.most < self.request_body.max_tokens:
             stop_reason = "model_context_window_exceeded"
@@ -144,21 +144,20 @@ class _Message(ChatTurn):
         return {"type": "content_block_stop", "index": self.index - 1}
 
     def _closed(self) -> Iterator[dict[str, Any]]:
-        """The end of a text, if one is being written."""
+        """End of a text block, if one is open."""
         if self.writes_text:
             self.writes_text = False
             yield self._ended()
 
 
 def _block(part: Part) -> dict[str, Any]:
-    """A part of the answer."""
     if isinstance(part, Call):
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.arguments)}
     return {"type": "text", "text": part}
 
 
 def _usage(stats: SpecStats) -> dict[str, Any]:
-    """Tokens: what was found in the cache is not in ``input_tokens``."""
+    """Token counts; ``input_tokens`` excludes cached tokens."""
     cached = stats.num_prompt_tokens - stats.num_prompt_tokens_computed
     return {
         "input_tokens": stats.num_prompt_tokens - cached,

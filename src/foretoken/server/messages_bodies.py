@@ -1,4 +1,4 @@
-"""What clients of Anthropic's API may send, and the same in the words of chat completions."""
+"""Request bodies of Anthropic's API, and their conversion to chat completions."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ UNSERVED = {
     "mcp_servers": "no server is asked here: offer its tools",
     "inference_geo": "there is one place",
 }
-"""Fields that cannot be honoured, and why."""
+"""Fields that cannot be honoured, with the reason."""
 CLIENT_RUN = ("bash_", "text_editor_", "computer_", "memory_")
-"""Beginnings of the types of Anthropic's tools that the client runs."""
+"""Type prefixes of Anthropic's tools that the client runs."""
 
 
 class Block(Body):
-    """A part of a message: text, a call of a tool, or what it gave."""
+    """A part of a message: text, a tool call, or its result."""
 
     silent = frozenset({"cache_control", "citations", "thinking", "signature", "data", "caller"})
     type: Annotated[StrictStr, Field(max_length=64)]
@@ -72,7 +72,7 @@ class AnthropicTool(Body):
 
 
 class AnthropicToolChoice(Body):
-    """Whether it must."""
+    """Whether the model must use a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Short | None = None
@@ -88,14 +88,14 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """What the answer must look like."""
+    """Format of the answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """How the answer is written."""
+    """Output options."""
 
     format: OutputFormat | None = None
     effort: Short | None = None
@@ -133,14 +133,14 @@ Block.model_rebuild()
 
 
 def chat_request(body: CountRequest) -> ChatRequest:
-    """The request in the words of chat completions.  Raises ``ApiError`` 400 for what cannot be served."""
+    """The request as a chat completion.  Raises ``ApiError`` 400 for unserved fields."""
     refuse(body, UNSERVED)
     if body.thinking is not None and body.thinking.type == "enabled":
         raise bad(
             "this server writes no thinking blocks: leave thinking out (Claude Code: MAX_THINKING_TOKENS=0)", "thinking"
         )
     request: dict[str, Any] = {"model": body.model, "messages": list(_messages(body))}
-    if request["messages"][-1]["role"] == "assistant":  # its beginning is given, and the answer goes on with it
+    if request["messages"][-1]["role"] == "assistant":  # a prefill that the answer continues
         request["continue_final_message"] = True
     if body.tools:
         request["tools"] = [_tool(tool) for tool in body.tools]
@@ -169,7 +169,7 @@ def _messages(body: CountRequest) -> Iterator[dict[str, Any]]:
 
 
 def _user(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
-    """What tools gave, each a message of its own, and the text, in the order in which they stand."""
+    """Tool results, each as a separate message, and the text between them, in their order."""
     texts: list[Block] = []
     for block in blocks:
         if block.type == "tool_result":
@@ -188,7 +188,7 @@ def _user(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
 
 
 def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Text and calls; what it thought is not shown to it again."""
+    """Message with text and calls; earlier thinking is not shown to the model again."""
     calls = [block for block in blocks if block.type == "tool_use"]
     text_blocks = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
     message: dict[str, Any] = {"role": "assistant", "content": _text(text_blocks, "messages")}
@@ -204,7 +204,7 @@ def _call(block: Block) -> dict[str, Any]:
 
 
 def _text(content: str | Sequence[Block], field: str, between: str = "") -> str:
-    """Text in one piece.  Raises ``ApiError`` 400 for a block of another kind."""
+    """The text in one piece.  Raises ``ApiError`` 400 for a block of another type."""
     if isinstance(content, str):
         return content
     for block in content:
@@ -226,7 +226,7 @@ def _tool(tool: AnthropicTool) -> dict[str, Any]:
 
 
 def _choice(tool_choice: AnthropicToolChoice | None) -> dict[str, Any]:
-    """``tool_choice`` and whether several calls may come at once."""
+    """``tool_choice`` and ``parallel_tool_calls``."""
     if tool_choice is None:
         return {}
     choice: dict[str, Any] = {"tool_choice": {"any": "required"}.get(tool_choice.type, tool_choice.type)}

@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol, with limits on how large the headers of a request may be and how long they may take, on how
-long a client may leave an answer unread, and with errors in OpenAI's shape for what is no HTTP."""
+"""uvicorn's HTTP protocol with limits on the size and duration of request headers and on the time that an answer stays
+unread, and with errors in OpenAI's format for invalid HTTP."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from foretoken.server.errors import bad
 from foretoken.server.limits import BETWEEN, PIECE
 
 HEADERS_S = 15.0
-"""Seconds in which a connection must have sent the headers of its first request."""
+"""Seconds within which a connection must have sent the headers of its first request."""
 MOST_HEADER_BYTES = 32 * 1024
-"""Of the headers of a request."""
+"""Maximum size of a request's headers."""
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""A client that has only stopped sending passes over it; one that is gone answers with a reset."""
+"""Interim response: a client that has only stopped sending ignores it, and a client that is gone answers with a
+reset."""
 EVENT_PROBE = b": ping\n\n"
-"""The same within a stream of events, between two of them: a comment."""
+"""A comment with the same effect, between two events of a stream."""
 RESET = struct.pack("ii", 1, 0)
-"""Linger for no seconds: a connection that is closed is reset, and what the system has of it is dropped."""
+"""Linger of zero seconds: closing a connection resets it and drops the system's buffers."""
 PROBE_S, MOST_PROBE_S = 0.01, 10.0
-"""Seconds between the first two probes, which are doubled each time, and between the last ones."""
+"""Seconds between the first two probes, doubled each time, and their maximum."""
 
 
 class StalledConnections:
-    """Connections whose clients have stopped reading, the oldest first.  Each is cut after ``timeout_s`` seconds; of
-    more than ``most`` the oldest is cut at once."""
+    """Connections whose clients have stopped reading, the oldest first.  Each is cut after ``timeout_s`` seconds;
+    beyond ``most`` connections the oldest is cut at once."""
 
     def __init__(self, timeout_s: float = 30.0, most: int = 32) -> None:
         self.timeout_s, self.most = timeout_s, most
@@ -41,7 +42,7 @@ class StalledConnections:
         return len(self._waiting)
 
     def add(self, connection: GuardedProtocol) -> None:
-        """Its client does not take what was sent."""
+        """Add a connection whose client does not read."""
         if connection in self._waiting:
             return
         self._waiting[connection] = connection.loop.call_later(self.timeout_s, self._cut, connection)
@@ -49,23 +50,25 @@ class StalledConnections:
             self._cut(oldest)
 
     def discard(self, connection: GuardedProtocol) -> None:
-        """Its client has read, or is gone."""
+        """Remove a connection whose client has read everything or is gone."""
         timer = self._waiting.pop(connection, None)
         if timer is not None:
             timer.cancel()
 
     def _cut(self, connection: GuardedProtocol) -> None:
         self.discard(connection)
-        if connection.transport.get_write_buffer_size():  # else it has read everything, which nobody is told
+        if (
+            connection.transport.get_write_buffer_size()
+        ):  # empty if the client has read everything, which no callback reports
             sock = connection.transport.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)  # the system frees its share, too
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)  # frees the system's buffers, too
             connection.transport.abort()
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Connections that send nothing, or headers drop by drop, or do not read, are closed; too many headers are refused.
+    """Closes connections that send nothing, send headers too slowly or do not read; refuses oversized headers.
 
-    A client may stop sending when it has asked ("half-close"), and still gets its answer.
+    A client may stop sending after its request ("half-close"), and still gets its answer.
     """
 
     unread = StalledConnections()
@@ -73,10 +76,10 @@ class GuardedProtocol(HttpToolsProtocol):
     _probing: asyncio.TimerHandle | None = None
     _in_headers = False
     _header_bytes = 0
-    """Bytes of the headers that are being read."""
+    """Bytes of the headers being read."""
 
     def connection_made(self, transport: Any) -> None:
-        """Start the clock."""
+        """Start the timer of the headers."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=PIECE)
         self._watch()
@@ -89,9 +92,9 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; whether the connection stays open, as it must for an answer that is due.
+        """Whether the connection stays open after the client has stopped sending, as it must for a pending answer.
 
-        A client that is gone altogether looks the same until something is sent to it, so that something is sent.
+        A client that is gone looks the same until something is sent to it, so a probe is sent.
         """
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
@@ -101,9 +104,9 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def _probe(self, wait_s: float) -> None:
-        """The first one is answered with a reset where nobody is there, and the next one finds that out.
+        """Send a probe.  If the client is gone, the first is answered with a reset, which the next one detects.
 
-        So a client that went away in mid-stream is noticed now, and not two rounds later.
+        A client that left in mid-stream is thus noticed now and not two rounds later.
         """
         cycle = self.cycle
         if self.transport.is_closing() or cycle.response_complete:
@@ -118,7 +121,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._probing = self.loop.call_later(wait_s, self._probe, min(2 * wait_s, MOST_PROBE_S))
 
     def pause_writing(self) -> None:
-        """More waits for the client than may: the clock starts."""
+        """Start the client's timer: the write buffer is full."""
         super().pause_writing()
         self.unread.add(self)
 
@@ -127,20 +130,20 @@ class GuardedProtocol(HttpToolsProtocol):
         self.unread.discard(self)
 
     def on_response_complete(self) -> None:
-        """The rest of an answer has its clock, too: the connection is not closed before it was read."""
+        """Start the timer for the rest of an answer too: the connection is not closed before it was read."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self.unread.add(self)
 
     def on_message_begin(self) -> None:
-        """Start it for the next request of the connection."""
+        """Start the timer for the headers of the connection's next request."""
         super().on_message_begin()
         self._in_headers, self._header_bytes = True, 0
         if self._guard is None:
             self._watch()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header that is complete.  Raises ``ValueError``: they are too large together; uvicorn then sends a
+        """Count a complete header.  Raises ``ValueError`` if the headers are too large together; uvicorn then sends a
         400."""
         super().on_header(name, value)
         self._header_bytes += len(name) + len(value)
@@ -153,7 +156,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Count what belongs to an incomplete header too: the parser keeps it without a limit."""
+        """Count incomplete headers too, which the parser keeps without a limit."""
         before, in_body = self._header_bytes, self.cycle is not None and self.cycle.more_body
         super().data_received(data)
         if self._in_headers and not in_body and not self.transport.is_closing():
@@ -162,7 +165,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.send_400_response("")
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no request, or headers that are too large."""
+        """Refuse bytes that are no request, and oversized headers."""
         error = bad("this is no valid HTTP request, or its headers are too long", code="bad_http")
         body = json.dumps(error.body).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -170,7 +173,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: there are no web sockets here, and whoever asks for one gets a plain answer."""
+        """Do nothing: web sockets are not served, and a request for one gets a plain answer."""
 
     def _watch(self) -> None:
         self._guard = self.loop.call_later(HEADERS_S, self.transport.close)
@@ -182,7 +185,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def guarded(settings: ServerSettings) -> type[GuardedProtocol]:
-    """The protocol of one server, with its own bounds on unread answers."""
+    """Protocol class of one server, with its own limits on unread answers."""
     return type(
         "Guarded", (GuardedProtocol,), {"unread": StalledConnections(settings.write_timeout, settings.max_unread)}
     )

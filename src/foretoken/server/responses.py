@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: OpenAI's Responses API, on the same engine requests as chat completions; nothing is kept."""
+"""``POST /v1/responses``: OpenAI's Responses API, on the engine requests of chat completions; nothing is stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from foretoken.server.turn import ChatTurn, Part
 
 router = APIRouter()
 CUT = ("length", "context")
-"""Why an answer ended, where it is not complete."""
+"""Finish reasons of an incomplete answer."""
 
 
 @router.post("/v1/responses", response_model=None, responses=RESPONSES)
@@ -32,14 +32,14 @@ async def responses(body: ResponsesRequest, http: Request) -> Response:
 
 
 class _Response(ChatTurn):
-    """One request; its answer has items, which a stream adds, continues and ends.
+    """One request; its answer is a list of items.
 
     Attributes:
-        asked: what the client sent.
-        items: of a streamed answer, so far.
-        message: the item that is being written, where that is text.
+        request_body: the body as received.
+        items: finished items of a streamed answer.
+        message: the message item being written, if any.
         values: log-probabilities of its tokens.
-        untold: those of tokens whose text is held back.
+        untold: log-probabilities of tokens whose text is held back.
     """
 
     kind, dialect, renamed = "response", DIALECT, staticmethod(renamed)
@@ -87,17 +87,16 @@ class _Response(ChatTurn):
         }
 
     def content(self, text: str, values: Sequence[TokenLogprobs] | None = None) -> dict[str, Any]:
-        """The text of a message."""
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs(values)}
 
     def logprobs(self, values: Sequence[TokenLogprobs] | None) -> list[dict[str, Any]]:
-        """Of tokens, where they were asked for."""
+        """Log-probabilities of tokens, if requested."""
         if not self.body.logprobs:
             return []
         return chat_logprobs(values or (), self.texts, self.body.top_logprobs or 0)["content"]
 
     def ended(self, items: Sequence[dict[str, Any]], reason: str | None) -> dict[str, Any]:
-        """The object at the end."""
+        """The final response object."""
         response = self.object(status_of(reason), items)
         tail = self.tail()
         spent = tail["usage"]
@@ -114,7 +113,7 @@ class _Response(ChatTurn):
         }
 
     def object(self, status: str, items: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """The object, as far as it is."""
+        """The response object with the items so far."""
         body = self.request_body
         text = {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True)
         return {
@@ -145,7 +144,7 @@ class _Response(ChatTurn):
         }
 
     async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
-        """Events with their numbers; an error is one of them, and the last."""
+        """Numbered events; an error is the last of them."""
         number, events = 0, super().stream(tickets)
         try:
             async for event in events:
@@ -160,7 +159,7 @@ class _Response(ChatTurn):
             await events.aclose()  # type: ignore[attr-defined]
 
     async def events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
-        """All of them, without their numbers."""
+        """All events, without their numbers."""
         for name in ("created", "in_progress"):
             yield {"type": f"response.{name}", "response": self.object("in_progress")}
         reader = self.reader()
@@ -203,12 +202,12 @@ class _Response(ChatTurn):
 
     @property
     def _where(self) -> dict[str, Any]:
-        """The place of the text that is being written."""
+        """Position of the text being written."""
         message = self.message or {}
         return {"item_id": message.get("id"), "output_index": len(self.items), "content_index": 0}
 
     def _closed(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """The end of a message, if one is being written."""
+        """End of a message, if one is open."""
         if self.message is None:
             return
         text = self.message["content"][0]["text"]
@@ -222,5 +221,5 @@ class _Response(ChatTurn):
 
 
 def status_of(reason: str | None) -> str:
-    """Of an answer, and of the message that it ends with; a call is only reported once it is whole."""
+    """Status of an answer and of its last message; a call is only reported once it is complete."""
     return "incomplete" if reason in CUT else "completed"

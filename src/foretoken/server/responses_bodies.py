@@ -1,4 +1,4 @@
-"""What clients of OpenAI's Responses API may send, and the same in the words of chat completions."""
+"""Request bodies of OpenAI's Responses API, and their conversion to chat completions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from foretoken.server.schemas import (
 MOST_ITEMS, MOST_PARTS = 2048, 256
 LOGPROBS = "message.output_text.logprobs"
 INCLUDES = (LOGPROBS, "reasoning.encrypted_content")
-"""What ``include`` may name: there is no reasoning here, so nothing of it is left out."""
+"""Values that ``include`` may name; there is no reasoning here, so nothing of it is missing."""
 UNSERVED = {
     "previous_response_id": "no answers are kept: send the whole conversation as input",
     "conversation": "no conversations are kept: send the whole conversation as input",
@@ -37,7 +37,7 @@ UNSERVED = {
     "context_management": "nothing is left out of a conversation here",
     "moderation": "nothing is moderated here",
 }
-"""Fields that cannot be honoured, and why."""
+"""Fields that cannot be honoured, with the reason."""
 FIELDS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -45,11 +45,11 @@ FIELDS = {
     "reasoning_effort": "reasoning",
     "continue_final_message": "input",
 }
-"""Fields of chat completions, as they are called here."""
+"""This API's names for fields of chat completions."""
 
 
 class MessagePart(Body):
-    """A part of a message; others than text are refused."""
+    """A part of a message: text or a refusal."""
 
     silent = frozenset({"annotations", "logprobs", "parsed"})
     type: Annotated[StrictStr, Field(max_length=64)]
@@ -61,7 +61,7 @@ Content = Text | Annotated[list[MessagePart], Field(max_length=MOST_PARTS)]
 
 
 class Item(Body):
-    """One item of the input: a message, a call of a function, or what it gave."""
+    """An item of the input: a message, a function call, or its output."""
 
     silent = frozenset({"summary", "encrypted_content", "parsed_arguments", "phase"})
     type: Short = "message"
@@ -86,7 +86,7 @@ class ResponsesTool(Body):
 
 
 class TextFormat(Body):
-    """What the answer must look like."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Short | None = None
@@ -96,14 +96,14 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """How the answer is written."""
+    """Text options."""
 
     format: TextFormat | None = None
     verbosity: Short | None = None
 
 
 class Reasoning(Body):
-    """How hard the model thinks."""
+    """Reasoning options."""
 
     effort: Short | None = None
     summary: Short | None = None
@@ -140,7 +140,7 @@ class ResponsesRequest(Body):
 
 
 def chat_request(body: ResponsesRequest) -> ChatRequest:
-    """The request in the words of chat completions.  Raises ``ApiError`` 400 for what cannot be served."""
+    """The request as a chat completion.  Raises ``ApiError`` 400 for unserved fields."""
     _check(body)
     request: dict[str, Any] = {
         "model": body.model,
@@ -163,7 +163,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
 
 
 def no_effect(body: ResponsesRequest) -> Iterator[str]:
-    """Fields of what is known that ask for something that no model here can be told."""
+    """Known fields that have no effect here."""
     if body.text is not None and body.text.verbosity is not None:
         yield "text.verbosity"
     if body.reasoning is not None and body.reasoning.summary is not None:
@@ -172,7 +172,7 @@ def no_effect(body: ResponsesRequest) -> Iterator[str]:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """An error that names the field as it is called here."""
+    """The error with this API's field names."""
     name = error.param or ""
     field = FIELDS.get(name, name)
     message = error.message.replace(name, field).replace(f".{PARAMETERS} (", ".parameters (")
@@ -192,7 +192,7 @@ def _check(body: ResponsesRequest) -> None:
 
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Messages; a call belongs to the assistant's message before it."""
+    """Messages; a call joins the assistant's message before it."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -211,7 +211,7 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
             if item.role is None or item.content is None:
                 raise bad("a message needs role and content", "input")
             messages.append({"role": item.role, "content": _text(item.content)})
-        elif item.type != "reasoning":  # what a model has thought is not shown to it again
+        elif item.type != "reasoning":  # earlier reasoning is not shown to the model again
             raise bad(f"items of type {item.type[:64]!r} are not served", "input", "unsupported_value")
     if not messages:
         raise bad("the input has no message", "input")
@@ -243,7 +243,7 @@ def _tool(tool: ResponsesTool) -> dict[str, Any]:
 
 
 def _choice(choice: str | dict[str, Any] | None) -> Any:
-    """``tool_choice``: here a function's name is not inside another object."""
+    """``tool_choice`` for chat completions, which nests a function's name in another object."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "function":

@@ -1,4 +1,4 @@
-"""What clients may send.  Every number has its bounds; what is not known is ignored, and said in a header."""
+"""Request bodies.  Every number has bounds; unknown fields are ignored and listed in a header."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BIG = 2**31 - 1
 
 
 def encodable(text: Any) -> Any:
-    """A text that is no UTF-8 cannot be tokenised, and cannot be sent back."""
+    """The text.  Raises ``ValueError`` if it is not valid Unicode, which can be neither tokenised nor sent back."""
     if isinstance(text, str):
         try:
             text.encode()
@@ -39,7 +39,7 @@ def encodable(text: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number, not a text that looks like one or a truth value."""
+    """The value.  Raises ``ValueError`` for anything but a number, such as a numeric string or a boolean."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("the value must be a number")
     return value
@@ -55,9 +55,9 @@ Ids = Annotated[list[Id], Field(max_length=LONGEST_TEXT)]
 
 
 def _prompt(value: Any) -> Any:
-    """One of the four kinds of prompts, told by its first element.
+    """A validated prompt of one of the four kinds, which its first element determines.
 
-    A union would try every element as each kind and report all that fail: a body of 1.5 MB took ten seconds and 900 MB.
+    A union would try every element as each kind and report all failures: a body of 1.5 MB took ten seconds and 900 MB.
     """
     if isinstance(value, str):
         return _texts([value])[0]
@@ -102,25 +102,25 @@ Prompt = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)
 
 
 def _few_biases(value: Any) -> Any:
-    """Counted before anything in it is looked at."""
+    """The biases, counted before any of them is validated."""
     if isinstance(value, dict) and len(value) > MOST_BIASES:
         raise ValueError(f"at most {MOST_BIASES} tokens may be biased, not {len(value)}")
     return value
 
 
 def number(low: float, high: float, above: bool = False) -> Any:
-    """A finite number from ``low`` (itself not, where it must be above it) to ``high``."""
+    """Type of a finite number from ``low`` (excluded if ``above``) to ``high``."""
     at_least = Gt(low) if above else Ge(low)
     return Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False), at_least, Le(high)]
 
 
 def count(low: int, high: int) -> Any:
-    """A whole number."""
+    """Type of a whole number from ``low`` to ``high``."""
     return Annotated[StrictInt, Field(ge=low, le=high)]
 
 
 def option(name: str) -> Any:
-    """What a body may say for an option of :data:`foretoken.options.FIELDS`, or ``None``."""
+    """Type of a body's field for an option of :data:`foretoken.options.FIELDS`, or ``None``."""
     field = FIELDS[name]
     if field.served is None or field.kind not in (bool, int, float):
         raise LookupError(f"the server does not take {name} as it is")
@@ -133,15 +133,15 @@ def option(name: str) -> Any:
 
 
 class Body(BaseModel):
-    """A JSON object; other names than these are kept apart."""
+    """A JSON object; unknown names are kept apart."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     silent: ClassVar[frozenset[str]] = frozenset()
-    """Names that clients send back as they got them, or that are documented to have no effect: they are not told."""
+    """Names that clients send back unchanged, or that are documented to have no effect: they are not reported."""
 
     @property
     def ignored(self) -> list[str]:
-        """Names that mean nothing here; behind them those inside of other fields, as ``stream_options.name``."""
+        """Unknown names, followed by those inside other fields, as ``stream_options.name``."""
         return sorted(self.model_extra or {}) + sorted(set(self._inside()))
 
     def _inside(self) -> Iterator[str]:
@@ -152,7 +152,7 @@ class Body(BaseModel):
                 yield from (f"{field}.{name}" for name in part._unknown())
 
     def _unknown(self) -> Iterator[str]:
-        """Names in this object, where it is a part of another; empty values say nothing."""
+        """Unknown names of an object inside another; empty values are skipped."""
         for name, value in (self.model_extra or {}).items():
             if name not in self.silent and value not in (None, [], {}):
                 yield name
@@ -160,14 +160,14 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream says besides the text."""
+    """Additional content of a stream."""
 
     include_usage: StrictBool = False
     continuous_usage_stats: StrictBool = False
 
 
 class Speculative(Body):
-    """How one request is drafted for."""
+    """Speculative decoding options of one request."""
 
     enabled: StrictBool = True
     method: Short | None = None
@@ -186,14 +186,14 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the answer must look like."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Body):
-    """The same in vLLM's words; one of them, and how the answer is drawn: masked token by token, or as a whole."""
+    """Output constraint in vLLM's format: exactly one form, sampled token by token under a mask or as a whole."""
 
     json_: dict[str, Any] | Text | None = Field(default=None, alias="json")
     regex: Text | None = None
@@ -204,7 +204,7 @@ class StructuredOutputs(Body):
 
     @property
     def forms(self) -> dict[str, Any]:
-        """What is asked for, by its kind in :mod:`foretoken.server.grammar`; one, if the request is right."""
+        """Requested constraints by their kind in :mod:`foretoken.server.grammar`; exactly one in a valid request."""
         kinds: dict[str, Any] = {
             "json_schema": self.json_,
             "regex": self.regex,
@@ -219,7 +219,7 @@ M = TypeVar("M", bound=type[BaseModel])
 
 
 def with_options(model: M) -> M:
-    """Give a body a field, ``None`` by default, for every option that the server takes as it is."""
+    """Give a body a field, ``None`` by default, for every option that the server takes unchanged."""
     fields: dict[str, Any] = {name: (option(name), None) for name, field in FIELDS.items() if field.served is not None}
     extended: Any = create_model(
         model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
@@ -229,7 +229,7 @@ def with_options(model: M) -> M:
 
 @with_options
 class CompletionBody(Body):
-    """What completions and chat have in common."""
+    """Fields that completions and chat completions share."""
 
     model: ModelName
     n: count(1, MOST_CHOICES) | None = None  # type: ignore[valid-type]
@@ -263,7 +263,7 @@ class CompletionBody(Body):
 
 
 class Prediction(Body):
-    """What the answer will probably say."""
+    """Predicted content of the answer."""
 
     type: Literal["content"]
     content: Text | Annotated[list[TextPart], Field(max_length=MOST_PROMPTS)]
@@ -274,7 +274,7 @@ class Prediction(Body):
 
 
 class TextPart(Body):
-    """A part of a message: text, or the text of a refusal; others are refused."""
+    """A part of a message: text or a refusal."""
 
     type: Annotated[StrictStr, Field(max_length=64)]
     text: Text = ""
@@ -294,14 +294,14 @@ class CompletionRequest(CompletionBody):
 
 
 class CalledFunction(Body):
-    """Which function was called, with which arguments; a model may have written them wrong."""
+    """Name and arguments of a called function; a model may have written invalid arguments."""
 
     name: Short
     arguments: Text | dict[str, Any] | None = None
 
 
 class ToolCall(Body):
-    """A call that the model has made."""
+    """A tool call that the model has made."""
 
     silent = frozenset({"index"})  # of a stream's deltas
     id: Short | None = None
@@ -335,7 +335,7 @@ class Tool(Body):
     function: Function
 
     def _unknown(self) -> Iterator[str]:
-        """None: a template is given all of it."""
+        """No names: a template gets the whole tool."""
         return iter(())
 
 
@@ -394,4 +394,4 @@ REFUSED = {
     "use_beam_search": "beams are not sampled",
     "length_penalty": "beams are not sampled",
 }
-"""Fields that mean something elsewhere: a request that relies on them must not get another answer instead."""
+"""Fields with a meaning elsewhere: a request that relies on them must not get a different answer instead."""

@@ -1,4 +1,4 @@
-"""From a conversation to a prompt, by the model's own template or a plain one."""
+"""Rendering of a conversation to a prompt, by the model's chat template or a plain one."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from foretoken.server.schemas import Message, Tool, ToolCall
 from foretoken.server.workers import TEMPLATES, in_thread
 
 RENDER_S = 2.0
-"""Seconds in which a template must be done."""
+"""Time limit of a template in seconds."""
 KWARGS = ("enable_thinking", "thinking", "reasoning", "date_string", "documents")
-"""What a request may hand to a template: nothing that changes how it is run."""
+"""Values that a request may pass to a template; none changes how it is run."""
 PLAIN_STOP = "\nUser:"
-"""Where an answer ends for a model without a template."""
+"""Stop string for a model without a template."""
 NINE = "[TOOL_CALLS]"
-"""Mistral's templates, which have this, refuse ids of calls that are not nine letters and digits."""
+"""Mark of Mistral's templates, which refuse call ids other than nine letters and digits."""
 
 
 def takes_effort(tokenizer: Any) -> bool:
-    """Whether the model's template asks how hard it should think."""
+    """Whether the model's template has a reasoning effort."""
     return has_template(tokenizer) and "reasoning_effort" in str(tokenizer.chat_template)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template is given.
+    """Input of a chat template.
 
     Attributes:
-        tools: functions that the model is told of.
-        kwargs: the client's own values for the template.
-        generate: end where the assistant answers.
-        continues: end inside the last message, which is the assistant's: the answer goes on with it.
-        effort: how hard the model should think.
+        tools: functions that the model is shown.
+        kwargs: the client's values for the template.
+        generate: whether to add the generation prompt.
+        continues: whether to end inside the last message, the assistant's, which the answer continues.
+        effort: reasoning effort.
     """
 
     messages: Sequence[Message]
@@ -49,8 +49,8 @@ class Conversation:
 
 
 async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
-    """The prompt of a conversation; 400 where the template refuses it, takes too long, or shows the model nothing of
-    its tools."""
+    """Prompt of a conversation.  Raises ``ApiError`` 400 if the template refuses it, takes too long, or omits the
+    tools."""
     if tokenizer is None:
         raise bad("this model has no tokenizer: use /v1/completions with token ids", "messages")
     _check(conversation)
@@ -66,12 +66,12 @@ async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
         raise bad("the chat template takes too long for these messages", "messages") from None
     except ApiError:
         raise
-    except Exception as error:  # the template's own: it refuses roles, orders, missing fields
+    except Exception as error:  # raised by the template, for roles, orders or missing fields
         raise bad(template_fault(error, tokenizer, 200), "messages") from None
 
 
 def _check(conversation: Conversation) -> None:
-    """Refuse what no template could do."""
+    """Raise ``ApiError`` 400 for options that no template supports."""
     unknown = [name for name in conversation.kwargs if name not in KWARGS]
     if unknown:
         raise bad(f"chat_template_kwargs may hold {', '.join(KWARGS)}, not {unknown[0][:64]!r}", "chat_template_kwargs")
@@ -84,7 +84,7 @@ def _check(conversation: Conversation) -> None:
 
 
 def _rendered(tokenizer: Any, plain_messages: Sequence[Mapping[str, Any]], conversation: Conversation) -> str:
-    """The prompt.  Raises ``ApiError`` 400 where it says nothing of the tools, or leaves out an earlier call."""
+    """The prompt.  Raises ``ApiError`` 400 if it omits the tools or an earlier call."""
     options = dict(conversation.kwargs)
     if conversation.effort is not None:
         options["reasoning_effort"] = conversation.effort
@@ -106,7 +106,7 @@ def _rendered(tokenizer: Any, plain_messages: Sequence[Mapping[str, Any]], conve
     marked, names = _marked(plain_messages)
     try:
         marked_prompt = text(marked, functions or None) if names else ""
-    except Exception:  # it knows the names of calls, so it looks at them
+    except Exception:  # the template checks the names of calls, so it reads them
         return prompt
     if any(name not in marked_prompt for name in names):
         raise bad(
@@ -119,8 +119,8 @@ def _rendered(tokenizer: Any, plain_messages: Sequence[Mapping[str, Any]], conve
 def _marked(plain_messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
     """The messages with another name for each earlier call, and these names.
 
-    A template that leaves out a call would have the model answer another conversation.  The call's own name proves
-    nothing: the user's text, or another call, may have it.
+    A template that omits a call would have the model answer another conversation.  The call's own name proves nothing:
+    it may occur in the user's text or in another call.
     """
     names: list[str] = []
 
@@ -138,7 +138,7 @@ def _marked(plain_messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[s
 
 
 def _text_of(message: Message) -> str:
-    """The text of a message in one piece.  Raises ``ApiError`` 400 for a part that is no text."""
+    """Text of a message in one piece.  Raises ``ApiError`` 400 for a part that is no text."""
     if not isinstance(message.content, list):
         return message.content or ""
     for part in message.content:
@@ -151,7 +151,7 @@ def _plain(message: Message, template: str) -> dict[str, Any]:
     """A message as templates expect it."""
     role: str = message.role
     if role == "developer" and "developer" not in template:
-        role = "system"  # many templates leave out a message whose role they do not know
+        role = "system"  # many templates omit messages of an unknown role
     plain: dict[str, Any] = {"role": role, "content": _text_of(message)}
     if message.tool_calls:
         plain["tool_calls"] = [_call(call, template) for call in message.tool_calls]
@@ -163,16 +163,16 @@ def _plain(message: Message, template: str) -> dict[str, Any]:
 
 
 def _call(call: ToolCall, template: str) -> dict[str, Any]:
-    """An earlier call, with its arguments as templates want them: an object, which clients send as JSON text.
+    """An earlier call; its arguments are an object, as templates expect, which clients send as JSON text.
 
-    Whatever a model has written stays in the conversation: refusing it would end the conversation for ever.
+    Invalid arguments stay in the conversation: refusing them would end it for ever.
     """
     function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}
     return {"id": _id(call.id or "", template), "type": "function", "function": function}
 
 
 def arguments_of(raw: str | dict[str, Any] | None) -> dict[str, Any]:
-    """The arguments of a call as an object; a text that is none is its only member, ``unparsed``."""
+    """Arguments of a call as an object; other text becomes its only member, ``unparsed``."""
     if isinstance(raw, dict):
         return raw
     if raw is None or not raw.strip():
@@ -181,19 +181,18 @@ def arguments_of(raw: str | dict[str, Any] | None) -> dict[str, Any]:
         arguments = json.loads(raw)
     except (json.JSONDecodeError, RecursionError):
         arguments = None
-    # The one argument of an earlier call whose arguments are no JSON object: templates want an object
     return arguments if isinstance(arguments, dict) else {"unparsed": raw}
 
 
 def _id(call_id: str, template: str) -> str:
-    """The id of a call as the template takes it; the same for the call and for its result."""
+    """Id of a call as the template takes it; the same for the call and its result."""
     if NINE not in template or (len(call_id) == 9 and call_id.isalnum()):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _without_template(messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
-    """A dialogue as plain text.  Raises ``ApiError`` 400 for calls of tools, which it has no place for."""
+    """The dialogue as plain text.  Raises ``ApiError`` 400 for tool calls, which it cannot show."""
     if any(message.get("tool_calls") for message in messages):
         raise bad("this model has no chat template, so it cannot be told of earlier calls of tools", "messages")
     names = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
