@@ -1,4 +1,4 @@
-"""Counters of many replicas as one text: every sample says whose it is."""
+"""Counters of many replicas as one text, in which every sample names its replica."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 OWN = "gateway"
-"""The label ``replica`` of what a gateway counts under a name of its replicas."""
+"""Value of the label ``replica`` for the gateway's own counts under a replica's name."""
 
 
 class FleetMetrics:
-    """What a gateway counts itself, and how it shows what its replicas count.
+    """Counters of a gateway, and the exposition of its replicas' counters.
 
     Attributes:
-        retried: requests that were given to another replica.
+        retried: requests that were passed to another replica.
         broken: streams that ended with an error because their replica was lost.
-        failures: error answers that no replica has given, by reason.
+        failures: the gateway's own error answers, by reason.
     """
 
     def __init__(self, prefixes: Sequence[str], model: str) -> None:
@@ -24,11 +24,10 @@ class FleetMetrics:
         self.failures: Counter[str] = Counter()
 
     def failed(self, reason: str) -> None:
-        """Count an error answer."""
         self.failures[reason] += 1
 
     def text(self, replicas: Mapping[str, str], ready: int, open_: int) -> str:
-        """What Prometheus reads, made of the texts of replicas by name, of which ``ready`` can serve."""
+        """Exposition for Prometheus, from the replicas' expositions by name; ``ready`` replicas can serve."""
         families = (
             ("replicas_ready", "gauge", "Replicas that can serve.", ready),
             ("gateway_requests_open", "gauge", "Requests that have not ended.", open_),
@@ -44,7 +43,7 @@ class FleetMetrics:
         return "\n".join([*lines, *labelled({OWN: self._failures(), **replicas})]) + "\n"
 
     def _failures(self) -> str:
-        """Error answers in the words of replicas."""
+        """The gateway's error answers in the format of replicas."""
         lines: list[str] = []
         for full in [f"{prefix}:request_failure_total" for prefix in self._prefixes]:
             lines += [f"# HELP {full} Requests that were answered with an error.", f"# TYPE {full} counter"]
@@ -54,7 +53,7 @@ class FleetMetrics:
 
 
 def labelled(texts: Mapping[str, str]) -> list[str]:
-    """Lines of several expositions as one: a family once, each sample with the label ``replica``."""
+    """Lines of several expositions as one: each family once, each sample with the label ``replica``."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for name, text in texts.items():

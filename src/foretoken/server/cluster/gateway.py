@@ -1,8 +1,8 @@
-"""The front of many replicas: one address, one shape of errors, whatever happens behind it.
+"""Gateway of many replicas: one address and one format of errors.
 
-The gateway checks keys and sizes, chooses a session, and hands a request to a replica.  A replica that is lost before
-the client has seen anything loses nothing: the request goes to another one.  A stream that breaks ends with an error
-event and without ``[DONE]``, so that no client takes a part for the whole.
+It checks keys and sizes, determines the session, and passes a request to a replica.  If that is lost before the client
+has received anything, the request goes to another one.  An interrupted stream ends with an error event and without
+``[DONE]``, so that no client takes a part for the whole.
 """
 
 from __future__ import annotations
@@ -28,58 +28,59 @@ from foretoken.server.running import ClientGone, while_connected
 from foretoken.server.sse import event
 
 PAUSE_S = 0.2
-"""Before a request is tried again; doubled each time, up to two seconds."""
+"""Seconds before the first retry; doubled each time, up to two seconds."""
 GRACE_S = 10.0
 """Seconds beyond its own time limit after which a replica counts as hung."""
 CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
-"""What of a scope travels."""
+"""Fields of a scope that are passed on."""
 SECRET = (b"authorization", b"x-api-key", b"x-request-id")
-"""Headers that do not: keys are the gateway's business, and ids are set anew."""
+"""Headers that are not passed on: the gateway checks keys and sets ids."""
 
 
 class ReplicaLost(Exception):
-    """The replica that served a request is there no more."""
+    """The replica that served a request is gone."""
 
 
 class Replicas(Protocol):
-    """What is behind a gateway."""
+    """The replicas behind a gateway."""
 
     @property
     def num_ready(self) -> int:
-        """Replicas that can serve."""
+        """Number of replicas that can serve."""
 
     @property
     def num_wanted(self) -> int:
-        """Replicas that there should be."""
+        """Configured number of replicas."""
 
     async def start(self) -> None:
-        """Start them; returns when the first can serve.  Raises ``ValueError`` where they cannot be started."""
+        """Start the replicas; returns when the first can serve.  Raises ``ValueError`` if they cannot be started."""
 
     def answer(self, scope: dict[str, Any], body: bytes, session: str, caller: Caller) -> AsyncIterator[list[Message]]:
-        """An answer's messages, from the replica that suits the session; it keeps what it learns from the caller's
-        texts for that caller.  Raises ``ReplicaLost``: the replica died on the way."""
+        """Messages of an answer, from the replica that suits the session, which reuses the caller's texts for that
+        caller only. Raises ``ReplicaLost`` if the replica dies meanwhile."""
 
     async def metrics(self) -> Mapping[str, str]:
-        """Counters of each replica, by its name."""
+        """Counters of each replica, by name."""
 
     async def is_chat(self) -> bool:
         """Whether the model comes with a chat template."""
 
     async def stop(self) -> None:
-        """End them."""
+        """End the replicas."""
 
     def abandon(self) -> None:
-        """End at once what :meth:`start` has begun; the process ends behind this."""
+        """End at once what :meth:`start` has begun; the process ends afterwards."""
 
 
 class Fleet:
-    """A gateway's state, in the words of :class:`foretoken.server.serving.Serving`, so that one loop watches both.
+    """A gateway's state, with the interface of :class:`foretoken.server.serving.Serving`, so that one loop watches
+    both.
 
     Attributes:
-        failed: why they could not be started.
+        failed: error that prevented the start.
         draining: whether new requests are refused.
         is_chat: whether the model comes with a chat template.
-        end_s: seconds in which the replicas and Ray must have ended.
+        end_s: seconds within which the replicas and Ray must have ended.
     """
 
     end_s = 60.0
@@ -91,14 +92,14 @@ class Fleet:
         self.num_open = 0
         prefixes = ("foretoken", *([settings.metrics_compat] if settings.metrics_compat else []))
         self.metrics = FleetMetrics(prefixes, settings.name)
-        self.places = Places(None)  # each replica has its own bound; those of keys are kept here, for all replicas
+        self.places = Places(None)  # each replica has its own limit; limits of keys hold here, across replicas
 
     async def start(self) -> None:
         try:
             await self.replicas.start()
             self.is_chat = await self.replicas.is_chat()
             self.is_loaded = True
-        except Exception as error:  # told to whoever starts the server
+        except Exception as error:  # reported by the loop that watches the server
             self.failed = error
 
     def drain(self) -> None:
@@ -111,17 +112,17 @@ class Fleet:
 
     @property
     def trouble(self) -> str | None:
-        """Why the server cannot go on."""
+        """Error that prevents serving, if any."""
         return None if self.failed is None else str(self.failed)
 
     @property
     def capacity(self) -> int:
-        """Requests that all replicas together run and queue."""
+        """Number of requests that all replicas together run and queue."""
         each = self.settings.max_running + self.settings.max_queued
         return each * max(1, self.replicas.num_ready)
 
     def check(self) -> None:
-        """Whether a request can be taken.  Raises ``ApiError`` 503, with the seconds after which to try again."""
+        """Raise ``ApiError`` 503, with the seconds until a retry, if no request can be taken."""
         if self.draining:
             raise shutting_down()
         if self.failed is not None:
@@ -147,7 +148,7 @@ class Gateway:
         try:
             await self._route(scope, receive, send)
         except ConnectionError:
-            raise  # an answer has begun: only a broken connection says that it is not whole
+            raise  # the answer has begun: only a broken connection shows that it is incomplete
         except Exception as error:
             await answered(api_error(error), scope["path"], self.fleet.metrics.failed)(scope, receive, send)
 
@@ -175,13 +176,13 @@ class Gateway:
             self.fleet.num_open -= 1
 
     async def _health(self) -> Response:
-        """Whether this process should go on living; replicas that die are replaced."""
+        """Liveness of this process; replicas that die are replaced."""
         if self.fleet.failed is not None:
             raise ApiError(503, f"the replicas could not be started: {self.fleet.failed}", code="unhealthy")
         return JSONResponse({"status": "ok", "replicas": self._counts()})
 
     async def _ready(self) -> Response:
-        """Whether requests should be sent here: one replica is enough."""
+        """Readiness: one replica is enough."""
         fleet = self.fleet
         if fleet.draining or fleet.failed is not None or not fleet.is_loaded:
             fleet.check()
@@ -212,10 +213,10 @@ class Gateway:
             await while_connected(receive, self._answer(inner_scope, body, session, place, send))
 
     async def _answer(self, scope: dict[str, Any], body: bytes, session: str, place: Place, send: Send) -> None:
-        """Send what a replica answers; another one's answer where it is lost before anything was sent.  Raises
-        :class:`ApiError`: 503 where every replica that was tried is gone, 504 when the time is up."""
+        """Send the answer of a replica, or of another one if it is lost before anything was sent.  Raises
+        :class:`ApiError`: 503 if every replica tried is gone, 504 when the time is up."""
         sent = _Sent(send, is_anthropic(scope["path"]))
-        # The replica ends a request in time itself; this is for one that hangs.
+        # A replica enforces the time limit itself; this is for one that hangs.
         end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + GRACE_S
         # Replicas that a request may lose before it is given up
         for attempt in range(8):
@@ -252,7 +253,7 @@ class Gateway:
 
 
 class _Sent:
-    """What a client has got so far."""
+    """Progress of an answer that is sent to a client."""
 
     def __init__(self, send: Send, anthropic: bool) -> None:
         self._send, self._anthropic = send, anthropic
@@ -260,7 +261,7 @@ class _Sent:
         self.begun = self.ended = False
 
     async def __call__(self, message: Message) -> None:
-        # The head of an answer waits for its first byte: until then the request can be given to somebody else.
+        # The head of an answer waits for its first byte: until then another replica can take the request.
         if message["type"] == "http.response.start":
             self._start = message
             return
@@ -271,8 +272,8 @@ class _Sent:
         self.ended = not message.get("more_body", False)
 
     async def break_off(self) -> None:
-        """End a stream with an error event.  An answer of another kind ends with a ``ConnectionError``, which breaks
-        the connection: nothing else can say that something is missing."""
+        """End a stream with an error event.  Raises ``ConnectionError`` for other answers: only a broken connection
+        shows that something is missing."""
         names = dict(self._start["headers"]) if self._start is not None else {}
         if not names.get(b"content-type", b"").startswith(b"text/event-stream"):
             raise ConnectionError("an answer broke off")
@@ -292,6 +293,6 @@ async def _body(receive: Receive) -> bytes:
 
 
 def create_gateway(fleet: Fleet) -> ASGIApp:
-    """The application: ids, keys, sizes and times are checked as on one machine."""
+    """The application; ids, keys, sizes and times are checked as on one machine."""
     gate = Gate(Gateway(fleet), fleet.settings, fleet.places, fleet.metrics.failed)
     return across_origins(gate, fleet.settings)

@@ -15,15 +15,15 @@ from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
 
 SPENT = "foretoken.spent"
-"""Type of the message that tells the gateway how many ``tokens`` a request has used."""
+"""Type of the message that reports to the gateway how many ``tokens`` a request has used."""
 ANYBODY = Caller()
 
 
 class Replica:
-    """One model, one engine, one application; ``name`` is told to clients in the header ``X-Replica``.
+    """One model, one engine, one application; ``name`` is sent to clients in the header ``X-Replica``.
 
-    Keys and origins are the gateway's business: they do not travel with the server's settings, only who asks does.
-    ``make`` makes the state; by default it loads the model.
+    Keys and origins are the gateway's business: only the caller of a request travels, not the server's settings for
+    them. ``make`` creates the state and by default loads the model.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class Replica:
         self.app: ASGIApp = create_app(self.settings, self.serving)
 
     async def start(self) -> None:
-        """Load the model; nobody is sent here before that.  Raises ``Exception`` where it cannot be loaded."""
+        """Load the model, before any request arrives.  Raises the ``Exception`` that prevented it."""
         await self.serving.start()
         if self.serving.failed is not None:
             raise self.serving.failed
 
     async def stop(self) -> None:
-        """Finish what runs, and end the engine."""
+        """Finish running requests and end the engine."""
         await self.serving.stop(self.settings.shutdown_timeout)
 
     def check(self) -> None:
-        """Whether this replica should go on living.  Raises ``RuntimeError`` where the engine is dead or hangs."""
+        """Raise ``RuntimeError`` if the engine is dead or hangs."""
         if self.serving.trouble is not None:
             raise RuntimeError(self.serving.trouble)
 
@@ -68,16 +68,16 @@ class Replica:
         return bool(self.serving.is_chat)
 
     def metrics(self) -> str:
-        """Its counters, as Prometheus reads them."""
+        """Exposition of the replica's counters for Prometheus."""
         return str(self.serving.metrics.text().decode())
 
     async def answer(
         self, scope: dict[str, Any], body: bytes, caller: Caller = ANYBODY
     ) -> AsyncGenerator[list[Message], None]:
-        """The ASGI messages of an answer: in each piece those that are there, so that a burst travels at once.  The
-        last one is ours (:data:`SPENT`).
+        """ASGI messages of an answer.  Each piece has all messages that are ready, so that a burst travels at once; the
+        last message is :data:`SPENT`.
 
-        Who stops listening ends the request.
+        Closing the generator ends the request.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
@@ -120,5 +120,5 @@ class Replica:
         finally:
             gone.set()
             with suppress(asyncio.CancelledError, TimeoutError):
-                # Seconds in which the application must end a request whose client has left
+                # Time limit for ending a request whose client has left
                 await asyncio.wait_for(task, 5.0)

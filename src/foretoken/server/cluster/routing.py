@@ -1,9 +1,8 @@
-"""Which replica serves a request: one session, one replica, so that its caches are found again.
+"""Choice of a replica: the requests of a session go to one replica, so that its caches are reused.
 
-A session is what a client says it is (``X-Session-Id``, or OpenAI's ``prompt_cache_key``), else the beginning of what
-it sends: the messages up to the first of the user, or the first part of a prompt.  A conversation begins with the same
-words at every turn, so that all its turns have one session.  Pure functions:
-:mod:`foretoken.server.cluster.scale` asks them.
+A session is what a client names (``X-Session-Id``, or OpenAI's ``prompt_cache_key``), else the beginning of its
+request: the messages up to the first of the user, or the first part of a prompt.  All turns of a conversation begin
+with the same words, so they share a session.  All functions but the shuffling :func:`order` are pure.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LONGEST_ID = 256
-"""Characters of a session that a client names."""
+"""Maximum characters of a session that a client names."""
 MORE = 1.5
-"""A replica keeps its sessions until it has so many times its share of requests: moving one costs reading its text."""
+"""A replica keeps its sessions up to this multiple of its share of requests: moving a session costs a prefill."""
 TOKENS = 64
-"""The same for a prompt of token ids."""
+"""Token ids of a prompt that identify its session."""
 
 
 def asked_of(body: bytes) -> Mapping[str, Any]:
-    """The JSON object of a request; empty for what is none: a replica says what is wrong with it."""
+    """JSON object of a request; empty if it is invalid, which the replica reports."""
     try:
         fields = json.loads(body) if body else {}
     except (ValueError, RecursionError):
@@ -33,17 +32,16 @@ def asked_of(body: bytes) -> Mapping[str, Any]:
 
 
 def choices_of(fields: Mapping[str, Any]) -> int:
-    """How many texts a request asks for: as many as it has prompts, times ``n``; wrong numbers count as one."""
+    """Number of choices of a request: its prompts times ``n``; invalid numbers count as one."""
     prompt, count = fields.get("prompt"), fields.get("n")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
     return prompts * (count if type(count) is int and 0 < count < 2**31 else 1)
 
 
 def session_of(headers: Mapping[str, str], fields: Mapping[str, Any], tenant: str = "") -> str:
-    """The session of a request, a digest; empty where any replica will do.
+    """Digest of a request's session; empty if any replica will do.
 
-    It depends on who asks (``tenant``): texts of one are never found again by another, so they need no replica in
-    common.
+    It depends on the ``tenant``: tenants do not reuse each other's prefixes, so they need no common replica.
     """
     session_id = headers.get("x-session-id", "")[:LONGEST_ID]
     if session_id:
@@ -56,7 +54,7 @@ def session_of(headers: Mapping[str, str], fields: Mapping[str, Any], tenant: st
 
 
 def _beginning(fields: Mapping[str, Any]) -> str:
-    """What the turns of a conversation, or prompts with a common prefix, have in common."""
+    """Common beginning of a conversation's turns, or of prompts with a common prefix."""
     messages = fields.get("messages") or fields.get("input")
     if isinstance(messages, list):
         first: list[Any] = []
@@ -69,7 +67,7 @@ def _beginning(fields: Mapping[str, Any]) -> str:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        # Of a prompt: texts with the same ones share a replica
+        # Prompts with the same first characters share a replica
         return prompt[:256]
     return json.dumps(prompt[:TOKENS]) if isinstance(prompt, list) else ""
 
@@ -84,15 +82,15 @@ def ranked(session: str, replicas: Sequence[str]) -> list[str]:
 
 
 def order(session: str, loads: Mapping[str, int]) -> list[str]:
-    """Replicas, the most wanted first: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016).
+    """Replicas in order of preference: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016).
 
-    A session's own replica comes first as long as it has less than its share of all requests, widened by ``MORE``;
-    then the next ones in the session's order; at last the full ones, the least busy first.  A request without a session
-    goes to the least busy replica.
+    A session's own replica comes first while it has less than ``MORE`` times its share of all requests.  The next ones
+    in the session's order follow, and then the full ones, the least busy first.  A request without a session goes to
+    the least busy replica.
     """
     if not session:
         names = list(loads)
-        random.shuffle(names)  # among equals none is preferred
+        random.shuffle(names)  # ties are broken at random
         return sorted(names, key=lambda name: loads[name])
     ranking = ranked(session, list(loads))
     most = math.ceil(MORE * (sum(loads.values()) + 1) / max(1, len(loads)))

@@ -1,9 +1,8 @@
 """Many replicas under Ray Serve, behind one gateway.
 
-Each replica is a server of its own with its own model, queue and caches, so limits and errors are the same as on one
-machine.  Ray starts replicas, watches them and replaces those that die; clients never meet Ray's own HTTP proxy, whose
-errors are plain text: the gateway (:mod:`foretoken.server.cluster.gateway`) talks to the replicas through Ray's
-handles.
+Each replica is a server with its own model, queue and caches, so limits and errors are the same as on one machine.  Ray
+starts, watches and replaces replicas.  Clients never reach Ray's own HTTP proxy, whose errors are plain text: the
+gateway (:mod:`foretoken.server.cluster.gateway`) calls the replicas through Ray's handles.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from foretoken.server.keys import Caller
 from foretoken.server.lifecycle import STOPPING, run_app
 
 MANY = 100_000
-"""Requests that Ray may hand to a replica, which refuses by its own limits, in OpenAI's words."""
+"""Requests that Ray may pass to a replica, which refuses by its own limits with OpenAI's errors."""
 METRICS_S = 5.0
-"""Seconds in which replicas must have told their counters."""
+"""Seconds within which replicas must report their counters."""
 REASON = re.compile(r"(?:ray::|\s*)(?:[\w.]*\.)?(?:\w*Error|\w*Exception): (.+)")
 
 
 def serve_replicas(settings: ServerSettings, replicas: int, address: str, sock: socket.socket) -> int:
-    """Serve with several replicas until a signal comes; returns the exit code.  Host, port and keys of the settings are
-    the gateway's; for ``address`` see :class:`RayReplicas`."""
+    """Serve with several replicas until a signal arrives; returns the exit code.  Host, port and keys of the settings
+    are the gateway's; for ``address`` see :class:`RayReplicas`."""
     fleet = Fleet(settings, RayReplicas(settings, replicas, address))
     return run_app(create_gateway(fleet), fleet, sock)
 
 
 def check_ray() -> None:
-    """Refuse to start without Ray, by a ``ValueError``, before anything else is done."""
+    """Raise ``ValueError`` if Ray is not installed, before anything else is done."""
     import importlib.util
 
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
@@ -52,8 +51,7 @@ def check_ray() -> None:
 class RayReplicas:
     """Replicas as a deployment of Ray Serve; see :class:`foretoken.server.cluster.gateway.Replicas`.
 
-    ``address`` is the cluster's; ``local`` starts Ray here, and ``auto`` finds the cluster that this machine is part
-    of.
+    ``address`` is the cluster's; ``local`` starts Ray here, and ``auto`` finds the cluster of this machine.
     """
 
     def __init__(self, settings: ServerSettings, count: int, address: str) -> None:
@@ -64,11 +62,11 @@ class RayReplicas:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Join the cluster and deploy; returns when all replicas can serve, and raises ``ValueError`` where there is no
-        such cluster or a replica cannot be started."""
-        # Not in the main thread, where Ray would set a handler of SIGTERM that raises, wherever the signal comes.
+        """Join the cluster and deploy; returns when all replicas can serve.  Raises ``ValueError`` if there is no such
+        cluster or a replica cannot be started."""
+        # Not in the main thread, where Ray would install a SIGTERM handler that raises at any point.
         await asyncio.to_thread(self.join)
-        for number in STOPPING:  # Ray's C++ part has put one before each, which writes a trace
+        for number in STOPPING:  # Ray's C++ part has replaced each by one that writes a trace
             signal.signal(number, signal.getsignal(number))
         telling = asyncio.create_task(self._tell())
         try:
@@ -79,7 +77,7 @@ class RayReplicas:
         self._watching = asyncio.create_task(self._watch())
 
     def join(self) -> None:
-        """Join the cluster, or start one.  Raises ``ValueError`` where there is none at the address."""
+        """Join or start a cluster.  Raises ``ValueError`` if there is none at the address."""
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         local = self._address == "local"
         if not local:
@@ -114,15 +112,15 @@ class RayReplicas:
         return handle.options(method_name="answer", stream=True)
 
     def _threads(self) -> int:
-        """Threads of a replica that computes on the CPU, where the replicas share this machine."""
+        """Threads per replica that computes on the CPU, if the replicas share this machine; else 0."""
         return max(1, _cores() // self.num_wanted) if self._address == "local" else 0
 
     async def _tell(self) -> None:
-        """Say what is waited for, where starting takes long: most often the cluster has no room."""
+        """Report what a long start waits for: most often the cluster has no room."""
         import ray
 
         while True:
-            # Seconds of starting after which it is said what is waited for
+            # Seconds between two reports
             await asyncio.sleep(60.0)
             free = await asyncio.to_thread(ray.available_resources)
             free_resources = {name: free.get(name, 0) for name in ("CPU", "GPU")}
@@ -131,17 +129,17 @@ class RayReplicas:
 
     async def _watch(self) -> None:
         while True:
-            # How often the gateway asks how many replicas there are
+            # Seconds between two counts of the replicas
             await asyncio.sleep(0.5)
             try:
                 self.num_ready = await asyncio.to_thread(_running, self._name)
-            except Exception:  # Ray's controller is being replaced: what is known stays
+            except Exception:  # Ray's controller is being replaced: the last count stays
                 continue
 
     async def answer(
         self, scope: dict[str, Any], body: bytes, session: str, caller: Caller
     ) -> AsyncGenerator[list[Message], None]:
-        """An answer's messages.  Raises ``ReplicaLost`` where the replica died on the way."""
+        """Messages of an answer.  Raises ``ReplicaLost`` if the replica died meanwhile."""
         from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
         response = self._handle.options(session_id=session).remote(scope, body, caller)
@@ -161,15 +159,15 @@ class RayReplicas:
                 response.cancel()
 
     async def metrics(self) -> Mapping[str, str]:
-        """Counters of each replica."""
+        """Counters of each replica, by name."""
         return dict(await self._ask_all("metrics"))
 
     async def is_chat(self) -> bool:
-        """Whether the model comes with a chat template; no, where no replica says so in time."""
+        """Whether the model comes with a chat template; false if no replica reports it in time."""
         return any(await self._ask_all("is_chat"))
 
     async def _ask_all(self, method: str) -> list[Any]:
-        """What a method of every replica gives; empty where one does not answer in time."""
+        """Results of a method of every replica; empty if one does not answer in time."""
         from ray.exceptions import RayError
 
         try:
@@ -178,15 +176,15 @@ class RayReplicas:
             return []
 
     async def stop(self) -> None:
-        """Take the deployment away; end Ray where it was started here."""
+        """Remove the deployment, and end Ray if it was started here."""
         if self._watching is not None:
             self._watching.cancel()
         await asyncio.to_thread(self._leave)
 
     def abandon(self) -> None:
-        """End what is being started: Ray's processes where it was started here, else the deployment.
+        """End what is being started: Ray's processes if it was started here, else the deployment.
 
-        Ray itself is not asked to shut down: the thread that deploys would start it again.
+        Ray itself is not shut down: the deploying thread would start it again.
         """
         import psutil
         import ray
@@ -212,8 +210,7 @@ class RayReplicas:
             self._handle.shutdown()
         serve.delete(self._name)
         ray.shutdown()
-        # Agents of Ray take up to a minute to see that their node is gone.
-        # Seconds in which Ray's processes must have ended after it was shut down here
+        # Ray's agents take up to a minute to notice that their node is gone, so they get a second to end.
         _kill(psutil.wait_procs(children, timeout=1.0)[1])
 
 
@@ -226,8 +223,8 @@ def _kill(processes: list[Any]) -> None:
 
 
 def deployment(settings: ServerSettings, replicas: int, threads: int) -> Any:
-    """The application as a deployment, with ``threads`` for each replica on the CPU; 0 leaves it to Ray, which gives as
-    many as it reserves."""
+    """The application as a deployment, with ``threads`` per replica on the CPU; 0 leaves the number to Ray, which gives
+    as many as it reserves."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
@@ -250,8 +247,6 @@ def deployment(settings: ServerSettings, replicas: int, threads: int) -> Any:
         },
     )
     class Foretoken:
-        """One model, one engine."""
-
         async def __init__(self, settings: ServerSettings) -> None:  # type: ignore[misc]
             self.replica = Replica(settings, serve.get_replica_context().replica_id.unique_id)
             await self.replica.start()
@@ -259,20 +254,17 @@ def deployment(settings: ServerSettings, replicas: int, threads: int) -> Any:
         async def answer(
             self, scope: dict[str, Any], body: bytes, caller: Caller
         ) -> AsyncGenerator[list[Message], None]:
-            """Messages of one answer."""
             async for piece in self.replica.answer(scope, body, caller):
                 yield piece
 
         async def metrics(self) -> tuple[str, str]:
-            """Name and counters."""
             return self.replica.name, self.replica.metrics()
 
         async def is_chat(self) -> bool:
-            """Whether the model comes with a chat template."""
             return self.replica.is_chat
 
         def check_health(self) -> None:
-            """Ray starts another replica when this raises."""
+            """Raise if the engine is dead or hangs, upon which Ray starts another replica."""
             self.replica.check()
 
         async def __del__(self) -> None:
@@ -282,7 +274,7 @@ def deployment(settings: ServerSettings, replicas: int, threads: int) -> Any:
 
 
 def _noted() -> str:
-    """The address of the cluster that this machine is a part of, as ``ray start`` has noted it."""
+    """Address of the cluster that this machine belongs to, as written by ``ray start``."""
     file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
     return file.read_text().strip() if file.exists() else ""
 
@@ -292,7 +284,7 @@ def _cores() -> int:
 
 
 def _reach(address: str) -> None:
-    """Raise ``ValueError`` soon where nobody is at an address: Ray itself tries for minutes."""
+    """Raise ``ValueError`` quickly if nothing listens at an address: Ray itself tries for minutes."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or _noted()
         if not address:
@@ -301,14 +293,13 @@ def _reach(address: str) -> None:
     if not host or "/" in host or not port.isdigit():
         raise ValueError(f"--ray-address must be local, auto or HOST:PORT, not {address!r}")
     try:
-        # Seconds in which somebody must answer at the address of a cluster
         socket.create_connection((host, int(port)), 5.0).close()
     except OSError as error:
         raise ValueError(f"no Ray cluster at {address!r}: {error.strerror or error}") from None
 
 
 def _resources(settings: ServerSettings) -> dict[str, float]:
-    """A GPU for each process of a replica where the model runs on one."""
+    """Ray resources of a replica: a GPU per process if the model runs on one, else a CPU."""
     import torch
 
     wants = settings.device.startswith("cuda") or (settings.device == "auto" and torch.cuda.is_available())
@@ -316,7 +307,7 @@ def _resources(settings: ServerSettings) -> dict[str, float]:
 
 
 def _running(name: str) -> int:
-    """Replicas of an application that can serve."""
+    """Number of an application's replicas that can serve."""
     from ray import serve
     from ray.serve.schema import ReplicaState
 
@@ -327,7 +318,7 @@ def _running(name: str) -> int:
 
 
 def _reason(name: str, error: Exception) -> str:
-    """The last error that a replica's constructor, or Ray itself, has given, in one line."""
+    """Last error of a replica's constructor, or of Ray itself, in one line."""
     from ray import serve
 
     status = serve.status().applications.get(name)

@@ -1,4 +1,4 @@
-"""Structured output: grammars, compiled by llguidance (extra ``grammar``)."""
+"""Structured output by grammars that llguidance compiles (extra ``grammar``)."""
 
 from __future__ import annotations
 

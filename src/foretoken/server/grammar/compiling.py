@@ -1,4 +1,4 @@
-"""From a schema, a regular expression or a grammar to a constraint, within limits."""
+"""Compilation of a schema, a regular expression or a grammar to a constraint, within limits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from foretoken.server.known_formats import SPACING, without_unknown_formats
 
 KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
 LONGEST = 64 * 1024
-"""Characters of a schema, an expression or a grammar."""
+"""Maximum characters of a schema, an expression or a grammar."""
 DEEPEST = 64
-"""Levels of a schema."""
+"""Maximum nesting depth of a schema."""
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 100_000,
@@ -27,10 +27,11 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
-"""What compiling and every step may cost, in llguidance's units (:mod:`foretoken.server.grammar.trial` limits time)."""
+"""Cost limits of compiling and of every step in llguidance's units (:mod:`foretoken.server.grammar.trial` limits
+time)."""
 TRIAL = Trial()
 TOKEN = re.compile(r"<\[\d+\]>")
-"""A token by its id: a special token is not spelled by its text."""
+"""A token by its id: special tokens are not spelled by their text."""
 
 _tokenizers: weakref.WeakKeyDictionary[Any, dict[int, LLTokenizer]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -39,8 +40,8 @@ _lock = threading.Lock()
 def compile_constraint(
     kind: str, spec: Any, tokenizer: Any, vocab_size: int, patience_s: float | None = None
 ) -> GrammarConstraint:
-    """A constraint for one request.  Raises :class:`TrialBusy` when the patience has ended, and ``ValueError`` for
-    another kind, for what cannot be compiled or is too large, and for a tokenizer of another sort.
+    """Compile a constraint for one request.  Raises :class:`TrialBusy` after ``patience_s``, and ``ValueError`` for an
+    unknown kind, for a spec that is invalid or too large, and for an unsupported tokenizer.
 
     Args:
         kind: ``json_object``, ``json_schema``, ``regex``, ``grammar`` (Lark's syntax, as llguidance reads it) or
@@ -48,8 +49,8 @@ def compile_constraint(
         spec: the schema (an object or its JSON), the expression, the grammar, the texts to choose from; nothing for
             ``json_object``.
         tokenizer: the target's, a fast one of Transformers.
-        vocab_size: width of the logits, which may be more than the tokenizer has.
-        patience_s: seconds to wait while other grammars are on trial; ``None`` waits for as long as it takes.
+        vocab_size: width of the logits, which may exceed the tokenizer's vocabulary.
+        patience_s: seconds to wait while other grammars are on trial; ``None``: no limit.
     """
     grammar = checked_grammar(kind, spec, patience_s)
     view = tokenizer_view(tokenizer, vocab_size)
@@ -59,11 +60,11 @@ def compile_constraint(
 
 
 def checked_grammar(kind: str, spec: Any, patience_s: float | None) -> str:
-    """llguidance's own text of what was given, which it can compile within the limits.  Raises as
-    :func:`compile_constraint` does."""
+    """llguidance's form of the spec, checked to compile within the limits.  Raises as :func:`compile_constraint`
+    does."""
     grammar = _grammar(kind, spec)
-    if kind != "json_object":  # that one is ours
-        _check(kind, TRIAL.error(TOKEN.sub("<[0]>", grammar), LIMITS, patience_s))  # the trial's vocabulary is small
+    if kind != "json_object":  # a constant of ours
+        _check(kind, TRIAL.error(TOKEN.sub("<[0]>", grammar), LIMITS, patience_s))  # the trial has a small vocabulary
     return grammar
 
 
@@ -75,7 +76,7 @@ def _check(kind: str, error: str) -> None:
 
 
 def _grammar(kind: str, spec: Any) -> str:
-    """llguidance's own text of it."""
+    """llguidance's form of the spec."""
     if kind not in KINDS:
         raise ValueError(f"a constraint is one of {', '.join(KINDS)}, not {kind!r}")
     try:
@@ -95,7 +96,7 @@ def _grammar(kind: str, spec: Any) -> str:
 
 
 def _any_of(texts: Any) -> str:
-    """The expression of some texts."""
+    """Expression that matches any of the texts."""
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError("a choice is a list of texts")
     if not any(texts):
@@ -104,7 +105,7 @@ def _any_of(texts: Any) -> str:
 
 
 def _schema(spec: Any) -> Any:
-    """A checked schema, without formats that mean nothing here."""
+    """The validated schema, without unknown formats."""
     if isinstance(spec, str):
         if len(spec) > LONGEST:
             raise ValueError(f"the schema has {len(spec)} characters, and {LONGEST} are allowed")
@@ -122,7 +123,7 @@ def _schema(spec: Any) -> Any:
 
 
 def _depth(spec: Any) -> int:
-    """Levels of a document, counted without recursion and no further than needed."""
+    """Nesting depth of a document, counted without recursion and no further than needed."""
     level, depth = [spec], 0
     while level and depth <= DEEPEST:
         level = [
@@ -136,7 +137,7 @@ def _depth(spec: Any) -> int:
 
 
 def tokenizer_view(tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """llguidance's view of a tokenizer, made once: that takes a second for a large vocabulary."""
+    """llguidance's view of a tokenizer, cached: building it takes a second for a large vocabulary."""
     with _lock:
         try:
             views = _tokenizers.setdefault(tokenizer, {})
@@ -153,14 +154,14 @@ def tokenizer_view(tokenizer: Any, vocab_size: int) -> LLTokenizer:
 
 
 def _viewed(tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """A tokenizer of Transformers, or one that says itself which bytes a token spells (a GGUF file's)."""
+    """View of a Transformers tokenizer, or of one that spells its tokens as bytes itself (a GGUF file's)."""
     if hasattr(tokenizer, "spelling"):
         return LLTokenizer(TokenizerWrapper(_Spelled(tokenizer, vocab_size)), n_vocab=vocab_size)
     return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_ids(tokenizer) or None)
 
 
 class _Spelled:
-    """What llguidance asks of a tokenizer that is not Transformers' own, but has ``spelling`` (bytes of a token) and
+    """Adapter for llguidance of a tokenizer that is not Transformers' own, but has ``spelling`` (bytes of a token) and
     ``encode``."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -173,13 +174,13 @@ class _Spelled:
         self.tokens = [tokenizer.spelling(token) for token in range(size)] + [b""] * (vocab_size - size)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Ids of a text without special tokens around it."""
+        """Token ids of a text without special tokens around it."""
         string = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         return self._tokenizer.encode(string, add_special_tokens=False)
 
 
 def end_ids(tokenizer: Any) -> list[int]:
-    """Ids by which the tokenizer says that a text ends."""
+    """The tokenizer's end-of-text ids."""
     end = getattr(tokenizer, "eos_token_id", None)
     return [] if end is None else [int(end)]
 

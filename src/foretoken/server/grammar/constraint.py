@@ -1,7 +1,7 @@
-"""One request's grammar: a matcher that follows whatever prefix it is asked about.
+"""Grammar constraint of one request: a matcher that follows any prefix.
 
-The nodes of a tree are asked about in any order, by the draft model and by the target.  The matcher stands at one
-place of the text; for another one it goes back to the common beginning and forward again, which costs microseconds.
+The draft model and the target query the nodes of a tree in any order.  The matcher is at one position of the output;
+for another it rolls back to the common prefix and advances again, which takes microseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foretoken.core.constraints import CannotGoOn
 
 
 class GrammarConstraint:
-    """See :class:`foretoken.core.constraints.Constraint`; the matcher is a compiled grammar, at its beginning."""
+    """A :class:`foretoken.core.constraints.Constraint` from a compiled grammar at its beginning."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, ends: frozenset[int]) -> None:
         self._matcher, self._vocab_size, self.ends = matcher, vocab_size, ends
@@ -33,10 +33,10 @@ class GrammarConstraint:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [1, V] in which tokens that may not follow the output [1, n] are impossible.
 
-        An output that breaks the grammar (a node below a draft that was refused) gets the end of the text: its
-        distribution is never drawn from, but it must be one.  One that keeps to the grammar may be left with nothing,
-        where others have ruled out what the grammar asks for.  Raises :class:`CannotGoOn` where following the grammar
-        costs more than is allowed, which says nothing about the text so far.
+        An output that breaks the grammar (a node below a refused draft token) gets the end of text: its distribution is
+        never sampled, but must be valid.  For an output that keeps to the grammar no token may remain, if other
+        processors have excluded all that the grammar allows.  Raises :class:`CannotGoOn` if following the grammar
+        exceeds the limits, which does not mean that the output is wrong.
         """
         with self._lock:
             fits, allowed = self._allowed(input_ids[0].tolist())
@@ -49,14 +49,14 @@ class GrammarConstraint:
         return masked
 
     def forced(self, output: Sequence[int]) -> list[int]:
-        """Tokens that must follow, in the tokenizer's own spelling; none where there is a choice."""
+        """Tokens that must follow, in the tokenizer's spelling; empty if there is a choice."""
         with self._lock:
             if not self._go_to(list(output)) or self._matcher.is_stopped():
                 return []
             return [int(token) for token in self._matcher.compute_ff_tokens()]
 
     def fits(self, output: Sequence[int], drafts: Sequence[int]) -> int:
-        """How many of the drafts may follow one after the other; from there on the grammar refuses them."""
+        """Number of draft tokens that may follow in sequence; the grammar refuses the rest."""
         with self._lock:
             if not self._go_to(list(output)):
                 return 0
@@ -65,12 +65,12 @@ class GrammarConstraint:
             return int(self._matcher.validate_tokens(list(drafts)))
 
     def may_end(self, output: Sequence[int]) -> bool:
-        """Whether the grammar is complete with these output tokens."""
+        """Whether the output tokens complete the grammar."""
         with self._lock:
             return self._go_to(list(output)) and bool(self._matcher.is_stopped() or self._matcher.is_accepting())
 
     def _allowed(self, output: list[int]) -> tuple[bool, np.ndarray]:
-        """Whether the output keeps to the grammar, and [vocab_size] whether each token may follow."""
+        """Whether the output keeps to the grammar, and a mask [vocab_size] of the tokens that may follow."""
         if not self._go_to(output):
             return False, np.zeros(self._vocab_size, dtype=bool)
         if self._matcher.is_stopped():
@@ -85,13 +85,14 @@ class GrammarConstraint:
         return True, every[: self._vocab_size].astype(bool)
 
     def _check_only(self, bits: bytes) -> None:
-        """llguidance spells forced text as the tokenizer does, so with special tokens, which it then does not take."""
+        """Raise ``CannotGoOn`` for a forced special token that llguidance does not accept: it spells forced text as the
+        tokenizer does, special tokens included."""
         token = int.from_bytes(bits, "little").bit_length() - 1
         if token not in self.ends and not self._matcher.validate_tokens([token]):
             raise CannotGoOn(f"the grammar spells the special token {token} by its text: write <[{token}]> instead")
 
     def _go_to(self, output: list[int]) -> bool:
-        """Move to the end of the output; false where the grammar does not allow it."""
+        """Move to the end of the output; false if the grammar does not allow it."""
         same = common_length(self._text, output)
         self._check()
         if same < len(self._text):
@@ -105,18 +106,19 @@ class GrammarConstraint:
         return consumed == len(new)
 
     def _check(self) -> None:
-        """An error of the matcher looks like the end of the text: an output that breaks off must not pass for one."""
+        """Raise ``CannotGoOn`` on an error: it looks like the end of text, and an interrupted output must not pass for
+        complete."""
         if self._matcher.is_error():
             raise CannotGoOn(f"the grammar cannot be followed any further: {reason_of(self._matcher)}")
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """What is wrong with a matcher, in one line."""
+    """Error of a matcher in one line."""
     return " ".join(matcher.get_error().split())[:200]
 
 
 def common_length(first: list[int], second: list[int]) -> int:
-    """Length of the common beginning; nearly always all of the shorter one, which is quick to see."""
+    """Length of the common prefix, nearly always the whole shorter list, which is checked first."""
     shorter = min(len(first), len(second))
     if first[:shorter] == second[:shorter]:
         return shorter

@@ -1,6 +1,6 @@
-"""From a schema, a regular expression or a grammar to all the strings that fit it, where they are few.
+"""Enumeration of all strings that match a schema, a regular expression or a grammar, if they are few.
 
-The strings are walked byte by byte with llguidance's own automaton, so whatever it reads can be a finite language.
+llguidance's automaton is walked byte by byte, so whatever it reads can be a finite language.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from foretoken.server.grammar.compiling import LIMITS, TOKEN, checked_grammar, e
 from foretoken.server.grammar.constraint import reason_of
 
 MOST_STRINGS = 2048
-"""Strings of a language."""
+"""Maximum number of strings of a language."""
 MOST_BYTES = 4096
-"""Bytes of one string."""
+"""Maximum length of a string in bytes."""
 WALK_S = 1.0
-"""Seconds of a processor in which they must be listed."""
+"""Seconds of processor time for listing the strings."""
 
 
 def compile_language(
     kind: str, spec: Any, tokenizer: Any, vocab_size: int, patience_s: float | None = None
 ) -> FiniteLanguage:
-    """All strings that fit, each in the tokenizer's own spelling.
+    """All matching strings, each in the tokenizer's spelling.
 
-    A text has many spellings in tokens, and the model was trained on the tokenizer's: the language holds that one of
-    every string, spelled by itself and not together with the end of the prompt.
+    A text has many spellings in tokens, and the model was trained on the tokenizer's.  The language holds that spelling
+    of every string by itself, not together with the end of the prompt.
 
-    The arguments are those of :func:`foretoken.server.grammar.compile_constraint`, which says what is raised, too; a
-    ``ValueError`` also means that no string fits, that there are too many or too long ones (so, without an end), or
-    that the tokenizer cannot spell one.
+    Arguments and errors are those of :func:`foretoken.server.grammar.compile_constraint`.  A ``ValueError`` also means
+    that no string matches, that the strings are too many or too long (or endless), or that the tokenizer cannot spell
+    one.
     """
     grammar = checked_grammar(kind, spec, patience_s)
     if TOKEN.search(grammar):
@@ -56,10 +56,10 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     strings: list[bytes] = []
     text = bytearray()
-    until, steps = thread_time() + WALK_S, 0  # of its own work: a busy machine refuses nothing that an idle one takes
+    until, steps = thread_time() + WALK_S, 0  # CPU time of this thread: a busy machine accepts what an idle one does
 
     def following() -> Iterator[int]:
-        """Bytes that may come next; a string that is whole is noted."""
+        """Bytes that may come next; records a complete string."""
         _check(kind, matcher)
         if matcher.is_stopped() or matcher.is_accepting():
             strings.append(bytes(text))
@@ -81,7 +81,7 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
                 matcher.rollback(1)
             continue
         steps += 1
-        # Bytes of all strings, shared beginnings counted once
+        # Limit on the bytes of all strings, common prefixes counted once
         if steps > 65_536 or len(text) >= MOST_BYTES or thread_time() > until:
             raise _too_large(kind)
         matcher.consume_token(byte)
@@ -95,7 +95,7 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
 
 
 _ENDS = sum(1 << (int(end) - 256) for end in LLTokenizer("byte").eos_tokens)
-"""Which ids above the bytes end a text, in the vocabulary of bytes."""
+"""Bit mask of the ids above the bytes that end a text, in the vocabulary of bytes."""
 
 
 def _check(kind: str, matcher: LLMatcher) -> None:

@@ -1,8 +1,8 @@
-"""Grammars are compiled on trial first: some of a few characters take minutes and gigabytes.
+"""Trial compilation of grammars: some of a few characters take minutes and gigabytes.
 
-llguidance's own limits count steps and not what a step costs: ``.*`` twenty thousand times took 179 seconds and 6.7 GB
-until they ended it, and ``{"type": "integer", "multipleOf": 999983}`` 15 seconds.  A thread that compiles cannot be
-stopped; a process can.
+llguidance's own limits count steps, not their cost: ``.*`` twenty thousand times took 179 seconds and 6.7 GB until they
+applied, and ``{"type": "integer", "multipleOf": 999983}`` 15 seconds.  A compiling thread cannot be stopped; a process
+can.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections import OrderedDict
 from pathlib import Path
 
 MEMORY = 512 * 1024 * 1024
-"""Bytes that the process may use."""
+"""Maximum memory of the process in bytes."""
 REMEMBERED = 256
-"""Grammars whose answer is kept."""
+"""Number of grammars whose result is kept."""
 TOO_COSTLY = "it takes too much time or memory: make it smaller"
 
 
 class TrialBusy(Exception):
-    """Another grammar is on trial, and takes its time."""
+    """Another grammar is on trial."""
 
 
 class Trial:
-    """A process that compiles grammars, started when it is needed and again when one has ended it."""
+    """A process that compiles grammars, started on demand and restarted after a grammar has ended it."""
 
     def __init__(self) -> None:
         self._lock, self._answering = threading.Lock(), threading.Lock()
@@ -36,12 +36,12 @@ class Trial:
         atexit.register(self.close)
 
     def error(self, grammar: str, limits: dict[str, int], patience_s: float | None = None) -> str:
-        """Why the grammar cannot be compiled, or an empty text.  Raises :class:`TrialBusy` where others are on trial
-        for longer than ``patience_s``; ``None`` waits."""
+        """Reason why the grammar cannot be compiled, or an empty text.  Raises :class:`TrialBusy` if others are on
+        trial for longer than ``patience_s`` (``None``: no limit)."""
         key = (grammar, json.dumps(limits))
         answer = self._remembered(key)
         if answer is None:
-            # One grammar at a time; those whose answer is known do not wait for it.
+            # One grammar at a time; cached results do not wait.
             if not self._lock.acquire(timeout=-1 if patience_s is None else patience_s):
                 raise TrialBusy("another grammar is being tried")
             try:
@@ -66,7 +66,6 @@ class Trial:
                 self._answers.popitem(last=False)
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -76,7 +75,7 @@ class Trial:
         process = self._started()
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the process that tries grammars has no pipes")
-        # Seconds for one grammar by the clock: more than its processor time, for a busy machine
+        # Wall-clock seconds for one grammar: more than its processor time, for a busy machine
         watch = threading.Timer(1.6, process.kill)
         watch.daemon = True
         watch.start()
@@ -94,13 +93,12 @@ class Trial:
         return str(json.loads(answer))
 
     def _started(self) -> subprocess.Popen[str]:
-        """The process, ready for a line."""
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
         worker = str(Path(__file__).with_name("trial_worker.py"))
         self._process = subprocess.Popen(
-            # The last: seconds of processor time for one grammar
+            # Last argument: seconds of processor time for one grammar
             [sys.executable, "-I", worker, str(MEMORY), "0.7"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,7 +1,7 @@
-"""Compiles grammars on trial, in a process of its own that may die of them.
+"""Worker process that compiles grammars on trial and may die of them.
 
-Run as a script by :mod:`foretoken.server.grammar.trial`; it imports nothing but llguidance, so it starts in a tenth of
-a second.  One JSON line in, one JSON line out.
+Run as a script by :mod:`foretoken.server.grammar.trial`; it imports only llguidance, so it starts in a tenth of a
+second.  One JSON line in, one JSON line out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 
 def limit_memory(most: int) -> None:
-    """Allocations beyond so many bytes fail, which ends the process."""
+    """Make allocations beyond ``most`` bytes fail, which ends the process."""
     if sys.platform != "win32":
         import resource
 
@@ -22,13 +22,13 @@ def limit_memory(most: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """So much processor time from now on ends the process; 0 for no limit."""
+    """End the process after ``seconds`` of processor time from now on; 0 for no limit."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def main(memory: int, seconds: float) -> None:
-    """Answer lines until there are no more."""
+    """Answer lines until the input ends."""
     limit_memory(memory)
     tokenizer = LLTokenizer("byte")
     print(json.dumps("ready"), flush=True)
