@@ -138,9 +138,7 @@ def engine_requests(
         check_fits(predicted, serving, "prediction")
     defaults = beside(serving.llm.defaults.sampling, constraints[0] if constraints else None)
     options = {**_options(body, serving, caller.tenant, defaults), **more}
-    if (
-        getattr(body, "min_tokens", None) is None and "min_tokens" in options
-    ):  # the model's default, as generate applies it
+    if getattr(body, "min_tokens", None) is None and "min_tokens" in options:  # the model's, as generate applies it
         options["min_tokens"] = min(options["min_tokens"], options["max_new_tokens"])
     for prompt in prompts:
         _check_lengths(len(prompt), options, serving, body, field)

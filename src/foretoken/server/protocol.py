@@ -57,9 +57,7 @@ class StalledConnections:
 
     def _cut(self, connection: GuardedProtocol) -> None:
         self.discard(connection)
-        if (
-            connection.transport.get_write_buffer_size()
-        ):  # empty if the client has read everything, which no callback reports
+        if connection.transport.get_write_buffer_size():  # empty if all was read, which no callback reports
             sock = connection.transport.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)  # frees the system's buffers, too
             connection.transport.abort()
