@@ -268,7 +268,7 @@ def test_a_stream_that_breaks_ends_with_an_error(fate: str) -> None:
 
 
 def test_errors_have_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.server.cluster.gateway.PAUSE_S", 0.001)
+    monkeypatch.setattr("foretoken.server.cluster.gateway.Gateway.pause_s", 0.001)
 
     async def run() -> None:
         async with gateway(SETTINGS, *["lost at once"] * 8, "error") as (client, _, fleet):
@@ -288,7 +288,7 @@ def test_errors_have_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_replica_that_hangs_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.server.cluster.gateway.GRACE_S", 0.0)
+    monkeypatch.setattr("foretoken.server.cluster.gateway.Gateway.grace_s", 0.0)
 
     async def run() -> None:
         settings = ServerSettings(dtype="float32", request_timeout=0.5)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-OWN = "gateway"
-"""Value of the label ``replica`` for the gateway's own counts under a replica's name."""
-
 
 class FleetMetrics:
     """Counters of a gateway, and the exposition of its replicas' counters.
@@ -40,7 +37,7 @@ class FleetMetrics:
                 full = f"{prefix}:{name}"
                 lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}"]
                 lines.append(f'{full}{{model_name="{_escaped(self._model)}"}} {value}')
-        return "\n".join([*lines, *labelled({OWN: self._failures(), **replicas})]) + "\n"
+        return "\n".join([*lines, *labelled({"gateway": self._failures(), **replicas})]) + "\n"
 
     def _failures(self) -> str:
         """The gateway's error answers in the format of replicas."""

@@ -27,14 +27,8 @@ from foretoken.server.places import Place, Places, place_of
 from foretoken.server.running import ClientGone, while_connected
 from foretoken.server.sse import event
 
-PAUSE_S = 0.2
-"""Seconds before the first retry; doubled each time, up to two seconds."""
-GRACE_S = 10.0
-"""Seconds beyond its own time limit after which a replica counts as hung."""
 CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
 """Fields of a scope that are passed on."""
-SECRET = (b"authorization", b"x-api-key", b"x-request-id")
-"""Headers that are not passed on: the gateway checks keys and sets ids."""
 
 
 class ReplicaLost(Exception):
@@ -134,7 +128,14 @@ class Fleet:
 
 
 class Gateway:
-    """The ASGI application in front of replicas."""
+    """The ASGI application in front of replicas.
+
+    Attributes:
+        pause_s: seconds before the first retry; doubled each time, up to two seconds.
+        grace_s: seconds beyond its own time limit after which a replica counts as hung.
+    """
+
+    pause_s, grace_s = 0.2, 10.0
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -206,7 +207,8 @@ class Gateway:
             place.take(choices_of(fields))
         inner_scope = {**{name: scope[name] for name in CARRIED if name in scope}, "root_path": ""}
         request_id = scope.get("state", {}).get("request_id", "")
-        headers = [(name, value) for name, value in scope["headers"] if name not in SECRET]
+        dropped = (b"authorization", b"x-api-key", b"x-request-id")  # the gateway checks keys and sets ids
+        headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
         inner_scope["headers"] = [*headers, (b"x-request-id", request_id.encode())]
         session = session_of(Headers(scope=scope), fields, place.caller.tenant)
         with suppress(ClientGone):
@@ -217,7 +219,7 @@ class Gateway:
         :class:`ApiError`: 503 if every replica tried is gone, 504 when the time is up."""
         sent = _Sent(send, is_anthropic(scope["path"]))
         # A replica enforces the time limit itself; this is for one that hangs.
-        end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + GRACE_S
+        end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + self.grace_s
         # Replicas that a request may lose before it is given up
         for attempt in range(8):
             try:
@@ -246,7 +248,7 @@ class Gateway:
                     await sent.break_off()
                     return
             self.fleet.metrics.retried += 1
-            await asyncio.sleep(min(2.0, PAUSE_S * 2**attempt))
+            await asyncio.sleep(min(2.0, self.pause_s * 2**attempt))
         raise ApiError(
             503, "the replica that served this is gone; try again", code="replica_lost", headers={"Retry-After": "5"}
         )

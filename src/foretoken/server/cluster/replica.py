@@ -16,7 +16,6 @@ from foretoken.server.keys import Caller
 
 SPENT = "foretoken.spent"
 """Type of the message that reports to the gateway how many ``tokens`` a request has used."""
-ANYBODY = Caller()
 
 
 class Replica:
@@ -72,7 +71,7 @@ class Replica:
         return str(self.serving.metrics.text().decode())
 
     async def answer(
-        self, scope: dict[str, Any], body: bytes, caller: Caller = ANYBODY
+        self, scope: dict[str, Any], body: bytes, caller: Caller | None = None
     ) -> AsyncGenerator[list[Message], None]:
         """ASGI messages of an answer.  Each piece has all messages that are ready, so that a burst travels at once; the
         last message is :data:`SPENT`.
@@ -95,7 +94,7 @@ class Replica:
             messages.put_nowait(message)
 
         async def run() -> None:
-            state: dict[str, Any] = {"caller": caller}
+            state: dict[str, Any] = {"caller": caller or Caller()}
             try:
                 await self.app({**scope, "extensions": {}, "state": state}, receive, send)
             except Exception:  # the application has answered with 500 already

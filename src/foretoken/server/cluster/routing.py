@@ -16,10 +16,6 @@ from typing import Any
 
 LONGEST_ID = 256
 """Maximum characters of a session that a client names."""
-MORE = 1.5
-"""A replica keeps its sessions up to this multiple of its share of requests: moving a session costs a prefill."""
-TOKENS = 64
-"""Token ids of a prompt that identify its session."""
 
 
 def asked_of(body: bytes) -> Mapping[str, Any]:
@@ -69,7 +65,7 @@ def _beginning(fields: Mapping[str, Any]) -> str:
     if isinstance(prompt, str):
         # Prompts with the same first characters share a replica
         return prompt[:256]
-    return json.dumps(prompt[:TOKENS]) if isinstance(prompt, list) else ""
+    return json.dumps(prompt[:64]) if isinstance(prompt, list) else ""
 
 
 def _digest(*parts: str) -> str:
@@ -81,18 +77,18 @@ def ranked(session: str, replicas: Sequence[str]) -> list[str]:
     return sorted(replicas, key=lambda name: hashlib.sha256(f"{session}\0{name}".encode()).digest(), reverse=True)
 
 
-def order(session: str, loads: Mapping[str, int]) -> list[str]:
+def order(session: str, loads: Mapping[str, int], factor: float = 1.5) -> list[str]:
     """Replicas in order of preference: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016).
 
-    A session's own replica comes first while it has less than ``MORE`` times its share of all requests.  The next ones
-    in the session's order follow, and then the full ones, the least busy first.  A request without a session goes to
-    the least busy replica.
+    A session's own replica comes first while it has less than ``factor`` times its share of all requests: moving a
+    session costs a prefill.  The next ones in the session's order follow, and then the full ones, the least busy first.
+    A request without a session goes to the least busy replica.
     """
     if not session:
         names = list(loads)
         random.shuffle(names)  # ties are broken at random
         return sorted(names, key=lambda name: loads[name])
     ranking = ranked(session, list(loads))
-    most = math.ceil(MORE * (sum(loads.values()) + 1) / max(1, len(loads)))
+    most = math.ceil(factor * (sum(loads.values()) + 1) / max(1, len(loads)))
     free = [name for name in ranking if loads[name] < most]
     return [*free, *sorted((name for name in ranking if loads[name] >= most), key=lambda name: loads[name])]

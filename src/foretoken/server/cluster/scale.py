@@ -26,10 +26,6 @@ from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
 from foretoken.server.lifecycle import STOPPING, run_app
 
-MANY = 100_000
-"""Requests that Ray may pass to a replica, which refuses by its own limits with OpenAI's errors."""
-METRICS_S = 5.0
-"""Seconds within which replicas must report their counters."""
 REASON = re.compile(r"(?:ray::|\s*)(?:[\w.]*\.)?(?:\w*Error|\w*Exception): (.+)")
 
 
@@ -171,7 +167,7 @@ class RayReplicas:
         from ray.exceptions import RayError
 
         try:
-            return list(await self._handle.broadcast(method).results_async(timeout_s=METRICS_S))
+            return list(await self._handle.broadcast(method).results_async(timeout_s=5.0))
         except (RayError, TimeoutError):
             return []
 
@@ -233,7 +229,7 @@ def deployment(settings: ServerSettings, replicas: int, threads: int) -> Any:
     @serve.deployment(
         name="foretoken",
         num_replicas=replicas,
-        max_ongoing_requests=MANY,
+        max_ongoing_requests=100_000,  # a replica refuses by its own limits, with OpenAI's errors
         graceful_shutdown_timeout_s=settings.shutdown_timeout,
         health_check_period_s=2,
         health_check_timeout_s=max(10.0, settings.watchdog),

@@ -53,7 +53,9 @@ def _spelled(text: bytes, view: LLTokenizer) -> list[int]:
 
 
 def _strings(kind: str, grammar: str) -> list[bytes]:
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+    tokenizer = LLTokenizer("byte")
+    ends = sum(1 << int(end) for end in tokenizer.eos_tokens)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     strings: list[bytes] = []
     text = bytearray()
     until, steps = thread_time() + WALK_S, 0  # CPU time of this thread: a busy machine accepts what an idle one does
@@ -67,7 +69,7 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
             return iter(())
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         _check(kind, matcher)
-        if bits >> 256 & ~_ENDS:
+        if (bits & ~ends) >> 256:
             raise ValueError(f"the {kind} names special tokens, and conditional sampling takes texts only")
         return (byte for byte in range(256) if bits >> byte & 1)
 
@@ -92,10 +94,6 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
     if not strings:
         raise ValueError(f"no text fits the {kind}: the language is empty")
     return strings
-
-
-_ENDS = sum(1 << (int(end) - 256) for end in LLTokenizer("byte").eos_tokens)
-"""Bit mask of the ids above the bytes that end a text, in the vocabulary of bytes."""
 
 
 def _check(kind: str, matcher: LLMatcher) -> None:

@@ -15,21 +15,19 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
-MEMORY = 512 * 1024 * 1024
-"""Maximum memory of the process in bytes."""
-REMEMBERED = 256
-"""Number of grammars whose result is kept."""
-TOO_COSTLY = "it takes too much time or memory: make it smaller"
-
 
 class TrialBusy(Exception):
     """Another grammar is on trial."""
 
 
 class Trial:
-    """A process that compiles grammars, started on demand and restarted after a grammar has ended it."""
+    """A process that compiles grammars, started on demand and restarted after a grammar has ended it.
 
-    def __init__(self) -> None:
+    The results of ``remembered`` grammars are kept.
+    """
+
+    def __init__(self, remembered: int = 256) -> None:
+        self._most_answers = remembered
         self._lock, self._answering = threading.Lock(), threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._answers: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -62,7 +60,7 @@ class Trial:
     def _remember(self, key: tuple[str, str], answer: str) -> None:
         with self._answering:
             self._answers[key] = answer
-            if len(self._answers) > REMEMBERED:
+            if len(self._answers) > self._most_answers:
                 self._answers.popitem(last=False)
 
     def close(self) -> None:
@@ -89,7 +87,7 @@ class Trial:
             watch.cancel()
         if not answer:
             self.close()
-            return TOO_COSTLY
+            return "it takes too much time or memory: make it smaller"
         return str(json.loads(answer))
 
     def _started(self) -> subprocess.Popen[str]:
@@ -98,8 +96,8 @@ class Trial:
         self.close()
         worker = str(Path(__file__).with_name("trial_worker.py"))
         self._process = subprocess.Popen(
-            # Last argument: seconds of processor time for one grammar
-            [sys.executable, "-I", worker, str(MEMORY), "0.7"],
+            # Bytes of memory, and seconds of processor time for one grammar
+            [sys.executable, "-I", worker, str(512 * 2**20), "0.7"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
