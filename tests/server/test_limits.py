@@ -399,7 +399,7 @@ def raw(url: str, data: bytes, then: float = 0.0) -> bytes:
 
 
 def test_slow_and_endless_headers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.server.protocol.HEADERS_S", 0.3)
+    monkeypatch.setattr("foretoken.server.protocol.GuardedProtocol.headers_s", 0.3)
     with served(body_timeout=0.5) as running:
         assert raw(running.url, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: ") == b""
         begin = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

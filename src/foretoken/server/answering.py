@@ -28,16 +28,10 @@ from foretoken.server.schemas import CompletionBody
 from foretoken.server.serving import Serving
 from foretoken.server.sse import OPENAI, Dialect, EventStream
 
-PREFIXES = {"text_completion": "cmpl-", "chat.completion": "chatcmpl-", "message": "msg_", "response": "resp_"}
-"""Prefixes of ids, by type of answer."""
-LISTS = ("token_ids", "accepted", "origins", "logprobs", "rounds")
-"""Fields of a piece with an entry per token or round."""
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
-
 
 def finish_reason(reason: str | None) -> str | None:
     """Finish reason in OpenAI's terms."""
-    return None if reason is None else REASONS.get(reason, reason)
+    return {"eos": "stop", "context": "length"}.get(reason or "", reason)
 
 
 class Answer(ABC):
@@ -62,7 +56,8 @@ class Answer(ABC):
         check_fields(body, serving)
         self.serving, self.http, self.body = serving, http, body
         self.began_s, self.created = time.monotonic(), int(time.time())
-        self.id = f"{PREFIXES[self.kind]}{body.request_id or uuid.uuid4().hex}"
+        prefixes = {"text_completion": "cmpl-", "chat.completion": "chatcmpl-", "message": "msg_", "response": "resp_"}
+        self.id = f"{prefixes[self.kind]}{body.request_id or uuid.uuid4().hex}"
         self.stats: dict[int, SpecStats] = {}
         self.reasons: list[str] = []
         self.last_s: dict[int, float] = {}
@@ -212,7 +207,8 @@ class Answer(ABC):
             "metrics": usage.metrics(whole, time.monotonic() - self.began_s, longest, self._predicted),
         }
         if getattr(self.body, "prediction", None) is None:  # the server's own predictions are not billed
-            tail["usage"]["completion_tokens_details"] |= dict.fromkeys(usage.PREDICTED, 0)
+            for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
+                tail["usage"]["completion_tokens_details"][name] = 0
         if self.body.timings:
             tail["timings"] = usage.timings(whole)
         return tail
@@ -279,6 +275,7 @@ class Gathered:
         if piece.finish_reason is None and sum(len(part.token_ids) for part in self._pieces) < self._least:
             return None
         pieces, self._pieces = self._pieces, []
-        lists: dict[str, Any] = {name: [value for part in pieces for value in getattr(part, name)] for name in LISTS}
+        names = ("token_ids", "accepted", "origins", "logprobs", "rounds")  # with an entry per token or round
+        lists: dict[str, Any] = {name: [value for part in pieces for value in getattr(part, name)] for name in names}
         text = "".join(part.text for part in pieces)
         return replace(piece, text=text, prompt_logprobs=pieces[0].prompt_logprobs, **lists)

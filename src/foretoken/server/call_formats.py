@@ -13,13 +13,7 @@ from foretoken.server.schemas import ChatRequest, Tool
 
 MOST_CALLS = 16
 """Maximum number of calls in a forced answer."""
-LONGEST_PAST = 4000
-"""Characters of earlier calls that are used as a prediction."""
-MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
-"""Special tokens of the formats."""
 FIELD, PARAMETERS = "tool_choice", "function.parameters"
-BARE = {"type", "properties", "required", "title", "description", "$schema"}
-"""Keys of a schema that names no member; with any other key it may mean more than an empty object."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,8 @@ def _literal(text: str, special: Mapping[str, int]) -> str:
 def special_of(tokenizer: Any) -> dict[str, int]:
     """Ids of the tokenizer's added tokens that the formats use, by text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {str(token): int(number) for number, token in added.items() if str(token) in MARKS}
+    marks = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+    return {str(token): int(number) for number, token in added.items() if str(token) in marks}
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
@@ -117,7 +112,9 @@ def _schema(tool: Tool) -> dict[str, Any]:
     JSON Schema would then allow any members, and a model invents some.
     """
     parameters = tool.function.parameters or {"properties": {}}
-    if parameters.get("properties") == {} and not parameters.get("required") and set(parameters) <= BARE:
+    # With any other key a schema that names no member may mean more than an empty object
+    bare = {"type", "properties", "required", "title", "description", "$schema"}
+    if parameters.get("properties") == {} and not parameters.get("required") and set(parameters) <= bare:
         parameters = {**parameters, "additionalProperties": False}
     if parameters.get("type", "object") != "object":
         raise bad(f"the parameters of {tool.function.name} must be a schema of type object", "tools")

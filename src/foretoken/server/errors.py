@@ -36,8 +36,6 @@ WRONG_KIND = {
     "bool_type": "true or false",
 }
 """Required type of a value, by pydantic's error type."""
-INNER = ("str", "dict", "int", "float", "bool")
-"""pydantic's names of union alternatives that look like fields."""
 LONGEST = 1000
 """Maximum length of a message in characters, whatever it quotes."""
 KINDS = {
@@ -53,14 +51,8 @@ KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-API = ("/v1/", "/tokenize", "/detokenize", "/tokenizer_info")
-"""Path parts of the API: errors of the page and of probes are not counted."""
-GZIP = b"\x1f\x8b"
-"""First bytes of gzip data."""
 Failed = Callable[[str], None]
 """Callback that counts an error answer by its reason."""
-ANTHROPIC_KINDS = {413: "request_too_large", 500: "api_error"}
-"""Error types that Anthropic's API names differently."""
 log = logging.getLogger("foretoken.server")
 
 
@@ -132,14 +124,16 @@ class ApiError(Exception):
     @property
     def anthropic_body(self) -> dict[str, Any]:
         """JSON object in Anthropic's format."""
-        kind = ANTHROPIC_KINDS.get(self.status) or KINDS.get(self.status, "invalid_request_error")
+        kinds = KINDS | {413: "request_too_large", 500: "api_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message[:LONGEST]}}
 
 
 def answered(error: ApiError, path: str, failed: Failed) -> JSONResponse:
     """Error response in the format of the request's API; ``failed`` is called for an API error that is not yet
     counted."""
-    if not error.counted and any(part in path for part in API):
+    api = ("/v1/", "/tokenize", "/detokenize", "/tokenizer_info")  # errors of the page and of probes are not counted
+    if not error.counted and any(part in path for part in api):
         failed(error.reason)
         error.counted = True
     return JSONResponse(error.anthropic_body if is_anthropic(path) else error.body, error.status, headers=error.headers)
@@ -224,7 +218,8 @@ def _invalid(errors: Sequence[Any], request: Request) -> ApiError:
 def _fields(error: Any) -> list[str]:
     """Path of the error; names of alternatives ("list[constrained-str]") are internal and left out."""
     parts = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
-    return [part for part in parts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|\d+", part) and part not in INNER]
+    types = ("str", "dict", "int", "float", "bool")  # alternatives whose names look like fields
+    return [part for part in parts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|\d+", part) and part not in types]
 
 
 def _message_of(error: Any) -> str:
@@ -245,7 +240,7 @@ def _message_of(error: Any) -> str:
 def _unreadable(request: Request, cause: ValueError | None = None) -> ApiError:
     """Error 400 for a body that is not JSON, explained by the parser's exception and the headers."""
     packed = request.headers.get("content-encoding", "identity").strip()[:32]
-    if isinstance(cause, UnicodeDecodeError) and cause.object.startswith(GZIP):
+    if isinstance(cause, UnicodeDecodeError) and cause.object.startswith(b"\x1f\x8b"):
         packed = "gzip"
     if packed.lower() != "identity":
         return no_json(f"it is compressed ({packed}): send it as it is")

@@ -27,8 +27,6 @@ from foretoken.server.templates import Conversation, prompt_of
 from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter(responses=RESPONSES)
-PIECE = 4096
-"""Values of a list that are encoded at once."""
 
 
 def _serving(http: Request) -> Serving:
@@ -128,8 +126,8 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
 def _tokens_json(ids: Sequence[int], longest: int, texts: Sequence[str] | None) -> bytes:
     """The answer, encoded in pieces: encoding a long list at once would block all other threads."""
 
-    def array(values: Sequence[Any]) -> str:
-        pieces = (values[at : at + PIECE] for at in range(0, len(values), PIECE))
+    def array(values: Sequence[Any], size: int = 4096) -> str:
+        pieces = (values[at : at + size] for at in range(0, len(values), size))
         return "[" + ",".join(json.dumps(piece, ensure_ascii=False)[1:-1] for piece in pieces) + "]"
 
     head = f'{{"count":{len(ids)},"max_model_len":{longest},"tokens":{array(ids)}'

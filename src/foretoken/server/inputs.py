@@ -254,8 +254,8 @@ def _biases(biases: Mapping[str, float] | None, serving: Serving) -> dict[int, f
 async def constraints_of(
     body: CompletionBody, count: int, serving: Serving, calls: str = "", schemas: Mapping[str, Any] | None = None
 ) -> list[OutputRule | None]:
-    """Output constraints, one per choice.  Raises ``ApiError``: 400 for a grammar that does not compile in time, 503
-    while others are being compiled.
+    """Output constraints, one per choice.  Raises ``ApiError``: 400 for a grammar that does not compile, or not in
+    time, 503 while others are being compiled.
 
     Args:
         calls: grammar of forced tool calls.

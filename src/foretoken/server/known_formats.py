@@ -11,8 +11,6 @@ FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4
 """Formats that llguidance knows; it refuses a schema with any other."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
 """Keys whose members are schemas under arbitrary names: a property may be called ``format``."""
-_DATA = ("const", "enum", "default", "example", "examples")
-"""Keys of plain values, which are no schemas."""
 
 
 def without_unknown_formats(schema: Any) -> Any:
@@ -26,7 +24,7 @@ def without_unknown_formats(schema: Any) -> Any:
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
             cleaned[key] = {name: without_unknown_formats(part) for name, part in value.items()}
-        elif key in _DATA:
+        elif key in ("const", "enum", "default", "example", "examples"):  # plain values, no schemas
             cleaned[key] = value
         elif key != "format" or not isinstance(value, str) or value in FORMATS:
             cleaned[key] = without_unknown_formats(value)

@@ -12,16 +12,12 @@ from typing import Any
 
 import numpy as np
 
-LONGEST_TOKEN = 256
-"""Assumed maximum of characters per token for unknown vocabularies (long runs of spaces)."""
-SPACES = b" \t\n\r\v\f"
-
 
 class Lengths:
     """Lower bounds for one tokenizer.
 
     For a byte-level tokenizer without a normalizer (GPT-2's and its successors) bytes are weighed; any other is assumed
-    to have a token for every ``LONGEST_TOKEN`` characters.
+    to have at most 256 characters per token (long runs of spaces).
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
@@ -31,7 +27,7 @@ class Lengths:
     def least(self, text: str) -> int:
         """Lower bound on the number of tokens; takes a millisecond per megabyte."""
         if self._weights is None:
-            return len(text) // LONGEST_TOKEN
+            return len(text) // 256
         codes = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
         return int(np.bincount(codes, minlength=256) @ self._weights - 1e-6)
 
@@ -50,7 +46,7 @@ def _weights(backend: Any) -> np.ndarray[Any, np.dtype[np.float64]] | None:
         byte_values = list(set(added["content"].encode()))
         longest[byte_values] = np.maximum(longest[byte_values], len(added["content"].encode()))
         if added.get("lstrip") or added.get("rstrip"):
-            longest[list(SPACES)] = np.inf  # it absorbs any number of adjacent spaces
+            longest[list(b" \t\n\r\v\f")] = np.inf  # it absorbs any number of adjacent spaces
     return 1.0 / longest
 
 

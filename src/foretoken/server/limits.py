@@ -46,7 +46,6 @@ DEEPEST = 64
 """Maximum nesting depth of a JSON document."""
 _STEP = np.zeros(256, dtype=np.int32)
 _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
-ANY = "*"
 
 
 class Gate:
@@ -286,7 +285,7 @@ def across_origins(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
         app,
         allow_origins=settings.allowed_origin,
         allow_methods=("GET", "POST"),
-        allow_headers=(ANY,),
+        allow_headers=("*",),
         allow_private_network=True,  # for pages on the internet that use a server on this machine or in its network
         expose_headers=("X-Request-Id", "Request-Id", "X-Ignored-Fields", "X-Replica", "Retry-After"),
     )
@@ -305,7 +304,7 @@ class Hosts:
     def __init__(self, bound: str, allowed: Sequence[str], keyed: bool) -> None:
         self._bound = bound
         self._names = {"localhost", bound.lower(), *(name.lower() for name in allowed)}
-        self._any = ANY in allowed or (keyed and not allowed)
+        self._any = "*" in allowed or (keyed and not allowed)
 
     def check(self, header: str) -> None:
         """Raise :class:`ApiError` 421 for a name that is not this server's; a client without ``Host`` is no browser."""

@@ -14,9 +14,6 @@ from datetime import UTC, datetime
 from queue import Full, Queue
 from typing import Any
 
-MOST_LINES = 10_000
-"""Lines that may wait to be written; later ones are lost and counted."""
-
 
 class JsonLines(logging.Formatter):
     """Formats records as JSON, which escapes control characters, so that no client can forge log lines."""
@@ -43,7 +40,7 @@ class LineWriter(logging.Handler):
     is room.
     """
 
-    def __init__(self, descriptor: int, most: int = MOST_LINES) -> None:
+    def __init__(self, descriptor: int, most: int = 10_000) -> None:
         super().__init__()
         self.setFormatter(JsonLines())
         self._descriptor, self._counting, self._lost = descriptor, threading.Lock(), 0

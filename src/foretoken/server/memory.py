@@ -13,11 +13,6 @@ import sys
 import threading
 from collections.abc import Callable
 
-ARENA_MAX = -8
-"""``M_ARENA_MAX`` of glibc's ``mallopt``."""
-AFTER_S = 1.0
-"""Seconds from the end of something large until memory is returned, once for all that ends meanwhile."""
-
 
 def trim() -> None:
     """Return free memory to the system: 0.1 s for 600 MB.  Does nothing if the C library has no ``malloc_trim``."""
@@ -33,14 +28,14 @@ def share_arenas() -> bool:
     held at once.  In a soak test of twenty minutes a server grew by 39 MB in steps of 8 to 12, with two arenas by 5.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    return mallopt is not None and mallopt(ARENA_MAX, 2) == 1
+    return mallopt is not None and mallopt(-8, 2) == 1  # M_ARENA_MAX
 
 
 class FreedMemory:
     """Returns memory in a separate thread, ``after_s`` seconds after something large has ended, for all that has ended
     by then."""
 
-    def __init__(self, after_s: float = AFTER_S, give_back: Callable[[], None] = trim) -> None:
+    def __init__(self, after_s: float = 1.0, give_back: Callable[[], None] = trim) -> None:
         self._after_s, self._give_back = after_s, give_back
         self._lock = threading.Lock()
         self._is_due = False

@@ -21,8 +21,6 @@ from foretoken.server.sse import ANTHROPIC
 from foretoken.server.turn import ChatTurn, Part
 
 router = APIRouter(responses=ANTHROPIC_RESPONSES)
-REASONS = {"length": "max_tokens", "context": "model_context_window_exceeded"}
-"""Stop reasons in Anthropic's terms; any other is ``end_turn``."""
 
 
 @router.post("/v1/messages", response_model=None)
@@ -94,7 +92,8 @@ class _Message(ChatTurn):
 
     def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
         """Stop reason of the answer."""
-        stop_reason = REASONS.get(reason or "", "end_turn")
+        reasons = {"length": "max_tokens", "context": "model_context_window_exceeded"}
+        stop_reason = reasons.get(reason or "", "end_turn")
         if stop_reason == "max_tokens" and self.most < self.request_body.max_tokens:
             stop_reason = "model_context_window_exceeded"
         if reason == "stop" and stop in (self.request_body.stop_sequences or ()):

@@ -32,8 +32,6 @@ UNSERVED = {
     "inference_geo": "there is one place",
 }
 """Fields that cannot be honoured, with the reason."""
-CLIENT_RUN = ("bash_", "text_editor_", "computer_", "memory_")
-"""Type prefixes of Anthropic's tools that the client runs."""
 
 
 class Block(Body):
@@ -217,7 +215,7 @@ def _tool(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         reason = (
             "has no schema here, only in Anthropic's models: describe it as a custom tool with an input_schema"
-            if tool.type.startswith(CLIENT_RUN)
+            if tool.type.startswith(("bash_", "text_editor_", "computer_", "memory_"))  # run by the client
             else "is run by Anthropic's servers, not here: leave it out"
         )
         raise bad(f"the tool of type {tool.type!r} {reason}", "tools", "unsupported_value")

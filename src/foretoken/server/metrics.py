@@ -19,7 +19,6 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 PHASES = ("draft", "target", "verify", "overhead")
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length", "error": "error"}
 """Finish reasons by the engine's name; cancelled and late requests are ``abort``."""
-DONE = ("stop", "length")
 
 
 class Metrics:
@@ -111,7 +110,7 @@ class Metrics:
             self._count(counters, stats, outcome)
             if not stats.num_draft_tokens and stats.num_drafts:
                 counters["plain"].labels(self._model, self._why_plain(request, stats)).inc()
-            if outcome in DONE:
+            if outcome in ("stop", "length"):
                 counters["whole"].labels(self._model).observe(whole_s)
                 if stats.num_new_tokens > 1:
                     writing_s = max(0.0, whole_s - stats.first_token_s)

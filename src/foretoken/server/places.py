@@ -17,8 +17,6 @@ from foretoken.engine.errors import QueueFull
 from foretoken.server.errors import ApiError, bad
 from foretoken.server.keys import Caller
 
-MINUTE_S = 60.0
-
 
 class Places:
     """Slots of a server.  At most ``most`` choices are admitted at once (``None``: counted elsewhere), and the last
@@ -64,7 +62,7 @@ class Places:
                 raise _too_many(
                     f"this key has {self._by_key[caller.name]} choices open, of {most}", "key_queue_full", 1
                 )
-        rate = caller.tokens_per_minute / MINUTE_S
+        rate = caller.tokens_per_minute / 60
         owed = self._owed(caller)
         if rate and owed > 0:
             raise _too_many(
@@ -77,7 +75,7 @@ class Places:
         """Tokens that the key has used beyond its budget so far.  A key starts with the tokens of one minute."""
         spent, since = self._spent.get(caller.name, (-float(caller.tokens_per_minute), self._clock()))
         now_s = self._clock()
-        paid = max(-float(caller.tokens_per_minute), spent - (now_s - since) * caller.tokens_per_minute / MINUTE_S)
+        paid = max(-float(caller.tokens_per_minute), spent - (now_s - since) * caller.tokens_per_minute / 60)
         self._spent[caller.name] = (paid, now_s)
         return paid
 

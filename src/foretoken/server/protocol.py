@@ -14,20 +14,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from foretoken.server.config import ServerSettings
 from foretoken.server.errors import bad
 from foretoken.server.limits import BETWEEN, PIECE
+from foretoken.server.sse import PING
 
-HEADERS_S = 15.0
-"""Seconds within which a connection must have sent the headers of its first request."""
 MOST_HEADER_BYTES = 32 * 1024
 """Maximum size of a request's headers."""
-PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""Interim response: a client that has only stopped sending ignores it, and a client that is gone answers with a
-reset."""
-EVENT_PROBE = b": ping\n\n"
-"""A comment with the same effect, between two events of a stream."""
-RESET = struct.pack("ii", 1, 0)
-"""Linger of zero seconds: closing a connection resets it and drops the system's buffers."""
-PROBE_S, MOST_PROBE_S = 0.01, 10.0
-"""Seconds between the first two probes, doubled each time, and their maximum."""
 
 
 class StalledConnections:
@@ -59,7 +49,8 @@ class StalledConnections:
         self.discard(connection)
         if connection.transport.get_write_buffer_size():  # empty if all was read, which no callback reports
             sock = connection.transport.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)  # frees the system's buffers, too
+            # Lingering for no seconds resets the connection and frees the system's buffers, too
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.transport.abort()
 
 
@@ -67,8 +58,12 @@ class GuardedProtocol(HttpToolsProtocol):
     """Closes connections that send nothing, send headers too slowly or do not read; refuses oversized headers.
 
     A client may stop sending after its request ("half-close"), and still gets its answer.
+
+    Attributes:
+        headers_s: seconds within which a connection must have sent the headers of its first request.
     """
 
+    headers_s = 15.0
     unread = StalledConnections()
     _guard: asyncio.TimerHandle | None = None
     _probing: asyncio.TimerHandle | None = None
@@ -98,13 +93,14 @@ class GuardedProtocol(HttpToolsProtocol):
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False
         cycle.keep_alive = False
-        self._probe(PROBE_S)
+        self._probe(0.01)
         return True
 
     def _probe(self, wait_s: float) -> None:
-        """Send a probe.  If the client is gone, the first is answered with a reset, which the next one detects.
+        """Send a probe, and the next one after ``wait_s`` seconds, which are doubled each time up to ten.
 
-        A client that left in mid-stream is thus noticed now and not two rounds later.
+        A client that has only stopped sending ignores it.  If the client is gone, the first is answered with a reset,
+        which the next one detects.  A client that left in mid-stream is thus noticed now and not two rounds later.
         """
         cycle = self.cycle
         if self.transport.is_closing() or cycle.response_complete:
@@ -112,11 +108,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if not cycle.response_started:
             if cycle.scope["http_version"] != "1.1":
                 return
-            self.transport.write(PROBE)
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         elif cycle.scope["state"].get(BETWEEN):
-            sized = b"%x\r\n%b\r\n" % (len(EVENT_PROBE), EVENT_PROBE)
-            self.transport.write(sized if cycle.chunked_encoding else EVENT_PROBE)
-        self._probing = self.loop.call_later(wait_s, self._probe, min(2 * wait_s, MOST_PROBE_S))
+            sized = b"%x\r\n%b\r\n" % (len(PING), PING)
+            self.transport.write(sized if cycle.chunked_encoding else PING)
+        self._probing = self.loop.call_later(wait_s, self._probe, min(2 * wait_s, 10.0))
 
     def pause_writing(self) -> None:
         """Start the client's timer: the write buffer is full."""
@@ -174,7 +170,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Do nothing: web sockets are not served, and a request for one gets a plain answer."""
 
     def _watch(self) -> None:
-        self._guard = self.loop.call_later(HEADERS_S, self.transport.close)
+        self._guard = self.loop.call_later(self.headers_s, self.transport.close)
 
     def _unwatch(self) -> None:
         if self._guard is not None:

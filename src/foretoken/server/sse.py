@@ -15,7 +15,6 @@ from foretoken.server.errors import ApiError, api_error
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "Connection": "keep-alive"}
 _encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -76,7 +75,8 @@ class EventStream(StreamingResponse):
     ) -> None:
         self.frames, self.ping_s, self._sent_s = framed(events, pad, dialect), ping_s, 0.0
         self._in_frame = False
-        super().__init__(self.frames, media_type="text/event-stream", headers=HEADERS | headers)
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "Connection": "keep-alive"} | headers
+        super().__init__(self.frames, media_type="text/event-stream", headers=headers)
 
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

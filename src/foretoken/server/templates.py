@@ -19,8 +19,6 @@ KWARGS = ("enable_thinking", "thinking", "reasoning", "date_string", "documents"
 """Values that a request may pass to a template; none changes how it is run."""
 PLAIN_STOP = "\nUser:"
 """Stop string for a model without a template."""
-NINE = "[TOOL_CALLS]"
-"""Mark of Mistral's templates, which refuse call ids other than nine letters and digits."""
 
 
 def takes_effort(tokenizer: Any) -> bool:
@@ -186,7 +184,8 @@ def arguments_of(raw: str | dict[str, Any] | None) -> dict[str, Any]:
 
 def _id(call_id: str, template: str) -> str:
     """Id of a call as the template takes it; the same for the call and its result."""
-    if NINE not in template or (len(call_id) == 9 and call_id.isalnum()):
+    # Mistral's templates, which have this mark, refuse ids other than nine letters and digits
+    if "[TOOL_CALLS]" not in template or (len(call_id) == 9 and call_id.isalnum()):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 

@@ -13,7 +13,7 @@ from foretoken.core.conversation import has_template
 from foretoken.engine.background import Ticket
 from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import Answer
-from foretoken.server.call_formats import LONGEST_PAST, CallFormat, choice_of, forced, format_of, schemas_of, special_of
+from foretoken.server.call_formats import CallFormat, choice_of, forced, format_of, schemas_of, special_of
 from foretoken.server.call_reader import Call, CallReader
 from foretoken.server.errors import bad
 from foretoken.server.inputs import (
@@ -152,4 +152,4 @@ class ChatTurn(Answer):
             for call in message.tool_calls or ()
             if call.function.name in names
         ]
-        return "\n".join(past)[:LONGEST_PAST] or None
+        return "\n".join(past)[:4000] or None

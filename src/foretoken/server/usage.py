@@ -9,8 +9,6 @@ from typing import Any
 
 from foretoken.engine.stats import SpecStats
 
-PREDICTED = ("accepted_prediction_tokens", "rejected_prediction_tokens")
-
 
 def usage(
     prompts: Sequence[SpecStats], all_stats: Sequence[SpecStats], completion: int | None = None
