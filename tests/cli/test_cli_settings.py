@@ -125,3 +125,22 @@ def test_every_option_of_every_command_is_explained() -> None:
         options = [option for option in command.params if option.param_type_name == "option" and not option.hidden]
         bare += [f"{name} {option.opts[0]}" for option in options if not option.help]
     assert bare == []
+
+
+def test_help_shows_text_in_brackets() -> None:
+    """Rich takes ``[auto]`` for a style and drops it, and with it the default of an option."""
+    from rich.text import Text
+
+    from foretoken.cli.main import app
+
+    waiting: list[tuple[str, Any]] = [("foretoken", typer.main.get_command(app))]
+    brackets = []
+    while waiting:
+        name, command = waiting.pop()
+        waiting += [(f"{name} {part}", inner) for part, inner in getattr(command, "commands", {}).items()]
+        for parameter in command.params:
+            text = getattr(parameter, "help", None) or ""
+            unescaped = text.replace("\\[", "[")
+            brackets += [unescaped] if "[" in unescaped else []
+            assert Text.from_markup(text).plain == unescaped, f"{name} {parameter.name}"
+    assert any("[auto]" in text for text in brackets)

@@ -66,7 +66,8 @@ def serve_command(
     ] = False,
     extra_body: Annotated[str, typer.Option(help="JSON object that is added to every request.")] = "{}",
     model: Annotated[
-        list[str] | None, typer.Option(help="Model name in requests, one for all servers or one each [as listed].")
+        list[str] | None,
+        typer.Option(help="Model name in requests, one for all servers or one each; as listed by default."),
     ] = None,
     api_key: Annotated[
         list[str] | None,

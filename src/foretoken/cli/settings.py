@@ -79,7 +79,8 @@ def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 def option_of(kind: Any, about: About, names: Iterable[str] = (), **more: Any) -> Any:
     """The annotation of an option of this kind."""
-    return Annotated[kind, typer.Option(*names, help=about.help or None, min=about.low, max=about.high, **more)]
+    text = about.help.replace("[", "\\[") or None  # Rich takes "[auto]" for a style and drops it
+    return Annotated[kind, typer.Option(*names, help=text, min=about.low, max=about.high, **more)]
 
 
 def _filled(annotation: Any) -> tuple[Any, FromOptions | None]:

@@ -48,7 +48,9 @@ def show_command(
     request: Annotated[str | None, typer.Option(help="Which request of a trace.", show_default="the first")] = None,
     number: Annotated[
         int | None,
-        typer.Option("--round", help="Round to draw as .svg [the most telling] or to print [the first], from 1."),
+        typer.Option(
+            "--round", help="Round to draw as .svg (by default the most telling) or to print (the first), from 1."
+        ),
     ] = None,
     as_json: Json = False,
     *,
