@@ -48,12 +48,12 @@ class Metrics:
                 ("num_requests_running", "Requests in the batch.", lambda s: s.running),
                 ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
                 ("kv_cache_bytes", "Memory of keys and values of running requests.", lambda s: s.kv_bytes),
-                ("kv_cache_usage_perc", "The same as a share of its limit (0 without one).", _usage),
-                ("prefix_cache_bytes", "Memory of kept texts.", lambda s: s.prefix_bytes),
-                ("prefix_cache_limit_bytes", "The most that they may take.", lambda s: s.prefix_limit_bytes),
-                ("prefix_cache_texts", "Texts that are kept.", lambda s: s.prefix_texts),
+                ("kv_cache_usage_perc", "KV cache usage as a share of its limit (0 without one).", _usage),
+                ("prefix_cache_bytes", "Bytes of the prefix cache.", lambda s: s.prefix_bytes),
+                ("prefix_cache_limit_bytes", "Limit of the prefix cache in bytes.", lambda s: s.prefix_limit_bytes),
+                ("prefix_cache_texts", "Texts in the prefix cache.", lambda s: s.prefix_texts),
                 ("cuda_graphs", "1 where the target's forwards run as CUDA graphs.", lambda s: float(s.graphs)),
-                ("spec_predicted_speedup", "Of the plan in use over plain decoding, as the cost model says.", _speedup),
+                ("spec_predicted_speedup", "Predicted speed-up of the current drafts over plain decoding.", _speedup),
             ):
                 gauge = Gauge(f"{prefix}:{name}", help_text, ["model_name"], registry=self.registry)
                 gauge.labels(model).set_function(lambda value=value: value(state) if (state := status()) else 0.0)  # type: ignore[misc]
@@ -71,21 +71,27 @@ class Metrics:
         metrics = {
             "success": counter("request_success", "Choices that have left the engine.", "finished_reason"),
             "failures": counter("request_failure", "Requests that were answered with an error.", "reason"),
-            "rejections": counter("admission_rejections", "Requests that were not taken.", "reason"),
+            "rejections": counter("admission_rejections", "Requests refused at admission.", "reason"),
             "prompt": counter("prompt_tokens", "Tokens of prompts."),
-            "cached": counter("prompt_tokens_cached", "Tokens of prompts that did not have to be read."),
+            "cached": counter("prompt_tokens_cached", "Tokens of prompts taken from the prefix cache."),
             "generation": counter("generation_tokens", "Tokens of answers."),
             "drafts": counter("spec_decode_num_drafts", "Rounds with drafts, of each request."),
             "draft_tokens": counter("spec_decode_num_draft_tokens", "Draft tokens."),
             "accepted": counter("spec_decode_num_accepted_tokens", "Accepted draft tokens."),
-            "accepted_at": counter("spec_decode_num_accepted_tokens_per_pos", "Accepted, by position.", "position"),
+            "accepted_at": counter(
+                "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", "position"
+            ),
             "plain": counter("spec_disabled", "Requests that were decoded plainly.", "reason"),
-            "share": counter("spec_drafter_share", "Rounds with drafts by who drafted.", "drafter"),
-            "first": histogram("time_to_first_token_seconds", "From arrival to the first token."),
-            "per_token": histogram("request_time_per_output_token_seconds", "Between tokens, per request."),
-            "between": histogram("inter_token_latency_seconds", "Between blocks, divided by their tokens."),
-            "whole": histogram("e2e_request_latency_seconds", "From arrival to the end."),
-            "queue": histogram("request_queue_time_seconds", "From arrival to admission."),
+            "share": counter("spec_drafter_share", "Rounds with drafts by drafter.", "drafter"),
+            "first": histogram("time_to_first_token_seconds", "Seconds from arrival to the first token."),
+            "per_token": histogram(
+                "request_time_per_output_token_seconds", "Mean seconds between tokens of a request."
+            ),
+            "between": histogram(
+                "inter_token_latency_seconds", "Seconds between streamed blocks, divided by their tokens."
+            ),
+            "whole": histogram("e2e_request_latency_seconds", "Seconds from arrival to the end."),
+            "queue": histogram("request_queue_time_seconds", "Seconds from arrival to admission."),
         }
         for name in (
             "prompt",
