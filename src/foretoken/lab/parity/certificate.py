@@ -154,8 +154,8 @@ def check_weights(certificate: Certificate, file: Path, source: str, drafters: S
     return checksums
 
 
-def _same(certified: Checksums, found: Checksums, words: str) -> None:
+def _same(certified: Checksums, current: Checksums, words: str) -> None:
     """Compare files by contents; their names may differ."""
-    if sorted(certified.values()) != sorted(found.values()):
-        differing = sorted(name for name in {*certified, *found} if certified.get(name) != found.get(name))
+    if sorted(certified.values()) != sorted(current.values()):
+        differing = sorted(name for name in {*certified, *current} if certified.get(name) != current.get(name))
         raise ValueError(f"{words}: the checksums of {', '.join(differing) or 'its files'} differ")
