@@ -6,9 +6,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from checkpoints import new_model
 
@@ -119,10 +119,25 @@ class _Double:
         return getattr(torch, name)
 
 
+_IN_FLOAT64: list[ModuleType] = []
+"""Modeling files that run in float64 now, one for each block of :func:`whole_float64`."""
+
+
 @contextmanager
 def whole_float64(model: Any) -> Iterator[None]:
-    """Recurrences are written in float32, whatever the model's dtype: let them run in float64 for a while."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[type(model).__module__], "torch", _Double())
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    """Recurrences are written in float32, whatever the model's dtype: let them run in float64 for a while.
+
+    Blocks may end in any order, as fixtures of several scopes do: the last one puts everything back.
+    """
+    module = sys.modules[type(model).__module__]
+    _IN_FLOAT64.append(module)
+    module.torch = _Double()  # type: ignore[attr-defined]
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    try:
         yield
+    finally:
+        _IN_FLOAT64.remove(module)
+        if module not in _IN_FLOAT64:
+            module.torch = torch  # type: ignore[attr-defined]
+        if not _IN_FLOAT64:
+            del torch.Tensor.float  # the inherited method

@@ -40,6 +40,19 @@ def qwen() -> Iterator[Any]:
         yield model
 
 
+def test_blocks_in_float64_end_in_any_order() -> None:
+    """A fixture per model and one per file overlap; what either left behind reached all later tests."""
+    numbers = torch.ones(1)
+    before = numbers.float().dtype
+    outer, inner = whole_float64(model := hybrid("qwen3_5_text")), whole_float64(model)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert numbers.float().dtype == torch.float64
+    inner.__exit__(None, None, None)
+    assert numbers.float().dtype == before
+
+
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The results of self-tests are not remembered."""
