@@ -190,6 +190,21 @@ def test_choices_of_one_prompt_read_it_once(name: str, chunk: int | None) -> Non
     assert runner.target.kv_bytes == 0
 
 
+def test_choices_copy_hidden_states_too() -> None:
+    """A drafter over hidden states drafts for a copied prompt what it drafts for one that was read."""
+    outputs = []
+    for room in (ROOM, 0):
+        target, _ = models()
+        parts = TargetParts(target)
+        torch.manual_seed(0)
+        net = MedusaHeads(MedusaConfig(parts.hidden_size, parts.vocab_size, 3))
+        runner = engine(target, MedusaDrafter(net, parts, 6), prefix_bytes=room)
+        runs = sorted(serve(runner, [Request(LONG, max_new_tokens=20)] * 3), key=lambda run: run.id)
+        assert [computed(run)[0] for run in runs] == ([60, 1, 1] if room else [60, 60, 60])
+        outputs.append([(run.output, run.stats.num_accepted_tokens) for run in runs])
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize("fate", ["cancelled", "failed"])
 def test_who_waits_for_a_request_that_leaves_reads_the_prompt(fate: str) -> None:
     runner = keeping(prefill_chunk=16)

@@ -298,8 +298,9 @@ def _trained_for(folder: Path, target: Any) -> bool:
         parts = TargetParts(target)
     except CapabilityError:
         return False
-    trained = [card.parent for card in folder.glob(f"*/{OURS}")]
-    return any(parts.fits(read_stored(drafter, drafter.name)[1]) for drafter in trained)
+    # One is enough: all drafters in the folder are for one model, and a fingerprint reads its weights.
+    drafter = next((card.parent for card in sorted(folder.glob(f"*/{OURS}"))), None)
+    return drafter is not None and parts.fits(read_stored(drafter, drafter.name)[1])
 
 
 def drafter_folder(name: str, path: str | None, target_source: Any, target: LanguageModel | None = None) -> Path:
