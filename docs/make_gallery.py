@@ -83,8 +83,9 @@ INTRO = """# Gallery
 
 <!-- Made by docs/make_gallery.py from the registry: change that, not this. -->
 
-Every method of `foretoken methods`; its page has the paper. The Chinese names are those of the
-[articles](../zh/articles.md). Pictures are rounds of the built-in model, drawn by `foretoken show`.
+`foretoken methods NAME` says what a method needs, `foretoken drafters MODEL` which drafters a model has. *Trained*
+methods come from [`foretoken train`](../training.md). The Chinese names are those of the [articles](../zh/articles.md).
+Pictures are rounds of the built-in model, drawn by `foretoken show`.
 """
 
 
@@ -115,20 +116,16 @@ def _section(place: Place) -> Iterator[str]:
 
 def _entry(row: Row) -> Iterator[str]:
     """A method: what it does, how it is asked for, and its picture; its page names the paper."""
-    words = [f"**[`{row.name}`]({row.name}.md)** {row.summary}"]
-    words.append(f"`{row.example}`" + "".join(f", {note}" for note in _notes(row)))
-    yield " ".join(words) + "\n"
+    yield " ".join([f"**[`{row.name}`]({row.name}.md)** {row.summary}", *_notes(row)]) + "\n"
     if picture(row).is_file():
         yield f"![{row.name}](../figures/methods/{picture(row).name})\n"
 
 
 def _notes(row: Row) -> Iterator[str]:
-    if row.needs_training and "trained" not in row.needs:
-        yield "trained"
-    if row.needs:
-        yield f"needs {row.needs}"
-    if not row.lossless:
-        yield "lossy"
+    if row.example != row.name:
+        yield f"`{row.example}`"
+    if row.needs_training:
+        yield "(trained)"
 
 
 def picture(row: Row) -> Path:
