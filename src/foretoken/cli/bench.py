@@ -294,11 +294,14 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Make a self-contained HTML page of a benchmark: bars, curves, and token trees round by round."""
+    from foretoken.lab.report.embed import MISSING, can_draw
     from foretoken.lab.report.page import write_report
     from foretoken.lab.report.plots import write_plots
 
     with json_only(as_json):
         write_report(run, out)
+        if not can_draw():
+            print(f"warning: the page has no charts: {MISSING}", file=sys.stderr)
         pictures = [] if plots is None else write_plots(run, plots)
     if as_json:
         print_json({"run": str(run), "out": str(out), "plots": [str(file) for file in pictures]})

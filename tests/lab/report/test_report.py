@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,11 +20,11 @@ from foretoken.lab.bench.partial import Partial
 from foretoken.lab.bench.results import UnitResult
 from foretoken.lab.bench.results import drafted as draft_tokens
 from foretoken.lab.report import figures, verdict
-from foretoken.lab.report.charts import Bar, BarChart, LineChart, Series, ticks
+from foretoken.lab.report.charts import Bar, BarChart, Chart, Guide, LineChart, Series
+from foretoken.lab.report.embed import FONT, MISSING, WIDTH, inline
 from foretoken.lab.report.page import embedded, render, write_report
 from foretoken.lab.report.plots import write_plots
 from foretoken.lab.report.read import Run, read_run
-from foretoken.lab.report.svg import WIDTH, draw
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 FAST, SLOW, COSTLY = "ngram,k=2", "ngram,k=8", "model"
@@ -142,8 +143,22 @@ def page(file: Path) -> Page:
     return Page(render(read_run(file)))
 
 
-def with_class(parsed: Page, name: str) -> Iterator[dict[str, str | None]]:
-    return (attrs for _, attrs in parsed.elements if name in (attrs.get("class") or "").split())
+def marks(parsed: Page) -> list[dict[str, str]]:
+    """Bars and points, which carry their numbers."""
+    return [{key: str(value) for key, value in attrs.items()} for _, attrs in parsed.elements if "data-x" in attrs]
+
+
+def strokes(parsed: Page, role: str, dashed: bool = False) -> Iterator[list[tuple[float, float]]]:
+    """Corners of the lines in a colour."""
+    for name, attrs in parsed.elements:
+        style = attrs.get("style") or ""
+        if name == "path" and f"stroke: var(--{role})" in style and ("dasharray" in style) == dashed:
+            yield corners(str(attrs["d"]))
+
+
+def corners(d: str) -> list[tuple[float, float]]:
+    numbers = [float(number) for number in re.findall(r"-?[\d.]+", d)]
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -313,16 +328,18 @@ def test_bars_are_as_long_as_their_numbers(full: Path) -> None:
         (arm, pytest.approx(SPEEDUPS[arm]), pytest.approx(SPEEDUPS[arm] - 0.05), pytest.approx(SPEEDUPS[arm] + 0.05))
         for arm in ARMS[1:]
     ]
-    drawn = Page(draw(code))
-    bars = list(with_class(drawn, "fill"))
-    pixels = [float(str(bar["width"])) for bar in bars]
-    assert [float(str(bar["data-x"])) for bar in bars] == pytest.approx([SPEEDUPS[arm] for arm in ARMS[1:]])
+    drawn = Page(inline(code))
+    bars = marks(drawn)
+    ends = [sorted({x for x, _ in corners(bar["d"])}) for bar in bars]
+    pixels = [right - left for left, right in ends]
+    assert [float(bar["data-x"]) for bar in bars] == pytest.approx([SPEEDUPS[arm] for arm in ARMS[1:]])
+    assert ["var(--arm0)" in bars[0]["style"], "var(--arm2)" in bars[2]["style"]] == [True, True]
     assert [p / pixels[0] for p in pixels] == pytest.approx(
         [SPEEDUPS[arm] / SPEEDUPS[FAST] for arm in ARMS[1:]], rel=1e-3
     )
-    (line,) = with_class(drawn, "baseline")
-    at_one = float(str(bars[0]["x"])) + pixels[0] / SPEEDUPS[FAST]
-    assert float(str(line["x1"])) == pytest.approx(at_one, abs=0.1)
+    (line,) = strokes(drawn, "ink", dashed=True)
+    at_one = ends[0][0] + pixels[0] / SPEEDUPS[FAST]
+    assert [x for x, _ in line] == pytest.approx([at_one] * 2, abs=0.1)
 
 
 def test_categories_together_weigh_by_time() -> None:
@@ -363,11 +380,9 @@ def test_line_charts_put_points_where_their_numbers_are() -> None:
     chart = LineChart(
         "t", "x", "y", [Series("s", [(1.0, 0.5), (2.0, 1.0), (4.0, 2.0)], 0)], log_x=True, x_ticks=[1, 2, 4]
     )
-    places = [
-        tuple(map(float, re.findall(r"[\d.]+", str(dot["transform"]))))
-        for dot in with_class(Page(draw(chart)), "dot")
-        if "data-x" in dot
-    ]
+    dots = marks(Page(inline(chart)))
+    places = [tuple(map(float, re.findall(r"[\d.]+", dot["transform"]))) for dot in dots]
+    assert [(dot["data-x"], dot["data-y"]) for dot in dots] == [("1", "0.5"), ("2", "1"), ("4", "2")]
     (x1, y1), (x2, y2), (x4, y4) = places
     assert x2 - x1 == pytest.approx(x4 - x2, abs=0.05)  # powers of two lie equally far apart
     assert y1 - y4 == pytest.approx(3 * (y1 - y2), abs=0.05)
@@ -390,8 +405,9 @@ def test_positions_and_round_costs_are_the_summary_s(full: Path) -> None:
     assert {label: list(values) for label, values in stack.rows} == {
         arm: pytest.approx(list(ms)) for arm, ms in ROUNDS.items()
     }
-    drawn = [float(str(part["data-x"])) for part in with_class(Page(draw(stack)), "part")]
-    assert drawn == pytest.approx([ms for arm in ARMS for ms in ROUNDS[arm]])
+    parts = marks(Page(inline(stack)))
+    assert [float(part["data-x"]) for part in parts] == pytest.approx([ms for p in zip(*ROUNDS.values()) for ms in p])
+    assert [part["style"].split(";")[0] for part in parts[::4]] == [f"fill: var(--part{i})" for i in range(4)]
 
 
 def test_predictions_lie_against_measurements(full: Path) -> None:
@@ -447,6 +463,8 @@ def test_equality_badges(more: dict[str, Any], badge: str) -> None:
 
 
 def test_ticks_are_round() -> None:
+    from foretoken.lab.report.draw import ticks
+
     assert ticks(0, 2.2) == [0, 0.5, 1, 1.5, 2]
     assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
     assert ticks(-30, 70) == [-20, 0, 20, 40, 60]
@@ -629,7 +647,7 @@ def test_cells_of_another_engine_may_lack_numbers(tmp_path: Path) -> None:
     )
     parsed = page(file)
     assert "speedup" in parsed.ids and not {"positions", "rounds", "costs", "trace"} & parsed.ids
-    assert [bar["data-x"] for bar in with_class(parsed, "fill")] == ["1.4"]
+    assert [bar["data-x"] for bar in marks(parsed)] == ["1.4"]
 
 
 @pytest.mark.parametrize(
@@ -699,16 +717,10 @@ def test_plots_show_the_same_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_plotted_bars_have_the_values(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    from foretoken.lab.report.plots import _draw
-
     run = read_run(written(tmp_path, *(cell(arm) for arm in ARMS), summary()))
     (chart,) = figures.speedups(run, (0.0, 1))
     assert chart.x_end == pytest.approx(2.15)
-    ax = Figure().subplots()
-    _draw(chart, ax)
+    (ax,) = painted(chart, is_paper=True).axes
     assert [patch.get_width() for patch in ax.patches] == pytest.approx([SPEEDUPS[arm] for arm in ARMS[1:]])
 
 
@@ -719,7 +731,109 @@ def test_wide_intervals_leave_the_bars_their_room() -> None:
     assert chart.x_end == pytest.approx(2.8)
     assert chart.whisker(wide) == (0.0, chart.x_end, []) and chart.whisker(narrow) == (1.1, 1.3, [1.1, 1.3])
     assert chart.whisker(Bar("c", 1.0)) is None and BarChart("Speed-up", "times plain", [], line=1.0).x_end == 1.0
-    picture = str(draw(chart))
-    assert "95 % CI -2.00 to 9.00" in picture and picture.count('class="whisker"') == 1 + 3
-    xs = [float(x) for x in re.findall(r'x[12]="([-\d.]+)"', picture)]
+    picture = inline(chart)
+    whiskers = list(strokes(Page(picture), "ink"))
+    assert "95 % CI -2.00 to 9.00" in picture and len(whiskers) == 1 + 3
+    xs = [x for line in whiskers for x, _ in line]
     assert min(xs) >= 0 and max(xs) <= WIDTH
+
+
+# -- drawing ---------------------------------------------------------------------------------------------------------
+
+LONG = "model:/some/very/long/folder/of/models/draft-model-135m-instruct,k=8,tree=4x2x2x1"
+LINES = [Series(f"model:./draft,k={k}", [(float(x), x * k / 9) for x in range(1, 9)], k) for k in range(20)]
+CROWDED: dict[str, Chart] = {
+    "bars": BarChart("t" * 90, "x" * 90, [Bar(LONG, 1234.5, -1, 3, 0, "differs"), Bar("b", 1.0, badge="ties")], 1.0),
+    "lines": LineChart("Title", "x", "speed-up", [*LINES, Series(LONG, [(1.0, 1e5)])], x_ticks=list(range(1, 90))),
+    "guides": LineChart("t", "x", "y", LINES[:1], [Guide(LONG, [(0, 1), (2, 1)])], [(1.0, LONG, 0)], percent=True),
+}
+
+
+def painted(chart: Chart, is_paper: bool) -> Any:
+    pytest.importorskip("matplotlib")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from foretoken.lab.report.draw import COLOURS, Look, Painter
+
+    look = Look(8.0, 30.6, COLOURS, True) if is_paper else Look(FONT, WIDTH / FONT, COLOURS, False)
+    with rc_context(look.settings()):
+        figure = Figure(dpi=72)
+        painter = Painter(chart, figure, look)
+        figure.set_size_inches(look.width * look.points / 72, painter.height * look.points / 72)
+        painter.place(painter.height)
+        figure.draw_without_rendering()
+    return figure
+
+
+@pytest.mark.parametrize("is_paper", [False, True])
+@pytest.mark.parametrize("name", CROWDED)
+def test_texts_neither_overlap_nor_leave_the_picture(name: str, is_paper: bool) -> None:
+    figure = painted(CROWDED[name], is_paper)
+    from matplotlib.text import Text
+
+    boxes = {text: text.get_window_extent().padded(-1) for text in figure.findobj(Text) if text.get_text()}
+    for text, box in boxes.items():
+        assert box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y0 >= 0 and box.y1 <= figure.bbox.y1, text
+        assert not [other for other, more in boxes.items() if other is not text and box.overlaps(more)], text
+
+
+def test_a_cut_name_is_whole_in_its_tooltip() -> None:
+    for chart in CROWDED.values():
+        page = Page(inline(chart))
+        assert LONG in page.words and f"{LONG[:20]}" in "".join(page.words) and any("…" in word for word in page.words)
+
+
+@pytest.mark.parametrize("name", ["$x$ ^2", "_hidden", "<script>", "a\nb\x00c", 'x" id="y', "#000001 1.2345", "日本語"])
+def test_names_are_shown_as_they_are(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    shown = name.replace("\n", "\ufffd").replace("\x00", "\ufffd")
+    series = Series(name, [(1.0, 1.0), (2.0, 3.0)], 0)
+    for chart in (BarChart("t", "x", [Bar(name, 1.0)]), LineChart("t", name, "y", [series], [Guide(name, [(1, 1)])])):
+        drawn = Page(inline(chart))
+        assert drawn.words.count(shown) == (1 if isinstance(chart, BarChart) else 3)
+        assert not drawn.ids - {None}
+    assert not list(recwarn)
+
+
+def test_charts_follow_the_page_s_colours(full: Path) -> None:
+    text = render(read_run(full))
+    charts = "".join(re.findall(r'<svg class="chart".*?</svg>', text, re.S))
+    used = set(re.findall(r"var\(--([\w-]+)\)", charts))
+    assert {"ink", "soft", "edge", "page", "probe", "good", "arm0", "part3"} <= used
+    assert used <= set(re.findall(r"--([\w-]+):", text)) and not re.search("#[0-9a-f]{3}", charts)
+    assert charts.count('role="img"') == charts.count("<svg") == charts.count("viewBox") >= 9
+
+
+def test_papers_have_the_page_s_light_colours() -> None:
+    pytest.importorskip("matplotlib")
+    from foretoken.lab.report.draw import COLOURS
+    from foretoken.lab.report.page import palette, resource
+
+    light = dict(reversed(re.findall(r"--([\w-]+): (#\w+);", palette() + resource("tree.css"))))
+    assert {role: light[role] for role in COLOURS} == COLOURS
+
+
+def test_a_page_is_the_same_whatever_the_user_s_settings(full: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib import rc_context, rcParams
+
+    text = render(read_run(full))
+    with rc_context({"font.size": 30, "text.usetex": True, "axes.grid": True, "figure.facecolor": "red"}):
+        mine = dict(rcParams)
+        assert render(read_run(full)) == text
+        assert dict(rcParams) == mine
+
+
+def test_a_page_without_matplotlib_says_so(
+    full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "report", str(full), "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().err == f"warning: the page has no charts: {MISSING}\n"
+    parsed = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert {"speedup", "trace", "table"} <= parsed.ids and MISSING in parsed.words
+
+
+def test_the_page_s_code_imports_no_matplotlib() -> None:
+    code = "import sys, foretoken.lab.report.page, foretoken.lab.report.plots; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

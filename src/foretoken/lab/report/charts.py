@@ -1,8 +1,7 @@
-"""Contents of charts, independent of drawing: ``svg.py`` draws them into the page, ``plots.py`` for papers."""
+"""Contents of charts, independent of drawing (``draw.py``)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -108,35 +107,15 @@ class LineChart:
     percent: bool = False
     x_ticks: Sequence[float] = field(default=())
 
-    @property
-    def _points(self) -> list[Sequence[Point]]:
-        return [*(series.points for series in self.series), *(guide.points for guide in self.guides)]
-
-    def x_range(self) -> Point:
-        """Least and greatest x of all points and marks."""
-        xs = [x for points in self._points for x, _ in points] + [x for x, _, _ in self.marks]
-        return _widened(min(xs), max(xs))
-
     def y_range(self) -> Point:
         """From 0 (or the least y, if negative) to the greatest y, or to 1 for shares."""
-        ys = [y for points in self._points for _, y in points]
-        return _widened(min(0.0, *ys), max(1.0, *ys) if self.percent else max(ys) * 1.05)
+        lines = [self.band, *(series.points for series in self.series), *(guide.points for guide in self.guides)]
+        ys = [y for points in lines for _, y in points]
+        low, high = min(0.0, *ys), max(1.0, *ys) if self.percent else max(ys) * 1.05
+        return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
 Chart = BarChart | StackChart | LineChart
-
-
-def _widened(low: float, high: float) -> Point:
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) from ``low`` to ``high``."""
-    raw = (high - low) / 6  # about six steps
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * f for f in (1, 2, 5, 10) if power * f >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def short(value: float) -> str:

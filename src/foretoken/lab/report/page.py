@@ -79,10 +79,9 @@ def resource(name: str) -> str:
 
 def palette() -> str:
     """CSS colours of arms in light and dark mode."""
-    classes = [f".c{i} {{ --c: var(--arm{i}); }}" for i in range(len(LIGHT))]
     light = f":root {{ {_variables(LIGHT)} }}"
     dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}"
-    return "\n".join([light, dark, *classes, ".cn { --c: var(--ink); }", ""])
+    return f"{light}\n{dark}\n"
 
 
 def _variables(colours: tuple[str, ...]) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 from foretoken.lab.report import figures
 from foretoken.lab.report.charts import Chart
+from foretoken.lab.report.embed import inline
 from foretoken.lab.report.markup import Markup, join, tag
 from foretoken.lab.report.read import PLAIN, Run, number, setting_name
-from foretoken.lab.report.svg import draw
 from foretoken.lab.report.verdict import Remark, verdict
 
 LEGEND = {
@@ -49,12 +49,12 @@ def section(key: str, title: str, explanation: str, *content: object) -> Markup:
 
 
 def figure(chart: Chart) -> Markup:
-    return tag("figure", tag("figcaption", chart.title), draw(chart))
+    return tag("figure", tag("figcaption", chart.title), inline(chart))
 
 
 def alone(chart: Chart) -> Markup:
     """The only chart of a section, titled by the section's heading."""
-    return tag("figure", draw(chart))
+    return tag("figure", inline(chart))
 
 
 def panels(charts: Sequence[Chart]) -> Markup:
