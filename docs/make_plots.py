@@ -1,6 +1,6 @@
 """Draws the plots of the pages on theory into ``docs/figures/theory``, from the formulas in ``foretoken.lab.plan``.
 
-python docs/make_plots.py            # all of them; nothing is measured, so they come out the same everywhere
+python docs/make_plots.py            # all of them; nothing is measured
 python docs/make_plots.py batches    # these only
 """
 

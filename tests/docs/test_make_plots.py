@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree
 
 import make_plots
@@ -25,12 +26,10 @@ def test_a_plot_is_current_and_small(name: str) -> None:
     assert len(list(root.iter("{http://www.w3.org/2000/svg}text"))) > 8
 
 
-def said(root: ElementTree.Element) -> list[tuple[str | None, ...]]:
-    """Texts, tooltips and numbers of a plot, and the colours of its marks, in order."""
-    return [
-        (part.text, part.get("data-x"), part.get("data-y"), part.get("style", "") if "data-x" in part.attrib else "")
-        for part in root.iter()
-    ]
+def said(root: ElementTree.Element) -> list[tuple[object, ...]]:
+    """Texts, tooltips, and numbers and colours of marks, in order."""
+    parts = [(part.text, part.get("data-x"), part.get("data-y"), part.get("style", "")) for part in root.iter()]
+    return [(text, x, y, re.findall(r"var.*?\)", style)) for text, x, y, style in parts if text or x]
 
 
 @each_plot

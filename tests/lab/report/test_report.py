@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -406,7 +407,9 @@ def test_positions_and_round_costs_are_the_summary_s(full: Path) -> None:
         arm: pytest.approx(list(ms)) for arm, ms in ROUNDS.items()
     }
     parts = marks(Page(inline(stack)))
-    assert [float(part["data-x"]) for part in parts] == pytest.approx([ms for p in zip(*ROUNDS.values()) for ms in p])
+    assert [float(part["data-x"]) for part in parts] == pytest.approx(
+        [ROUNDS[arm][i] for i in range(4) for arm in ARMS]
+    )
     assert [part["style"].split(";")[0] for part in parts[::4]] == [f"fill: var(--part{i})" for i in range(4)]
 
 
@@ -740,7 +743,7 @@ def test_wide_intervals_leave_the_bars_their_room() -> None:
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
 
-LONG = "model:/some/very/long/folder/of/models/draft-model-135m-instruct,k=8,tree=4x2x2x1"
+LONG = f"model:/some/{'very/' * 9}long/folder/of/models/draft-model-135m-instruct,k=8,tree=4x2x2x1"
 LINES = [Series(f"model:./draft,k={k}", [(float(x), x * k / 9) for x in range(1, 9)], k) for k in range(20)]
 CROWDED: dict[str, Chart] = {
     "bars": BarChart("t" * 90, "x" * 90, [Bar(LONG, 1234.5, -1, 3, 0, "differs"), Bar("b", 1.0, badge="ties")], 1.0),
@@ -757,7 +760,7 @@ def painted(chart: Chart, is_paper: bool) -> Any:
     from foretoken.lab.report.draw import COLOURS, Look, Painter
 
     look = Look(8.0, 30.6, COLOURS, True) if is_paper else Look(FONT, WIDTH / FONT, COLOURS, False)
-    with rc_context(look.settings()):
+    with rc_context({**look.settings(), "text.hinting": "none"}):  # widths as in SVG, not rounded to pixels
         figure = Figure(dpi=72)
         painter = Painter(chart, figure, look)
         figure.set_size_inches(look.width * look.points / 72, painter.height * look.points / 72)
@@ -772,7 +775,8 @@ def test_texts_neither_overlap_nor_leave_the_picture(name: str, is_paper: bool) 
     figure = painted(CROWDED[name], is_paper)
     from matplotlib.text import Text
 
-    boxes = {text: text.get_window_extent().padded(-1) for text in figure.findobj(Text) if text.get_text()}
+    shown = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    boxes = {text: text.get_window_extent().padded(-1) for text in shown}
     for text, box in boxes.items():
         assert box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y0 >= 0 and box.y1 <= figure.bbox.y1, text
         assert not [other for other, more in boxes.items() if other is not text and box.overlaps(more)], text
@@ -780,8 +784,8 @@ def test_texts_neither_overlap_nor_leave_the_picture(name: str, is_paper: bool) 
 
 def test_a_cut_name_is_whole_in_its_tooltip() -> None:
     for chart in CROWDED.values():
-        page = Page(inline(chart))
-        assert LONG in page.words and f"{LONG[:20]}" in "".join(page.words) and any("…" in word for word in page.words)
+        words = Page(inline(chart)).words
+        assert LONG in words and any(word.startswith(LONG[:20]) and word.endswith("…") for word in words)
 
 
 @pytest.mark.parametrize("name", ["$x$ ^2", "_hidden", "<script>", "a\nb\x00c", 'x" id="y', "#000001 1.2345", "日本語"])
@@ -789,10 +793,11 @@ def test_names_are_shown_as_they_are(name: str, recwarn: pytest.WarningsRecorder
     shown = name.replace("\n", "\ufffd").replace("\x00", "\ufffd")
     series = Series(name, [(1.0, 1.0), (2.0, 3.0)], 0)
     for chart in (BarChart("t", "x", [Bar(name, 1.0)]), LineChart("t", name, "y", [series], [Guide(name, [(1, 1)])])):
-        drawn = Page(inline(chart))
-        assert drawn.words.count(shown) == (1 if isinstance(chart, BarChart) else 3)
-        assert not drawn.ids - {None}
-    assert not list(recwarn)
+        drawn = inline(chart)
+        texts = [unescape(text) for text in re.findall("<text[^>]*>([^<]*)", drawn)]
+        assert texts.count(shown) == (1 if isinstance(chart, BarChart) else 3)
+        assert not Page(drawn).ids - {None} and "<script" not in drawn
+    assert not [str(one.message) for one in recwarn]
 
 
 def test_charts_follow_the_page_s_colours(full: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Point = tuple[float, float]
+Hint = tuple[str, dict[str, float]]
+"""A tooltip, and numbers by name."""
 
 LIGHT = ("#2e93fd", "#762200", "#006659", "#720d82", "#875100", "#7d65a9", "#d76d75", "#29a2ab")
 DARK = ("#76ccff", "#f5bd95", "#009f6c", "#f270bc", "#b49c00", "#83a2fa", "#da452b", "#8befff")
@@ -120,4 +122,4 @@ Chart = BarChart | StackChart | LineChart
 
 def short(value: float) -> str:
     """A number as an axis label."""
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"

@@ -15,7 +15,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import MaxNLocator
 
-from foretoken.lab.report.charts import LIGHT, NEUTRAL, BarChart, Chart, LineChart, Series, StackChart, short
+from foretoken.lab.report.charts import LIGHT, NEUTRAL, BarChart, Chart, Hint, LineChart, Series, StackChart, short
 
 COLOURS = {
     "page": "#ffffff", "ink": "#1a1d21", "soft": "#565d66", "edge": "#d3d8de", "good": "#0b6b3a", "bad": "#a8201a",
@@ -70,12 +70,12 @@ class Painter:
 
     Attributes:
         height: height that the chart needs.
-        hints: tooltips, and numbers by name, of the marks of an artist by its id.
+        hints: of the marks of an artist, by its id.
     """
 
     def __init__(self, chart: Chart, figure: FigureBase, look: Look) -> None:
         self.chart, self.figure, self.look = chart, figure, look
-        self.hints: dict[str, list[tuple[str, Mapping[str, float]]]] = {}
+        self.hints: dict[str, Sequence[Hint]] = {}
         self.legend: list[list[tuple[Artist, str]]] = []
         self.free = 0.0  # width that is left in the last row of the legend
         self.ax = figure.add_axes((0, 0, 1, 1))
@@ -91,7 +91,7 @@ class Painter:
     def place(self, height: float) -> None:
         """Arrange the chart in the upper part of its figure, which is this high."""
         width, bottom = self.look.width, self.top + self.body
-        inside = width - self.left - self.right
+        inside = max(width - self.left - self.right, 1.0)
         self.ax.set_position((self.left / width, 1 - bottom / height, inside / width, self.body / height))
         label = _cut(self.chart.x_label, width)
         half = _breadth(label) / 2
@@ -100,7 +100,7 @@ class Painter:
         self._label_x()
         side = 0.01 if self.look.is_paper else 0
         if self.look.is_paper:
-            self.figure.text(side, 1 - 0.3 / height, _cut(self.chart.title, width), va="top", size="large")
+            self.figure.text(side, 1 - 0.3 / height, _cut(self.chart.title, width / 1.2 - 1), va="top", size="large")
         for i, row in enumerate(self.legend):
             keys = self.figure.legend(
                 [artist for artist, _ in row], ["-"] * len(row), ncols=len(row), loc="upper left",
@@ -114,6 +114,7 @@ class Painter:
         """Ticks, with a label where there is room."""
         given = self.chart.x_ticks if isinstance(self.chart, LineChart) else ()
         places, labels, free = list(given) or ticks(*self.ax.get_xlim()), [], float("-inf")
+        self.ax.set_xticks(places)
         for place in places:
             middle, half = self.ax.transData.transform((place, 0))[0] / self.look.points, _breadth(short(place)) / 2
             labels.append(short(place) if middle - half >= free else "")
@@ -122,16 +123,16 @@ class Painter:
 
     def _key(self, artist: Artist, name: str) -> None:
         """Add to the legend, in a new row where the last one is full."""
-        need = 4.0 + _breadth(name)
+        need = 4.0 + _breadth(_cut(name, self.look.width - 4))
         if need > self.free:
             self.legend.append([])
             self.free = self.look.width
         self.legend[-1].append((artist, name))
         self.free -= need
 
-    def _hint(self, artist: Artist, *hints: tuple[str, Mapping[str, float]]) -> None:
+    def _hint(self, artist: Artist, *hints: Hint) -> None:
         artist.set_gid(f"hint{len(self.hints)}")
-        self.hints[f"hint{len(self.hints)}"] = list(hints)
+        self.hints[f"hint{len(self.hints)}"] = hints
 
     def _write(self, words: str, x: float, row: float, away: float, **how: Any) -> Artist:
         offset = (away * self.look.points, 0)
@@ -182,9 +183,8 @@ class Painter:
         starts, unit = [0.0] * len(sums), f" {chart.unit}" if chart.unit else ""
         for i, part in enumerate(chart.parts):
             widths, colours = [max(values[i], 0) for _, values in chart.rows], self.look.colours
-            bars = self.ax.barh(
-                range(len(sums)), widths, BAR, starts, color=colours[f"part{i}"], edgecolor=colours["page"]
-            )
+            fill, edge = colours[f"part{i}"], colours["page"]
+            bars = self.ax.barh(range(len(sums)), widths, BAR, starts, color=fill, edgecolor=edge)
             self._key(bars[0], part)
             for shape, (label, values), whole in zip(bars, chart.rows, sums, strict=True):
                 share = f" ({values[i] / whole:.0%})" if whole > 0 else ""
@@ -207,9 +207,8 @@ class Painter:
             self._hint(line, *_points(chart, series))
             self._key(line, series.name)
         for i, guide in enumerate(chart.guides):
-            (line,) = ax.plot(
-                *zip(*guide.points, strict=True), color=colours["soft"], linestyle=DASHES[1 + i % 2], **thin
-            )
+            xs, ys = zip(*guide.points, strict=True)
+            (line,) = ax.plot(xs, ys, color=colours["soft"], linestyle=DASHES[1 + i % 2], **thin)
             self._hint(line, (guide.name, {}))
             self._key(line, guide.name)
         for x, name, _ in chart.marks:
@@ -228,8 +227,8 @@ class Painter:
         return 3.0 + max(map(_breadth, labels)), 1.5, min(24.0, 0.65 * self.look.width)
 
 
-def _points(chart: LineChart, series: Series) -> list[tuple[str, Mapping[str, float]]]:
-    hints: list[tuple[str, Mapping[str, float]]] = []
+def _points(chart: LineChart, series: Series) -> list[Hint]:
+    hints: list[Hint] = []
     for i, (x, y) in enumerate(series.points):
         where = f" ({series.labels[i]})" if i < len(series.labels) else ""
         value = f"{y:.1%}" if chart.percent else f"{y:.3g}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from io import StringIO
 from xml.etree.ElementTree import Element, fromstring
 
-from foretoken.lab.report.charts import Chart, LineChart
+from foretoken.lab.report.charts import Chart, Hint, LineChart
 from foretoken.lab.report.markup import Markup, join, tag
 
 WIDTH, FONT = 620.0, 12.0
@@ -59,16 +59,14 @@ def inline(chart: Chart) -> Markup:
 class _Svg:
     """What matplotlib drew, without ids and references, so that any number of charts can be in a page."""
 
-    def __init__(
-        self, text: str, colours: Mapping[str, str], hints: Mapping[str, Sequence[tuple[str, Mapping[str, float]]]]
-    ) -> None:
+    def __init__(self, text: str, colours: Mapping[str, str], hints: Mapping[str, Sequence[Hint]]) -> None:
         root = fromstring(text)
         self.colours = colours
         self.shapes = {f"#{shape.get('id')}": shape for shape in root.iterfind(".//{*}defs/{*}path")}
-        self.hints: dict[Element, tuple[str, Mapping[str, float]]] = {}
+        self.hints: dict[Element, Hint] = {}
         for element in root.iter():
             if found := hints.get(element.get("id", "")):
-                self.hints |= zip([*element.iterfind(".//{*}use")] or [element], found, strict=True)
+                self.hints |= zip([*element.iterfind(".//{*}use")] or element, found, strict=True)
         self.markup = join(*map(self._element, root))
 
     def _element(self, element: Element) -> Markup:
