@@ -23,7 +23,9 @@ COLOURS = {
     **{f"arm{i}": colour for i, colour in enumerate(LIGHT)},
 }  # fmt: skip
 """Colours on white by role, as in the page's style sheets."""
-MARKERS, DASHES = "os^DvPX*", ("-", "--", ":")
+MARKERS = (("o", 0.6), ("s", 0.55), ("^", 0.7), ("D", 0.55), ("v", 0.7), ("P", 0.7), ("X", 0.7), ("*", 0.8))
+"""Shapes, which tell series apart without colour, and sizes that look alike."""
+DASHES = ("-", "--", ":")
 BADGES = {"identical": ("= same", "good"), "ties": ("≈ ties", "soft"), "differs": ("≠ differs", "bad")}
 ROW, BAR, NAMES, KEYS, BOTTOM = 2.15, 0.62, 20.0, 1.45, 3.5
 """A row of bars, the part of it that a bar fills, the longest name beside it, a legend's row, room for an x axis."""
@@ -47,21 +49,21 @@ class Look:
             "axes.edgecolor": soft, "axes.labelcolor": soft, "xtick.color": soft, "ytick.color": soft,
             "ytick.major.size": 0, "grid.color": self.colours["edge"], "grid.alpha": 0.6, "legend.frameon": False,
             "legend.borderpad": 0, "legend.borderaxespad": 0, "legend.handletextpad": 0.6, "legend.columnspacing": 1.4,
-            "lines.linewidth": self.points / 6, "lines.markersize": 0.6 * self.points,
-            "lines.markeredgewidth": self.points / 12, **{f"axes.spines.{side}": False for side in sides},
+            "lines.linewidth": self.points / 6, "lines.markeredgewidth": self.points / 12,
+            **{f"axes.spines.{side}": False for side in sides},
         }  # fmt: skip
 
     def arm(self, number: int) -> str:
         return self.colours["ink" if number == NEUTRAL else f"arm{number % len(LIGHT)}"]
 
     def series(self, series: Series) -> dict[str, Any]:
-        """Markers tell series apart without colour; repeated colours differ by dashes."""
+        """A line of a series; repeated colours differ by dashes."""
         place = max(series.colour, 0)
+        marker, size = ("o", 0.4) if series.colour == NEUTRAL else MARKERS[place % len(MARKERS)]
         dashes = DASHES[place // len(LIGHT) % len(DASHES)] if series.joined else ""
         return {
-            "color": self.arm(series.colour), "linestyle": dashes, "marker": MARKERS[place % len(MARKERS)],
-            "markeredgecolor": self.colours["page"],
-            **({"markersize": 0.4 * self.points} if series.colour == NEUTRAL else {}),
+            "color": self.arm(series.colour), "linestyle": dashes, "marker": marker,
+            "markersize": size * self.points, "markeredgecolor": self.colours["page"],
         }  # fmt: skip
 
 
