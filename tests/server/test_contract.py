@@ -381,7 +381,7 @@ def test_a_browser_may_show_its_key_as_a_password() -> None:
 
 
 def test_flags_settings_and_documentation_agree() -> None:
-    """Every setting is a flag and stands in the documentation with its environment variable."""
+    """Every setting is a flag and stands in the documentation, and its environment variable follows the page's rule."""
     import dataclasses
     import inspect
 
@@ -389,10 +389,19 @@ def test_flags_settings_and_documentation_agree() -> None:
 
     flags = set(inspect.signature(serve_command).parameters)
     text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+    assert "an environment variable (`FORETOKEN_MAX_RUNNING` for `--max-running`)" in text
+    needed = {"key_running": {"api_keys": "k"}, "key_queued": {"api_keys": "k", "key_running": "1"}}
+    needed |= {"key_tokens_per_minute": {"api_keys": "k"}, "online_save": {"online": "yes"}}
+    values = {"exact": "bitwise", "metrics_compat": "vllm", "allowed_origin": "null", "kv_memory": "1GiB"}
+    values |= {"prefix_memory": "1GiB", "prefix_cache": "no", "host": "localhost"}
     for field in dataclasses.fields(config.ServerSettings):
         flag = "api_key" if field.name == "api_keys" else field.name
         assert flag in flags, field.name
         shown = flag.replace("_", "-")
         assert f"`--{shown}`" in text or flag == "model", shown
-        if flag not in ("model",):
-            assert f"`{config.PREFIX}{flag.upper()}`" in text, flag
+        other = values.get(field.name, {bool: "yes", int: "7", float: "7"}.get(type(field.default), "other"))
+        given = {**needed.get(field.name, {}), field.name: other}
+        read = config.settings_from({}, None, {f"FORETOKEN_{name.upper()}": value for name, value in given.items()})
+        assert getattr(read, field.name) != field.default, flag
+    for named in ("`FORETOKEN_MODEL`", "`FORETOKEN_API_KEY`", "`--config`", "`--api-key-file`", "`--replicas`"):
+        assert named in text
