@@ -33,8 +33,9 @@ MOST, FIRST, LAST, WIDEST = 36, 22, 12, 120
 """Lines of an output that are kept whole; else the first and the last ones; letters of a line."""
 NOISE = re.compile(
     r"^(WARNING: Location |Cloning into |done\.$|Updating files|\[notice\]|\[\d+\]|bash: (cannot|no) )|^\s*$"
+    r"|^(python3 -m venv|\.venv/bin/pip install) "
 )
-"""What pip, git and the shell say about themselves."""
+"""What pip, git, make and the shell say about themselves."""
 
 
 class Failed(RuntimeError):
