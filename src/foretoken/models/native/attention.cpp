@@ -5,10 +5,14 @@
 
 #include "attention.h"
 
+#include "attention_amx.h"
+#include "memory.h"
+
 namespace {
 
 constexpr long ONE_THREAD = 1 << 14;   // products of numbers that one thread makes before a second has woken up
-constexpr float LEAST = -80;           // logarithm of a weight over the largest one, which is 1: float32 adds no e^-80 to it
+
+#if !defined(__AMX_BF16__)
 
 // Weights [count], filled up to whole vectors with zeros, before they are divided by the sum that is returned.
 template <int SIZE>
@@ -73,7 +77,7 @@ typedef float (*Weigh)(const bfloat16 *, Slots, const std::int32_t *, long, floa
 typedef void (*Mix)(const float *, long, const float *, Slots, const std::int32_t *, long, bfloat16 *, long);
 const Weigh WEIGH[9] = {nullptr, weigh<32>, weigh<64>, weigh<96>, weigh<128>, nullptr, nullptr, nullptr, weigh<256>};
 #define HEADS_OF(numbers) {nullptr, mix<numbers, 1>, mix<numbers, 2>, mix<numbers, 3>}
-static_assert(HEADS_AT_ONCE == 3, "as many as the table has");
+static_assert(QUERIES_AT_ONCE == 3, "as many as the table has");
 // Numbers whose sums registers hold for all heads, by 32 numbers of a head.
 #if defined(__AVX512F__)
 constexpr long MOST_NUMBERS = 128;
@@ -82,6 +86,10 @@ const Mix MIX[5][4] = {{}, HEADS_OF(32), HEADS_OF(64), HEADS_OF(96), HEADS_OF(12
 constexpr long MOST_NUMBERS = 32;
 const Mix MIX[2][4] = {{}, HEADS_OF(32)};
 #endif
+
+#endif
+
+thread_local Kept kept;
 
 }  // namespace
 
@@ -102,39 +110,69 @@ long listed(const bfloat16 *mask, long slots, std::int32_t *seen) {
     return count;
 }
 
-void attend(const bfloat16 *query, long stride, long heads, Slots keys, Slots values, const std::int32_t *seen,
-            long count, long size, float scale, float *weights, bfloat16 *result) {
-    const long room = count + 16;
-    float totals[HEADS_AT_ONCE];
-    for (long head = 0; head < heads; head++)
-        totals[head] = WEIGH[size / 32](query + head * stride, keys, seen, count, scale, weights + head * room);
+#if defined(__AMX_BF16__)
+
+long attention_work(long slots) { return whole(slots) / 2 + whole(slots) * LANES; }
+
+void attend(const Queries &queries, Slots keys, Slots values, const Seen &seen, long size, float scale, float *work,
+            bfloat16 *result, long stride) {
+    typedef void (*Tile)(const Queries &, Slots, Slots, const Seen &, float, float *, bfloat16 *, long);
+    static const Tile TILE[9] = {nullptr, attend_tile<32>, attend_tile<64>, attend_tile<96>, attend_tile<128>,
+                                 nullptr, nullptr, nullptr, attend_tile<256>};
+    TILE[size / 32](queries, keys, values, seen, scale, work, result, stride);
+}
+
+#else
+
+long attention_work(long slots) { return QUERIES_AT_ONCE * (slots + SPARE); }
+
+void attend(const Queries &queries, Slots keys, Slots values, const Seen &seen, long size, float scale, float *work,
+            bfloat16 *result, long) {
+    const long count = *seen.counts, room = count + SPARE;
+    float totals[QUERIES_AT_ONCE];
+    for (long head = 0; head < queries.heads; head++)
+        totals[head] = WEIGH[size / 32](queries[head], keys, seen.slots, count, scale, work + head * room);
     const long numbers = size < MOST_NUMBERS ? size : MOST_NUMBERS;
     for (long from = 0; from < size; from += numbers)
-        MIX[numbers / 32][heads](weights, room, totals, {values.start + from, values.stride}, seen, count, result + from, size);
+        MIX[numbers / 32][queries.heads](work, room, totals, {values.start + from, values.stride, values.count}, seen.slots,
+                                         count, result + from, size);
 }
+
+#endif
 
 // result [batch, rows, heads, size] of queries, keys, values [batch, heads or groups, rows or slots, size], which are
 // `strides` apart in their first three dimensions (query, keys, values), and mask [batch, rows, slots] or null, whose
-// rows are `mask_strides` apart.  `work` holds 2 (slots + 16) numbers of 4 bytes for each thread.
+// rows are `mask_strides` apart.  `failed` becomes 1 where there is not enough memory.
 extern "C" void attention(const bfloat16 *query, const bfloat16 *keys, const bfloat16 *values, const long *strides,
                           const bfloat16 *mask, long mask_batch, long mask_row, long batch, long heads, long groups,
-                          long rows, long slots, long size, double scale, bfloat16 *result, float *work) {
-    const long tasks = batch * rows * groups, each = heads / groups, room = slots + 16;
-#pragma omp parallel if (tasks * each * slots * size > ONE_THREAD)
+                          long rows, long slots, long size, double scale, bfloat16 *result, long threads, long *failed) {
+    const long each = heads / groups, together = rows_at_once(each), tiles = (rows + together - 1) / together;
+    const long chunks = (each + QUERIES_AT_ONCE - 1) / QUERIES_AT_ONCE, tasks = batch * groups * tiles, room = slots + SPARE;
+    const long numbers = attention_work(slots) + together * room, apart = (4 * numbers + 127) / 64 * 64;
+    char *const work = kept.of(threads * apart);
+    *failed = !work;
+    if (!work) return;
+#pragma omp parallel num_threads(threads) if (batch * rows * heads * slots * size > ONE_THREAD)
     {
-        const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        float *weights = work + 2 * room * thread;
-        std::int32_t *seen = (std::int32_t *)(weights + room);
+        const Attending attending;
+        const long thread = omp_get_thread_num(), all = omp_get_num_threads();
+        float *weights = (float *)(work + thread * apart);
+        std::int32_t *seen = (std::int32_t *)(weights + attention_work(slots));
         // A thread has neighbouring rows of one head, whose keys and values then are in its cache.
-        for (long task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++) {
-            const long text = task / (rows * groups), group = task / rows % groups, row = task % rows;
-            const long count = listed(mask ? mask + text * mask_batch + row * mask_row : nullptr, slots, seen);
-            const Slots k = {keys + text * strides[3] + group * strides[4], strides[5]};
-            const Slots v = {values + text * strides[6] + group * strides[7], strides[8]};
-            for (long head = group * each; head < (group + 1) * each; head++) {
-                const bfloat16 *q = query + text * strides[0] + head * strides[1] + row * strides[2];
-                bfloat16 *place = result + ((text * rows + row) * heads + head) * size;
-                attend(q, 0, 1, k, v, seen, count, size, float(scale), weights, place);
+        for (long task = tasks * thread / all; task < tasks * (thread + 1) / all; task++) {
+            const long text = task / (tiles * groups), group = task / tiles % groups, row = task % tiles * together;
+            const long count = rows - row < together ? rows - row : together;
+            long counts[QUERIES_AT_ONCE];
+            for (long i = 0; i < count; i++)
+                counts[i] = listed(mask ? mask + text * mask_batch + (row + i) * mask_row : nullptr, slots, seen + i * room);
+            const Slots k = {keys + text * strides[3] + group * strides[4], strides[5], slots};
+            const Slots v = {values + text * strides[6] + group * strides[7], strides[8], slots};
+            for (long chunk = 0; chunk < chunks; chunk++) {
+                const long first = each * chunk / chunks, head = group * each + first;
+                const Queries queries = {query + text * strides[0] + head * strides[1] + row * strides[2], strides[2],
+                                         strides[1], count, each * (chunk + 1) / chunks - first};
+                attend(queries, k, v, {seen, room, counts}, size, float(scale), weights,
+                       result + ((text * rows + row) * heads + head) * size, heads * size);
             }
         }
     }

@@ -29,17 +29,22 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
         query: [b, H, n, d] bfloat16, like the others; the numbers of a head are contiguous.
         keys, values: [b, H', S, d].
         mask: [b, 1, n, S], zero at visible slots; ``None``: all are visible.
+
+    Raises:
+        MemoryError: If the intermediate results do not fit.
     """
     batch, heads, rows, size = query.shape
     slots = keys.shape[2]
     if mask is not None and mask.stride(3) != 1:
         mask = mask.contiguous()
     result = query.new_empty(batch, rows, heads, size)
-    work = torch.empty(2 * (slots + 16) * torch.get_num_threads())
     strides = (ctypes.c_long * 9)(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
     mask_places = (address(mask), 0, 0) if mask is None else (address(mask), mask.stride(0), mask.stride(2))
     sizes = batch, heads, keys.shape[1], rows, slots, size
     places = address(query), address(keys), address(values), ctypes.addressof(strides)
-    attend = function("attention", "pppppnnnnnnnndpp")
-    attend(*places, *mask_places, *sizes, scale, address(result), address(work))
+    failed = ctypes.c_long(0)
+    attend = function("attention", "pppppnnnnnnnndpnp")
+    attend(*places, *mask_places, *sizes, scale, address(result), torch.get_num_threads(), ctypes.addressof(failed))
+    if failed.value:
+        raise MemoryError(f"too little memory for attention over {slots} positions: use a shorter context")
     return result

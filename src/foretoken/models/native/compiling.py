@@ -31,6 +31,7 @@ HEADERS = [
         "integers8_amx",
         "linear",
         "attention",
+        "attention_amx",
         "stages",
         "memory",
         "best",

@@ -75,12 +75,20 @@ struct Row {
     long before;                                 // rows of its text in front of it in the call
 };
 
+// Rows that attend together, `count` from `row` on.
+struct Together {
+    long row, count;
+};
+
 struct Buffers {
     Row *row;
+    Together *together;
+    long tiles;                  // of `together`
     std::int32_t *seen;          // [kinds, rows, room]
     long *count;                 // [kinds, rows]
     long room;
-    float *weights;              // [threads, HEADS_AT_ONCE, room]
+    long working;                // numbers of a thread's part of `weights`
+    float *weights;              // [threads, working]
     bfloat16 *x;                 // [rows, width], the residual stream
     bfloat16 *queries;           // [rows, heads, dim], turned
     Inputs inputs;               // of the next product
@@ -118,12 +126,14 @@ struct Buffers {
         fit(model.entry);
         for (long g = 0; g < call.groups; g++)
             if (call.group[g].used > used) used = call.group[g].used;
-        room = used + 16;
+        room = used + SPARE;
+        working = (attention_work(used) + 15) / 16 * 16;
         slab = (slab + 63) / 64 * 64;
         row = pieces.take<Row>(call.rows);
+        together = pieces.take<Together>(call.rows);
         seen = pieces.take<std::int32_t>(call.kinds * call.rows * room);
         count = pieces.take<long>(call.kinds * call.rows);
-        weights = pieces.take<float>(threads * HEADS_AT_ONCE * room);
+        weights = pieces.take<float>(threads * working);
         x = pieces.take<bfloat16>(call.rows * model.width);
         queries = pieces.take<bfloat16>(call.rows * model.heads * model.dim);
         inputs = {nullptr, 0, call.rows, nullptr, slab};
@@ -185,13 +195,18 @@ struct Worker {
 // Where every row is, which slots it sees, and the states that it starts from.
 void Worker::begin() const {
     if (thread == 0) {
+        const long most = rows_at_once(model.heads / model.kv_heads);
         long place = 0;
+        buffers.tiles = 0;
         for (long g = 0; g < call.groups; g++) {
             const Group &group = call.group[g];
             for (long text = 0; text < group.texts; text++)
-                for (long column = 0; column < group.widths[text]; column++)
+                for (long column = 0; column < group.widths[text]; column++) {
+                    if (column % most == 0) buffers.together[buffers.tiles++] = {place, 0};
+                    buffers.together[buffers.tiles - 1].count++;
                     buffers.row[place++] = {&group, group.first + text, group.starts[text] + column,
                                             text * group.width + column, column};
+                }
         }
     }
     wait();
@@ -256,23 +271,27 @@ void Worker::heads(const Layer &layer, long index) const {
     wait();
 }
 
-// Attention of all rows, which a thread takes a few heads at a time: neighbouring rows then find keys and values in its
-// cache.
+// Attention of all rows.  A thread takes heads that share keys and values one behind the other: neighbouring rows then
+// find those in its cache.
 void Worker::mix(const Layer &layer, long index, const Inputs &inputs) const {
-    const long dim = model.dim, each = model.heads / model.kv_heads;
-    const long chunks = (each + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE, tasks = call.rows * model.kv_heads * chunks;
-    float *weights = buffers.weights + thread * HEADS_AT_ONCE * buffers.room;
-    for (long task = from(tasks); task < to(tasks); task++) {
-        const long group = task / (call.rows * chunks), row = task / chunks % call.rows, chunk = task % chunks;
+    const Attending attending;
+    const long dim = model.dim, each = model.heads / model.kv_heads, wholes = buffers.tiles * model.kv_heads;
+    long chunks = (each + QUERIES_AT_ONCE - 1) / QUERIES_AT_ONCE;
+    while (chunks < each && wholes * chunks < threads) chunks++;
+    float *weights = buffers.weights + thread * buffers.working;
+    for (long task = from(wholes * chunks); task < to(wholes * chunks); task++) {
+        const long group = task / (buffers.tiles * chunks), chunk = task % chunks;
+        const Together rows = buffers.together[task / chunks % buffers.tiles];
         const long first = each * chunk / chunks, head = group * each + first;
-        const long heads = each * (chunk + 1) / chunks - first;
-        const Row &at = buffers.row[row];
-        const long place = layer.mask * call.rows + row;
+        const Row &at = buffers.row[rows.row];
+        const long place = layer.mask * call.rows + rows.row;
         const long start = (at.text * model.kv_heads + group) * at.group->slots * dim;
-        const Slots keys = {at.group->keys[index] + start, dim}, values = {at.group->values[index] + start, dim};
-        attend(buffers.queries + (row * model.heads + head) * dim, dim, heads, keys, values,
-               buffers.seen + place * buffers.room, buffers.count[place], dim, float(layer.scaling), weights,
-               inputs.rows + row * inputs.stride + head * dim);
+        const Slots keys = {at.group->keys[index] + start, dim, at.group->used};
+        const Slots values = {at.group->values[index] + start, dim, at.group->used};
+        const Queries queries = {buffers.queries + (rows.row * model.heads + head) * dim, model.heads * dim, dim, rows.count,
+                                 each * (chunk + 1) / chunks - first};
+        attend(queries, keys, values, {buffers.seen + place * buffers.room, buffers.room, buffers.count + place}, dim,
+               float(layer.scaling), weights, inputs.rows + rows.row * inputs.stride + head * dim, inputs.stride);
     }
     wait();
 }
