@@ -18,7 +18,7 @@ from foretoken.models.native.attention import SIZES, attention, fits
 
 needs_it = pytest.mark.skipif(why_not() is not None, reason=f"no kernels of our own: {why_not()}")
 HIDDEN = torch.finfo(torch.bfloat16).min
-SHAPES = [(1, 6, 2, 1, 1), (1, 6, 2, 5, 37), (3, 4, 4, 2, 130), (2, 8, 1, 7, 300)]
+SHAPES = [(1, 6, 2, 1, 1), (1, 6, 2, 5, 37), (3, 4, 4, 2, 130), (2, 8, 1, 7, 300), (1, 40, 2, 3, 70), (2, 14, 2, 9, 96)]
 """Texts, heads, heads of keys, rows, slots."""
 
 
@@ -80,6 +80,34 @@ def test_a_rows_bits_depend_on_what_it_sees_alone(level: str, shape: tuple[int, 
             assert torch.equal(attention(query, keys, values, mask, 0.125), output)
     finally:
         torch.set_num_threads(before)
+
+
+@needs_it
+@pytest.mark.parametrize("shape", [(1, 3, 1, 18, 333), (2, 4, 4, 7, 200)], ids=str)
+def test_windows_with_the_first_slots_have_the_bits_of_what_they_show(level: str, shape: tuple[int, ...]) -> None:
+    """Whole blocks of slots that no row sees lie in front of the windows and between them and the first slots."""
+    query, keys, values, _ = case(*shape, 64)  # type: ignore[arg-type]
+    rows, slots = shape[3:]
+    own, other = torch.arange(slots - rows, slots)[:, None], torch.arange(slots)
+    for first in (0, 4):
+        visible = (other <= own) & ((other > own - 50) | (other < first))
+        mask = torch.zeros(shape[0], 1, rows, slots, dtype=torch.bfloat16).masked_fill(~visible, HIDDEN)
+        output = attention(query, keys, values, mask, 0.125)
+        for row in range(rows):
+            shown = visible[row]
+            alone = attention(query[:, :, row : row + 1], keys[:, :, shown], values[:, :, shown], None, 0.125)
+            assert torch.equal(alone[:, 0], output[:, row])
+
+
+@needs_it
+def test_a_row_may_hold_what_its_neighbour_does_not_see(level: str) -> None:
+    query, keys, values, mask = case(1, 4, 2, 5, 90, 64)
+    mask[..., 2, 40] = HIDDEN
+    expected = attention(query, keys, values, mask, 0.125)[:, 2]
+    keys[:, :, 40], values[:, :, 40] = float("nan"), float("nan")
+    output = attention(query, keys, values, mask, 0.125)
+    assert torch.equal(output[:, 2], expected)
+    assert output.isnan().any()
 
 
 @needs_it
