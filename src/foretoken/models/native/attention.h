@@ -40,9 +40,9 @@ constexpr long QUERIES_AT_ONCE = 16;  // a lane for each
 constexpr long QUERIES_AT_ONCE = 3;   // of one row: as many sums as registers hold, of heads of 128 numbers
 #endif
 
-// Rows that attend together where so many heads share keys and values.
+// Rows that attend together where so many heads share keys and values: none do in a stack that only stores these.
 inline long rows_at_once(long heads) {
-    const bool several = QUERIES_AT_ONCE == LANES && heads < LANES;
+    const bool several = QUERIES_AT_ONCE == LANES && heads > 0 && heads < LANES;
     return several ? LANES / heads : 1;
 }
 
