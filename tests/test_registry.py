@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.registry import Row, convert_options, find, options_of, parse_spec, split_specs
+from foretoken.training.recipes import RECIPES, STOP_HEAD, settings_of
 from toys import tables
 
 DOCS = Path(__file__).parents[1] / "docs" / "methods"
@@ -61,6 +63,40 @@ def test_the_example_is_a_spec_of_the_method(row: Row) -> None:
     spec = parse_spec(row.example)
     assert spec.name == row.name
     convert_options(row.role, row.name, row.load(), spec.options)
+
+
+@each_row
+def test_every_option_has_a_meaning(row: Row) -> None:
+    options = row.options()
+    assert [option.name for option in options] == list(options_of(row.load()))
+    assert not [option.name for option in options if not is_explained(option.meaning)]
+
+
+@pytest.mark.parametrize("method", [*RECIPES, *STOP_HEAD])
+def test_every_setting_of_training_has_a_meaning(method: str) -> None:
+    settings = settings_of(method)
+    assert settings
+    assert not [setting.name for setting in settings if not is_explained(setting.meaning)]
+
+
+def is_explained(meaning: str) -> bool:
+    """Whether a meaning says more than a name, and in words of its own rather than by reference to a docstring."""
+    return len(meaning.split()) >= 3 and not re.match(r"(as (for|in)|see) ", meaning) and ":`" not in meaning
+
+
+@pytest.mark.parametrize("meaning", ["", "draft nodes", "as for the drafter `model`", "see :class:`Model` for it"])
+def test_a_name_or_a_reference_is_no_meaning(meaning: str) -> None:
+    assert not is_explained(meaning)
+
+
+def test_a_default_that_is_measured_is_not_a_number() -> None:
+    """The constructor's default is not what a spec without the option gets."""
+    measured = {"eagle", "eagle3", "peagle", "dflash", "dflash2", "dspark", "pard", "uno", "medusa", "hydra"}
+    for row in registry.rows("drafter"):
+        nodes = {option.name: option for option in row.options()}.get("nodes")
+        assert (nodes is not None and nodes.default is None) == (row.name in measured), row.name
+        if row.name in measured:
+            assert "as many as pay off" in nodes.meaning  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("row", registry.rows("verifier"), ids=lambda row: row.name)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from foretoken.core.names import unknown
 from foretoken.core.outside import check_code, class_in_file, installed, installed_class, is_code
+from foretoken.core.specs import Option, described_options
 from foretoken.core.specs import Spec as Spec
 from foretoken.core.specs import convert_options as convert_options
 from foretoken.core.specs import options_of as options_of
@@ -70,6 +71,10 @@ class Row:
         """The row in the JSON of ``foretoken methods``."""
         keys = ("name", "role", "paper", "lossless", "needs_training", "needs", "kind", "example", "summary")
         return {key: getattr(self, key) for key in keys}
+
+    def options(self) -> list[Option]:
+        """The options of its spec; imports the class."""
+        return described_options(self.load())
 
 
 @dataclass(frozen=True)

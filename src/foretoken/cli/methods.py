@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from foretoken.cli.options import Json
-from foretoken.cli.output import print_json, screen
+from foretoken.cli.output import print_json, print_table, screen, table
 from foretoken.core.names import did_you_mean, unknown
+from foretoken.core.outside import is_code
+from foretoken.core.specs import Option
+from foretoken.registry import find
 
 ROLES = ("drafter", "verifier", "tree", "controller")
 
@@ -18,21 +22,38 @@ def methods_command(
     role: Annotated[str | None, typer.Option(help=f"Only one role: {', '.join(ROLES)}.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List every drafter, verifier, tree and controller."""
+    """List every drafter, verifier, tree and controller, or one with its options and what its training takes."""
     import foretoken
 
     if role is not None and role not in ROLES:
         raise unknown(f"unknown role {role!r}", role, ROLES)
     methods = [row for row in foretoken.methods() if role in (None, row["role"]) and name in (None, row["name"])]
+    if name is not None and is_code(name) and role in (None, "drafter"):
+        methods = [find("drafter", name).public()]
     if not methods:
         raise _not_found(str(name), foretoken.methods())
-    if as_json:
-        print_json({"methods": methods})
-    elif name is None:
-        _print_lists(methods)
+    if name is None:
+        if as_json:
+            print_json({"methods": methods})
+        else:
+            _print_lists(methods)
+    elif as_json:
+        print_json({"methods": [row | _as_json(_options(row)) for row in methods]})
     else:
         for row in methods:
             _print_details(row)
+            _print_options(row, **_options(row))
+
+
+def _options(row: dict[str, Any]) -> dict[str, list[Option]]:
+    """Options and training settings of a method; imports its class."""
+    from foretoken.training.recipes import settings_of
+
+    return {"options": find(row["role"], row["name"]).options(), "settings": settings_of(row["name"])}
+
+
+def _as_json(options: dict[str, list[Option]]) -> dict[str, Any]:
+    return {key: [asdict(option) for option in listed] for key, listed in options.items()}
 
 
 def _not_found(name: str, every: list[dict[str, Any]]) -> ValueError:
@@ -77,3 +98,18 @@ def _print_details(row: dict[str, Any]) -> None:
     for label, text in lines.items():
         if text:
             console.print(f"  {label + ':':<12}{text}")
+
+
+def _print_options(row: dict[str, Any], options: list[Option], settings: list[Option]) -> None:
+    """Print a table of the options and one of the training settings, as far as there are any."""
+    console = screen()
+    for key, title, listed in (
+        ("option", f"options of {row['name']},NAME=VALUE", options),
+        ("setting", f"settings of foretoken train {row['name']} --set NAME=VALUE", settings),
+    ):
+        if listed:
+            grid = table(title, words=(key, "default", "meaning"))
+            for option in listed:
+                grid.add_row(option.name, option.shown_default, option.meaning)
+            console.print()
+            print_table(console, grid)

@@ -20,6 +20,7 @@ from foretoken.cli.train_options import (
     Device,
     Features,
     Report,
+    Setting,
     WeightBits,
     keep_freed_memory,
     key_values,
@@ -51,9 +52,7 @@ def make_command(method: str) -> Callable[..., None]:
         target: Target = None,
         config: Annotated[TrainConfig, FromOptions(omit=("lr",))],
         lr: Annotated[float | None, typer.Option(min=0.0, help="Peak learning rate; the method's by default.")] = None,
-        setting: Annotated[
-            list[str] | None, typer.Option("--set", help="key=value of the network or its loss.")
-        ] = None,
+        setting: Setting = None,
         corpus: Corpus = None,
         features: Features = None,
         answers: Answers = "data",

@@ -27,6 +27,10 @@ Answers = Annotated[
         "OUT/answers.jsonl; rows may then have turns, prompt or question instead)."
     ),
 ]
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="NAME=VALUE of the network or its loss; `foretoken methods METHOD` explains them."),
+]
 Corpus = Annotated[Path | None, typer.Option(help="Folder of the encoded text; runs can share it.")]
 Features = Annotated[
     Path | None, typer.Option(help="Folder of the target's hidden states; runs of one target can share it.")
@@ -39,7 +43,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 
 def key_values(items: list[str] | None) -> dict[str, str]:
-    """Options of ``--set key=value``.  Raises ``ValueError`` for anything else."""
+    """Options of ``--set NAME=VALUE``.  Raises ``ValueError`` for anything else."""
     settings = {}
     for item in items or ():
         key, equals, value = item.partition("=")

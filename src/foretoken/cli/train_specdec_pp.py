@@ -12,7 +12,16 @@ from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import print_json
 from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, corpus_line, held_out
-from foretoken.cli.train_options import Corpus, Data, Device, Report, keep_freed_memory, key_values, load_target
+from foretoken.cli.train_options import (
+    Corpus,
+    Data,
+    Device,
+    Report,
+    Setting,
+    keep_freed_memory,
+    key_values,
+    load_target,
+)
 from foretoken.cli.train_progress import training_run
 from foretoken.training.config import Intervals, TrainConfig, check_context
 
@@ -34,7 +43,7 @@ def specdec_pp_command(
         "builtin"
     ),
     config: Annotated[TrainConfig, FromOptions(omit=("optimizer", "precision"))],
-    setting: Annotated[list[str] | None, typer.Option("--set", help="key=value: blocks, mix or mismatch.")] = None,
+    setting: Setting = None,
     corpus: Corpus = None,
     intervals: Annotated[Intervals, FromOptions()],
     device: Device = None,

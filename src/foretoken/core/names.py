@@ -37,6 +37,7 @@ def unknown(
     choices: Sequence[str],
     *,
     lead: str = "choose one of",
+    more: str = "",
     catalogue: str = "",
     examples: Sequence[str] = (),
 ) -> UnknownName:
@@ -45,10 +46,11 @@ def unknown(
     Args:
         subject: start of the message, including the name: ``"unknown drafter 'ngrm'"``.
         lead: words before the choices.
+        more: words after the choices.
         catalogue: a reference to the full list, for the short message; without it the long message is used.
         examples: choices for the short message if none is similar.
     """
-    near, listed = did_you_mean(name, choices), f"{lead} {', '.join(choices)}"
+    near, listed = did_you_mean(name, choices), f"{lead} {', '.join(choices)}{more}"
     message = f"{subject}: {near}{listed}"
     if not catalogue or len(listed) <= 100:  # about a terminal line
         return UnknownName(message)

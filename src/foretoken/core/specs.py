@@ -8,6 +8,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+from foretoken.core.docstrings import meaning_of
 from foretoken.core.names import unknown
 from foretoken.core.outside import is_code
 
@@ -19,6 +20,30 @@ class Spec:
     name: str
     path: str | None
     options: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a method, or a setting of its training.
+
+    Attributes:
+        name: key in a spec string or of ``--set``.
+        type: ``int``, ``float``, ``bool`` or ``str``.
+        default: ``None`` if it depends on the model or the machine, as the meaning then says.
+        meaning: Markdown in one line, empty if the docstrings have none.
+    """
+
+    name: str
+    type: str
+    default: int | float | str | None
+    meaning: str
+
+    @property
+    def shown_default(self) -> str:
+        """The default as a spec string has it; empty without one."""
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return "" if self.default is None else str(self.default)
 
 
 def parse_spec(text: str) -> Spec:
@@ -101,6 +126,15 @@ def options_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
     return options
 
 
+def described_options(cls: type[Any]) -> list[Option]:
+    """The options of a class with their meanings, from its docstrings."""
+    described = []
+    for name, parameter in options_of(cls).items():
+        default = None if parameter.default is inspect.Parameter.empty else parameter.default
+        described.append(Option(name, _type_name(parameter.annotation), default, meaning_of(cls, name)))
+    return described
+
+
 def convert_options(role: str, name: str, cls: type[Any], options: dict[str, str]) -> dict[str, Any]:
     """Convert a spec's strings to the constructor's types. Raises ``ValueError`` for an unknown key (lists the valid
     ones), or a value of another type."""
@@ -109,13 +143,14 @@ def convert_options(role: str, name: str, cls: type[Any], options: dict[str, str
     for key, text in options.items():
         if key not in valid:
             subject = f"unknown option {key!r} of {role} {name!r}"
-            raise unknown(subject, key, list(valid) or ["it has none"], lead="valid ones:")
+            more = f"; `foretoken methods {name}` explains them" if valid else ""
+            raise unknown(subject, key, list(valid) or ["it has none"], lead="valid ones:", more=more)
         kind = _plain_type(valid[key].annotation)
         try:
             result[key] = _convert(text, kind)
         except ValueError:
-            kind_name = kind.__name__ if kind else "value"
-            raise ValueError(f"option {key}={text!r} of {role} {name!r} must be of type {kind_name}") from None
+            type_name = _type_name(valid[key].annotation)
+            raise ValueError(f"option {key}={text!r} of {role} {name!r} must be of type {type_name}") from None
     return result
 
 
@@ -124,6 +159,11 @@ def _plain_type(annotation: Any) -> type[Any] | None:
         inner = [a for a in typing.get_args(annotation) if a is not type(None)]
         return _plain_type(inner[0]) if len(inner) == 1 else None
     return annotation if annotation in (str, int, float, bool) else None
+
+
+def _type_name(annotation: Any) -> str:
+    kind = _plain_type(annotation)
+    return kind.__name__ if kind else "value"
 
 
 def _convert(text: str, kind: type[Any] | None) -> Any:

@@ -17,7 +17,6 @@ class AdaedlController(MovingThresholdController):
     Args:
         gamma: weight of the entropy H (nats) in the estimate.
         threshold: first bar (lambda) of a request.
-        k, aim, step: see :class:`MovingThresholdController`.
     """
 
     name = "adaedl"

@@ -35,7 +35,11 @@ truncated."""
 
 
 class AutoController(Controller):
-    """Argmax of goodput over drafter, length (``k`` at most; by default what the drafters make) and none."""
+    """Argmax of goodput over drafter, length and none.
+
+    Args:
+        k: longest draft; the drafters' own by default.
+    """
 
     name = "auto"
     weighs_costs = uses_costs = True

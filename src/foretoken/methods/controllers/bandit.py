@@ -60,12 +60,12 @@ class BanditController(Controller):
     reward is tokens per time, relative to plain decoding.
 
     Args:
-        lengths: draft lengths, ``"1|2|4|8"``; by default powers of two and the drafter's own length.
+        lengths: draft lengths, ``"1|2|4|8"``, beside plain decoding; by default powers of two and the drafter's own.
         explore: factor on the confidence term. The paper's proof needs 1, which explores bad arms for thousands of
             rounds.
         delta: probability that a bound fails.
-        c: cost of a draft level in target steps (one number, or one per member joined by ``|``), used instead of
-            measured times.
+        c: cost of a draft level in target steps, one number or one per member, ``"0.1|0"``; by default from a profile
+            or measured times.
         share: learn from all requests; otherwise from each alone.
     """
 

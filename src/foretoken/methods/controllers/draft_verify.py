@@ -13,8 +13,7 @@ class DraftVerifyController(MovingThresholdController):
     """Ends a draft after a token whose distribution has no probability as high as the bar.
 
     Args:
-        threshold: first bar of a request; 0.8 for greedy requests and 0.5 for others by default.
-        k, aim, step: see :class:`MovingThresholdController`.
+        threshold: first bar of a request; by default 0.8 for greedy requests and 0.5 for others.
     """
 
     name = "draft_verify"

@@ -15,10 +15,10 @@ class HeuristicController(Controller):
 
     Args:
         start: first length, from ``low`` to ``high``; by default the drafter's own, clipped to this range.
-        up: growth after a full acceptance.
-        down: shrinkage otherwise.
-        low: smallest length.
-        high: largest length.
+        up: growth of the length after a full acceptance.
+        down: shrinkage of the length otherwise.
+        low: smallest draft length.
+        high: largest draft length.
         persist: continue with the last request's length, as Transformers' ``heuristic`` schedule does; the default
             starts over, as its ``heuristic_transient`` does.
     """

@@ -100,9 +100,8 @@ class MovingThresholdController(StoppingController):
 
     Args:
         starts: first threshold of greedy requests, and of others.
-        k: longest draft; the drafter's own by default.
         aim: acceptance rate that the threshold steers to.
-        step: change per round, before smoothing.
+        step: change of the threshold per round, before smoothing.
     """
 
     def __init__(self, starts: tuple[float, float], k: int | None, aim: float, step: float) -> None:

@@ -78,9 +78,10 @@ class AheadDrafter(ModelDrafter):
     draft, are drafted for only between the rounds.
 
     Args:
-        k: chain length.
-        fanout: predicted tokens after every number of accepted ones.
-        draw: ``"iid"`` or ``"greedy"``, as for :class:`~foretoken.methods.drafters.model.ModelDrafter`.
+        k: length of the chain.
+        fanout: predicted tokens after every number of accepted ones; (k + 1) ``fanout`` is at most 256.
+        draw: how tokens are drawn when the request samples: ``"iid"`` (the default) or ``"greedy"``, the most likely
+            ones, verified as point masses.
         thread: draft in a separate thread; ``false`` does the same work before the target's call, for tests.
 
     Attributes:
@@ -129,7 +130,7 @@ class AheadDrafter(ModelDrafter):
         sink: int = 0,
         **options: Any,
     ) -> Drafter:
-        """Build from a spec ``ahead[:PATH]``; ``quantize``, ``vocab``, ``window`` and ``sink`` are as for ``model``."""
+        """Build from a spec ``ahead[:PATH]``."""
         arguments = {"quantize": quantize, "vocab": vocab, "window": window, "sink": sink, **options}
         return super().build(path, context, parallel=False, **arguments)
 

@@ -51,7 +51,8 @@ class BlockDrafter(OnePassDrafter):
     Args:
         model: the network over the target's hidden states.
         depth: maximum tokens of a path; 0: all that a block predicts.
-        window, sink: as for the drafter ``eagle``, for layers without their own reach.
+        window: positions that layers without their own reach attend to; 0: all.
+        sink: first positions that these attend to as well.
     """
 
     model: BlockModel
@@ -79,14 +80,20 @@ class BlockDrafter(OnePassDrafter):
         self.taps = tuple(dict.fromkeys(self.net.config.tap_names))
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """Build from a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, by default the trained one."""
+    def build(
+        cls, path: str | None, context: BuildContext, *, nodes: int | None = None, vocab: str = "", **options: Any
+    ) -> Self:
+        """Build from a spec ``NAME[:FOLDER]``.
+
+        Args:
+            vocab: as for :class:`~foretoken.methods.drafters.features.FeatureDrafter`.
+        """
         net, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         if vocab and net.vocabulary is not None:
             raise ValueError(f"this {cls.name} has a draft vocabulary of its own: leave vocab out")
         frequent = measured.get("frequent", ())
         ids = chosen_ids(vocab, context, parts.vocab_size, frequent) if net.vocabulary is None else None
-        return cls.sized(context.target, options, block_model(net, parts, context.target, ids))
+        return cls.sized(context.target, nodes, block_model(net, parts, context.target, ids), **options)
 
     @classmethod
     def of(

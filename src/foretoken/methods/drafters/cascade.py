@@ -77,13 +77,14 @@ class CascadeDrafter(BatchDrafter):
     """Drafts a chain with a :class:`LanguageModel` that is itself sped up by another drafter.
 
     Args:
-        inner: drafts for the model; affects the time, not the distribution of the chain.
+        inner: drafter that accelerates the draft model and can take back text: ``(ngram,n=4,k=6)``,
+            ``(model:PATH,k=3)``, ``(cascade:PATH,k=4)``.  It affects the time, not the distribution of the chain.
         rule: verifies these inner drafts, for example :func:`foretoken.methods.verifiers.compatibility.inner_rule`.
-        k: chain length.
+        k: length of the chain.
         early: number of tokens that the model writes before ``late`` takes over.
-        late: drafts the later tokens of the chain.
+        late: drafter of chains for the later tokens.
         lenience: above 1, the model writes greedily and also accepts inner drafts to which it gives a probability above
-            1 / lenience.  The chain is then verified as point masses.
+            1 / ``lenience``, for temperature 0.  The chain is then verified as point masses.
         target: the target model, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
     """
 
@@ -149,8 +150,11 @@ class CascadeDrafter(BatchDrafter):
         sink: int = 0,
         **options: Any,
     ) -> Self:
-        """Build from a spec ``cascade[:PATH][,inner=SPEC]``: load the draft model (``quantize``, ``window`` and
-        ``sink`` as for ``model``) and its inner drafters."""
+        """Build from a spec ``cascade[:PATH][,inner=SPEC]``: load the draft model and its inner drafters.
+
+        Args:
+            quantize, window, sink: as for :class:`~foretoken.methods.drafters.model.ModelDrafter`.
+        """
         model = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         # Inner drafters use the target's vocabulary, and no draft model is built in for a draft model.
         if late:

@@ -22,9 +22,10 @@ class EagleDrafter(FeatureDrafter):
     name = "eagle"
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> EagleDrafter:
-        """Build from a spec ``eagle[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, by default the trained
-        one."""
+    def build(
+        cls, path: str | None, context: BuildContext, *, nodes: int | None = None, vocab: str = "", **options: Any
+    ) -> EagleDrafter:
+        """Build from a spec ``eagle[:FOLDER]``."""
         net, parts, measured = load_net(context, cls.name, path, EagleConfig, EagleNet)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
-        return cls.sized(FeatureModel(net, parts, context.target, head), context.target, options)
+        return cls.sized(FeatureModel(net, parts, context.target, head), context.target, nodes, options)

@@ -39,14 +39,19 @@ class Eagle3Drafter(FeatureDrafter):
         return tuple(dict.fromkeys(self.net.config.taps))
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Eagle3Drafter:
-        """Build from a spec ``eagle3[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, from the trained one (the
-        default)."""
+    def build(
+        cls, path: str | None, context: BuildContext, *, nodes: int | None = None, vocab: str = "", **options: Any
+    ) -> Eagle3Drafter:
+        """Build from a spec ``eagle3[:FOLDER]``.
+
+        Args:
+            vocab: draft vocabulary, of the trained one: its N lowest ids, or those in a JSON file; by default all.
+        """
         net, parts, _ = load_net(context, cls.name, path, Eagle3Config, Eagle3Net)
         trained = net.vocabulary.tolist()
         ids = chosen_ids(vocab, context, parts.vocab_size, trained) if vocab else None
         model = FeatureModel(net, parts, context.target, vocabulary_head(net, parts, ids))
-        return cls.sized(model, context.target, options)
+        return cls.sized(model, context.target, nodes, options)
 
     @classmethod
     def of(cls, net: Eagle3Net, parts: TargetParts, target: LanguageModel, **options: Any) -> Eagle3Drafter:

@@ -70,12 +70,11 @@ class EarlyExitDrafter(OwnLayersDrafter):
     Args:
         layer: the exit layer E, from 1 to one below the number of layers; 0 means a quarter of them.  With ``until``
             the first one.
-        k, tree, draw: as for the drafter ``model``.
-        until: ``"margin"`` or ``"hidden"`` lets every token exit once saturated, by the difference in probability
-            between its best two tokens or by the cosine of its hidden states around a layer.
-        threshold: minimum value for saturation; 0 means .5 for ``margin`` and .99 for ``hidden``.
-        step: layers between two tests; 0 means an eighth of them.
-        most: the layer after which a token exits in any case; 0 means three quarters of them.
+        until: lets every token exit once saturated, by the difference in probability between its best two tokens
+            (``"margin"``) or by the cosine of its hidden states around the last layer (``"hidden"``).
+        threshold: with ``until``, minimum value for saturation; 0 means .5 for ``margin`` and .99 for ``hidden``.
+        step: with ``until``, layers between two tests; 0 means an eighth of them.
+        most: with ``until``, the layer after which a token exits in any case; 0 means three quarters of them.
     """
 
     name = "early_exit"

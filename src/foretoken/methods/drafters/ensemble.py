@@ -44,8 +44,12 @@ class EnsembleDrafter(GroupDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, drafters: str | None = None) -> EnsembleDrafter:
-        """Build from a spec ``ensemble[,drafters=(A|B|...)]``; by default with the target's default drafter and a
-        copying one."""
+        """Build from a spec ``ensemble[,drafters=(A|B|...)]``.
+
+        Args:
+            drafters: specs of the members, joined by ``|``; earlier ones are tried first.  By default the target's
+                default drafter and one that copies.
+        """
         if path is not None:
             raise ValueError("drafter 'ensemble' takes no path: ensemble,drafters=(model:PATH|ngram)")
         return cls(context.members(drafters, most=2))

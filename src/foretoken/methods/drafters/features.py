@@ -42,18 +42,22 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         model: the network over the target's features.
         nodes: draft nodes that are kept of all candidates; by default of a spec as many as pay off on this machine, at
             most 60.
-        depth: levels.
+        depth: levels of the tree.
         width: children of every expanded node, and with ``eagle2`` expanded nodes per level.
-        grow: spec of the dynamic tree: ``eagle2``, ``opt_tree,threshold=0.2`` or
-            ``cost_aware,node_cost=0.01,step_cost=0.1``.
-        draw: proposals of requests that sample without noise.  ``"iid"``: a drawn chain; ``"without_replacement"``: a
+        grow: spec of the dynamic tree: ``eagle2``, ``(opt_tree,threshold=0.2)`` or
+            ``(cost_aware,node_cost=0.01,step_cost=0.1)``.
+        draw: drafts of requests that sample without a seed.  ``"iid"``: a drawn chain; ``"without_replacement"``: a
             tree of distinct siblings in drawing order; ``"greedy"``: the tree of the likeliest tokens, as for greedy
-            requests.  Requests with noise get the tree of the race's winners, with ``"greedy"`` that of the likeliest
+            requests.  Requests with a seed get the tree of the race's winners, with ``"greedy"`` that of the likeliest
             tokens.
-        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; by default
-            Sequoia's of ``nodes`` nodes.
+        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree,
+            ``"(sequoia,nodes=16,acceptance=0.6 0.2)"``; by default Sequoia's of ``nodes`` nodes.
         window: positions that the network attends to, if it was trained without a window; 0: all.
         sink: first positions that it attends to as well.
+
+    Options:
+        vocab: draft vocabulary: the N most frequent tokens of the training text, or those in a JSON file; by default
+            all that were trained.
 
     Attributes:
         dynamic: that tree; replaceable by a constructed one (``CostAware(cost=...)`` with measured costs).
@@ -108,10 +112,10 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         return share_of_bytes(self.model.weight_bytes + (self.head.weight_bytes if self.head else 0), target_bytes)
 
     @classmethod
-    def sized(cls, model: FeatureModel, target: LanguageModel, options: dict[str, Any]) -> Self:
-        """Construct with a tree that pays off on this machine, unless the options have ``nodes``."""
-        if "nodes" in options:
-            return cls(model, **options)
+    def sized(cls, model: FeatureModel, target: LanguageModel, nodes: int | None, options: dict[str, Any]) -> Self:
+        """Construct with a tree of ``nodes`` nodes; ``None``: as many as pay off on this machine."""
+        if nodes is not None:
+            return cls(model, nodes=nodes, **options)
         built = cls(model, nodes=MOST_NODES, **options)
         built.costs = quick_costs(target)
         built.places = paying_places(built.places, built.costs)

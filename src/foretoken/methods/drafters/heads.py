@@ -111,13 +111,21 @@ class HeadsDrafter(BatchDrafter):
         return other
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """Build from a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, by default the trained one."""
+    def build(
+        cls, path: str | None, context: BuildContext, *, nodes: int | None = None, vocab: str = "", **options: Any
+    ) -> Self:
+        """Build from a spec ``NAME[:FOLDER]``.
+
+        Args:
+            vocab: as for :class:`~foretoken.methods.drafters.features.FeatureDrafter`.
+        """
         heads, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         options.setdefault("accuracies", measured.get("accuracies"))
         ids = chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ()))
         options["frequent"] = () if ids is None else ids.tolist()
-        if "nodes" in options or options.get("tree"):
+        if nodes is not None:
+            options["nodes"] = nodes
+        if nodes is not None or options.get("tree"):
             return cls.over(heads, parts, context.target, **options)
         accuracies, costs = (options["accuracies"] or TYPICAL)[: len(heads.blocks)], quick_costs(context.target)
         values = values_of(medusa_choices(accuracies, MOST_NODES), accuracies)

@@ -40,9 +40,10 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
 
     Args:
         heads: the trained heads; those with a prefix layer (Hydra++) read its output in place of the target's state.
-        parts, nodes, tree, frequent, draw: as for ``medusa``.
+        parts, frequent: as for ``medusa``.
         accuracies: [K][R] measured probability that a head's candidate of this rank is right, below a right path.
-        window, sink: as for the drafter ``eagle``, of a prefix layer.
+        window: positions that a prefix layer attends to; 0: all.
+        sink: first positions that it attends to as well.
         target: the target model; needed by a prefix layer, which reads all tokens.
     """
 

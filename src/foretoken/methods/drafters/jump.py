@@ -34,7 +34,6 @@ class JumpDrafter(OwnLayersDrafter):
 
     Args:
         net: the trained predictor, whose configuration lists the layers.
-        k, tree, draw: as for the drafter ``model``.
         head: the vocabulary projection; ``None``: the target's.
     """
 
@@ -64,7 +63,11 @@ class JumpDrafter(OwnLayersDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> JumpDrafter:
-        """Build from a spec ``jump:FOLDER``; ``vocab=N|FILE`` is the draft vocabulary, by default the trained one."""
+        """Build from a spec ``jump:FOLDER``.
+
+        Args:
+            vocab: as for :class:`~foretoken.methods.drafters.features.FeatureDrafter`.
+        """
         net, parts, measured = load_net(context, cls.name, path, JumpConfig, JumpNet)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
         return cls(context.target, net, head=head, **options)

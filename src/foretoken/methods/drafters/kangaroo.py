@@ -35,10 +35,11 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
 
     Args:
         adapter: the trained adapter over the states of layer E, which is in its configuration.
-        k, tree, draw: as for the drafter ``model``.
+        k: length of the longest chain.
         eta: the draft ends after a token of lower draft probability; 0.4 by default, and 0 for trees, where siblings
             are unlikely by design.  A controller's threshold applies if it is higher.
-        window, sink: as for the drafter ``eagle``.
+        window: positions that the adapter attends to; 0: all.
+        sink: first positions that it attends to as well.
     """
 
     name = "kangaroo"
@@ -70,7 +71,7 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> KangarooDrafter:
-        """Build from a spec ``kangaroo[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, all tokens by default."""
+        """Build from a spec ``kangaroo[:FOLDER]``."""
         net, parts, _ = load_net(context, cls.name, path, KangarooConfig, KangarooNet)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
         built = cls(context.target, FeatureModel(net, parts, context.target, head), **options)

@@ -30,7 +30,7 @@ class KnownDrafter(GroupDrafter):
     """Forced tokens, a prediction, or the guess of another drafter.
 
     Args:
-        inner: drafts where no tokens are known; ``None`` for plain decoding.
+        inner: drafter where no tokens are known, ``(model,k=4)``; by default plain decoding.
         k: maximum number of known tokens in a draft.
     """
 

@@ -59,9 +59,8 @@ class LayerSkipDrafter(OwnLayersDrafter):
     Args:
         attention: layers whose attention is skipped, ``1+3+6-8`` or ``none``.
         mlp: layers whose MLP is skipped.  By default the set is measured on the target's own text with the first
-            request, and cached (:mod:`foretoken.methods.drafters.skip_default`).
+            request, and cached.
         adaptive: end a draft whose distribution is unsure; the threshold follows the request's acceptance rate.
-        k, tree, draw: as for the drafter ``model``.
         tokenizer: the target's, for the text that the default set is measured on.
     """
 

@@ -88,9 +88,9 @@ class LookaheadDrafter(Drafter):
             the freed last row a copy of row 0 (llama.cpp); or ``"refill"``, one more column for every accepted token
             with random tokens at the end of every row (the original code's other mode).
         fill: source of random tokens: the ``"prompt"``, or all of the ``"vocabulary"``.
-        context_length: the target's number of positions, a limit for probes; ``None`` keeps probes within the budget's
-            depth instead, which the engine keeps within the context.
-        vocab_size: of the target, for ``fill="vocabulary"``.
+        context_length: number of positions that limits the probes, in a spec the target's; ``None`` keeps probes within
+            the budget's depth instead, which the engine keeps within the context.
+        vocab_size: number of tokens for ``fill="vocabulary"``, in a spec the target's.
     """
 
     name = "lookahead"

@@ -45,13 +45,13 @@ class ModelDrafter(BatchDrafter):
     Args:
         k: chain length without a tree.
         tree: children per level, ``"3x2x1"`` (SpecInfer's fixed expansion); a file of ``foretoken tune tree``; or the
-            spec of a static tree, ``"sequoia,nodes=16"``.  Siblings take the ranks of such a tree in the order in which
-            they are drawn.  ``eagle2``, ``opt_tree`` or ``cost_aware`` grow a tree of at most 60 nodes and k levels by
-            the draft's confidence, for greedy requests and those with noise, and keep as many nodes as pay off on this
-            machine.  Requests that sample without noise then get a drawn chain.
+            spec of a static tree, ``"(sequoia,nodes=16)"``.  Siblings take the ranks of such a tree in the order in
+            which they are drawn.  ``eagle2``, ``opt_tree`` or ``cost_aware`` grow a tree of at most 60 nodes and k
+            levels by the draft's confidence, for greedy requests and those with a seed, and keep as many nodes as pay
+            off on this machine.  Requests that sample without a seed then get a drawn chain.
         draw: how siblings are drawn when the request samples: ``"iid"``, ``"without_replacement"`` or ``"greedy"`` (the
             most likely ones, verified as point masses).  The default is ``"without_replacement"`` for trees and
-            ``"iid"`` for chains.  A greedy request always gets greedy drafts, and one with noise gets the winners of
+            ``"iid"`` for chains.  A greedy request always gets greedy drafts, and one with a seed gets the winners of
             the race unless this is ``"greedy"``.
         target: the target model.  Its vocabulary may be padded to another width than the draft model's (151936 and
             152064 rows of one tokenizer).  Drafts then come from the tokens that both have, and their distributions
@@ -129,12 +129,16 @@ class ModelDrafter(BatchDrafter):
         sink: int = 0,
         **options: Any,
     ) -> Drafter:
-        """Build from a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE][,window=N[,sink=M]]``: load
-        the draft model and check that it fits the target.
+        """Build from a spec ``model[:PATH]``: load the draft model and check that it fits the target.
 
-        With ``window``, the model reads only that many tokens before the new ones, and the first ``sink`` tokens.  A
-        model trained to fill masks (its configuration has a ``pard_token``) predicts all positions in one pass, see
-        :mod:`foretoken.methods.drafters.pard`, unless ``parallel=false``.
+        Args:
+            quantize: number format of the draft model on a CPU: ``int4``, ``int8``, ``none``, or ``auto``, which
+                quantises a large model where that is clearly faster.
+            vocab: draft vocabulary: the N lowest token ids, or the ids in a JSON file; by default all tokens.
+            parallel: predict all positions in one pass, as ``pard``, with a model trained to fill masks (its
+                configuration has a ``pard_token``).
+            window: last tokens that the draft model reads; 0: all.
+            sink: with ``window``, first tokens that it reads as well (StreamingLLM, arXiv 2309.17453).
         """
         draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         if parallel and mask_token(draft) is not None:

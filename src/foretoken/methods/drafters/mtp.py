@@ -46,6 +46,9 @@ class MtpDrafter(FeatureDrafter):
 
     Of several modules the first one fills the first level, the second one the second, and the last one all further
     levels.
+
+    Args:
+        nodes: draft nodes that are kept of all candidates.
     """
 
     name = "mtp"
@@ -71,9 +74,10 @@ class MtpDrafter(FeatureDrafter):
     ) -> MtpDrafter:
         """Build from a spec ``mtp[:FOLDER]``; without a folder from the head of the target's checkpoint.
 
-        ``feed`` is the state that a step passes to the next: ``post_norm`` or ``pre_norm``; by default as the module
-        was trained (``post_norm`` for those of checkpoints).  ``vocab=N|FILE`` is the draft vocabulary, all tokens by
-        default.
+        Args:
+            feed: the state that a step passes to the next one, behind or before the module's norm: ``post_norm`` or
+                ``pre_norm``; by default as the module was trained (``post_norm`` for those of checkpoints).
+            vocab: as for :class:`~foretoken.methods.drafters.model.ModelDrafter`.
         """
         if feed not in ("", *FEEDS):
             raise ValueError(f"mtp needs {' or '.join(f'feed={name}' for name in FEEDS)}, not {feed!r}")

@@ -61,7 +61,7 @@ class NgramDrafter(SourceDrafter):
 
     Args:
         n: longest n-gram that is looked up; shorter ones are tried after it.
-        min_n: shortest n-gram.
+        min_n: shortest n-gram that is looked up.
         k: maximum copied tokens.
         match: ``"recent"`` (the most recent occurrence) or ``"first"`` (the earliest, as Transformers and vLLM do).
     """

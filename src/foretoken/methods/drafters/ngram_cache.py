@@ -80,7 +80,7 @@ class NgramCacheDrafter(SourceDrafter):
         share: learn from finished requests (the dynamic cache), separately for each salt.
         tokens: maximum remembered tokens of finished requests, of all salts together (about 600 bytes each); at least
             half of them are kept, besides the loaded ones.
-        static: file of a static cache, see :func:`build_static_cache`.
+        static: file of a static cache, which ``build_static_cache`` writes.
         save: with a path in the spec: write the dynamic cache of requests without a salt back to it whenever one ends.
     """
 

@@ -33,12 +33,11 @@ class OnlineDrafter(ModelDrafter):
 
     Args:
         model: the draft model; it is copied, not changed.
-        k, tree, draw: as for the drafter ``model``.
         every: finished requests between two updates; 0 switches learning off.
         lr, loss, beta, budget, keep, window, top, thread: as in
             :class:`~foretoken.methods.drafters.learning.learner.LearnConfig`.
         salted: also learn from requests with a ``cache_salt``, though their weights then draft for everybody.
-        save: folder that the draft model is written to after every update; empty for none.
+        save: folder that the draft model is written to after every update, for ``model:FOLDER``; by default none.
         tokenizer: saved beside the weights.
 
     Attributes:

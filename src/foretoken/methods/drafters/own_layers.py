@@ -46,7 +46,7 @@ class OwnLayersDrafter(ModelDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> OwnLayersDrafter:
-        """Build from a spec, which needs only the target; ``vocab=N|FILE`` is the draft vocabulary."""
+        """Build from a spec, which needs only the target."""
         if path is not None:
             raise ValueError(f"drafter {cls.name!r} takes no path: it drafts with the target's own layers")
         built = cls(context.target, **options)

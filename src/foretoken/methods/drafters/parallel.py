@@ -178,9 +178,10 @@ class Guesses:
 class ParallelDrafter(BatchDrafter):
     """Trees of the lattice, or drawn chains and trees.
 
-    Common options: ``nodes``, the maximum draft nodes (by default of a spec as many as pay off on this machine, at most
-    60); ``width``, candidates per position (1: a chain); ``draw``, proposals of requests that sample without noise, and
-    ``tree``, as for the drafter ``eagle``.
+    Options:
+        nodes: maximum draft nodes; by default of a spec as many as pay off on this machine, at most 60.
+        width: candidates per position (1: a chain).
+        draw, tree: as for :class:`~foretoken.methods.drafters.features.FeatureDrafter`.
 
     Attributes:
         costs: cost of a target call by its number of nodes.  If set, a tree keeps as many nodes as pay off by the
@@ -202,10 +203,10 @@ class ParallelDrafter(BatchDrafter):
         self.traits = replace(traits_of(draw, width > 1, self.places.branches), rewinds=rewinds)
 
     @classmethod
-    def sized(cls, target: LanguageModel, options: dict[str, Any], /, *args: Any, **more: Any) -> Self:
-        """Construct with trees that pay off on this machine, unless the options have ``nodes``."""
-        built = cls(*args, **more, **{"nodes": MOST_NODES, **options})
-        if "nodes" not in options:
+    def sized(cls, target: LanguageModel, nodes: int | None, /, *args: Any, **options: Any) -> Self:
+        """Construct with trees of ``nodes`` nodes; ``None``: as many as pay off on this machine."""
+        built = cls(*args, nodes=MOST_NODES if nodes is None else nodes, **options)
+        if nodes is None:
             built.fit(quick_costs(target))
         return built
 

@@ -57,7 +57,8 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
     """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
 
     Args:
-        k: maximum depth, the rows of a pass.  Quality drops beyond the trained number (8 for published models).
+        k: tokens predicted in one pass, the longest path of a tree.  Quality drops beyond the trained number (8 for
+            published models).
         mask: id of the mask token; -1: the one in the model's configuration (``pard_token``).
         target: the target model; its vocabulary may be padded to another width than the draft model's.
         taps: let a draft model that was trained with the target's states (PARD-2) read them.
@@ -115,6 +116,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
         path: str | None,
         context: BuildContext,
         *,
+        nodes: int | None = None,
         quantize: str = "auto",
         vocab: str = "",
         window: int = 0,
@@ -123,16 +125,18 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
     ) -> Self:
         """Build from a spec ``pard[:PATH]``: load the draft model and check that it fits the target.
 
-        ``quantize``, ``vocab``, ``window`` and ``sink`` are those of ``model``; ``taps=false`` drafts without the
-        target's states.
+        Args:
+            quantize, vocab, window, sink: as for :class:`~foretoken.methods.drafters.model.ModelDrafter`.
         """
         draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
-        return cls.over(draft, context, vocab, **options)
+        return cls.over(draft, context, vocab, nodes, **options)
 
     @classmethod
-    def over(cls, draft: LanguageModel, context: BuildContext, vocab: str = "", **options: Any) -> Self:
+    def over(
+        cls, draft: LanguageModel, context: BuildContext, vocab: str = "", nodes: int | None = None, **options: Any
+    ) -> Self:
         """Construct with a loaded draft model; arguments and errors are those of :meth:`build`."""
-        built = cls.sized(context.target, options, draft, target=context.target)
+        built = cls.sized(context.target, nodes, draft, target=context.target, **options)
         built.head = reduced_head(vocab, draft, context) or light_head(draft)
         return built
 

@@ -88,13 +88,13 @@ class PassTokensDrafter(Drafter):
 
     Args:
         net: the learned rows; they move to the target's device.
-        k: number of look-ahead tokens; 0: all learned ones, and for a spec as many as pay off by the measured
-            accuracies of training and the costs of the target's calls on this machine.
+        k: number of look-ahead tokens; 0: in a spec as many as pay off by the measured accuracies of
+            training and the costs of the target's calls on this machine, else all learned ones.
         draw: how tokens are chosen if the request samples: ``"iid"`` (each drawn from its look-ahead token's
             distribution) or ``"greedy"`` (the most likely ones, verified as point masses).  A greedy request gets
             greedy drafts.
-        groups: number of nodes of the chain, from the root down, with look-ahead tokens below them; 0: all, and for a
-            spec as many as pay off.  If the last accepted token has none, the next round drafts nothing.
+        groups: number of nodes of the chain, from the root down, with look-ahead tokens below them; 0: in a spec as
+            many as pay off, else all.  If the last accepted token has none, the next round drafts nothing.
     """
 
     name = "pass_tokens"

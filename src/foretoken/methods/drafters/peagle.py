@@ -32,7 +32,7 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
     Args:
         model: the network over the target's hidden states.
         k: maximum tokens of a path, the rows of a pass; 0: as many as it was trained for.
-        window, sink: as for the drafter ``eagle``.
+        window, sink: as for :class:`~foretoken.methods.drafters.features.FeatureDrafter`.
     """
 
     name = "peagle"
@@ -58,13 +58,18 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
         self.taps, self.mask = tuple(dict.fromkeys(self.net.config.taps)), self.net.config.mask_token
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """Build from a spec ``peagle[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary, from the trained one (the
-        default)."""
+    def build(
+        cls, path: str | None, context: BuildContext, *, nodes: int | None = None, vocab: str = "", **options: Any
+    ) -> Self:
+        """Build from a spec ``peagle[:FOLDER]``.
+
+        Args:
+            vocab: as for :class:`~foretoken.methods.drafters.eagle3.Eagle3Drafter`.
+        """
         net, parts, _ = load_net(context, cls.name, path, PeagleConfig, PeagleNet)
         ids = chosen_ids(vocab, context, parts.vocab_size, net.vocabulary.tolist()) if vocab else None
         head = vocabulary_head(net, parts, ids)
-        return cls.sized(context.target, options, PeagleModel(net, parts, context.target, head))
+        return cls.sized(context.target, nodes, PeagleModel(net, parts, context.target, head), **options)
 
     @classmethod
     def of(cls, net: PeagleNet, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:

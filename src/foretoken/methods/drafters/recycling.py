@@ -161,7 +161,7 @@ class RecyclingDrafter(Drafter):
     """Drafts a tree of fixed shape from a table of followers that every verification refreshes.
 
     Args:
-        nodes: draft nodes.
+        nodes: draft nodes of the tree; 16 suit targets whose calls grow with the nodes.
         depth: levels of the tree.
         adapt: rounds after which the shape is recomputed from accepted tokens (0: never).
         share: share table, statistics and shape between requests of the same salt.

@@ -72,8 +72,11 @@ class RetokenizeDrafter(BatchDrafter):
         sink: int = 0,
         **options: Any,
     ) -> RetokenizeDrafter:
-        """Build from a spec ``retokenize[:PATH]`` (options as for ``model``): load the draft model and its
-        tokenizer."""
+        """Build from a spec ``retokenize[:PATH]``: load the draft model and its tokenizer.
+
+        Args:
+            quantize, window, sink: as for :class:`~foretoken.methods.drafters.model.ModelDrafter`.
+        """
         model, tokenizer = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         mine = Vocabulary.of(tokenizer, model.vocab_size)
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)

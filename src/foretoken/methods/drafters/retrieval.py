@@ -69,9 +69,9 @@ class RetrievalDrafter(SourceDrafter):
     """Looks up the longest n-gram that ends the context, and drafts a trie of its most frequent continuations.
 
     Args:
-        n: longest n-gram.
-        min_n: shortest n-gram.
-        k: longest draft.
+        n: longest n-gram that is looked up in the corpus.
+        min_n: shortest n-gram that is looked up.
+        k: tokens that are taken after every occurrence, the longest draft.
         nodes: maximum draft nodes.
         hits: maximum occurrences that are read.
     """

@@ -26,14 +26,16 @@ class RouterDrafter(GroupDrafter):
     A budget without a member goes to the cheapest member first, then to the next one.
 
     Args:
-        costs: per member the cost of a draft token in target steps; by default its own estimate
-            (:meth:`~foretoken.methods.drafters.base.Drafter.cost_beside`).
+        drafters: the members; in a spec joined by ``|``, and by default all that need no training.
+        costs: per member the cost of a draft token in target steps, in a spec joined by ``|``; by default its own
+            estimate (``cost_beside``).
         target: the target model, whose size the default costs need.
-        rule: ``cost`` as above; or compare the drafts of copying members, and be a single drafter to a controller:
-            ``expected``, most expected accepted tokens; ``match``, the longest matching n-gram.
+        rule: ``cost``: the member that the controller names, else the cheapest one first; or compare the drafts of
+            copying members, and be a single drafter to a controller: ``expected``, most expected accepted tokens;
+            ``match``, the longest matching n-gram.
         least: minimum estimate of a draft; if none reaches it, the last member drafts, and if that one has no draft
             either, the best draft is used after all.
-        bias: with ``match``, per member by how many tokens its match must be longer than those of others.
+        bias: with ``rule=match``, per member by how many tokens its match must be longer than those of others.
     """
 
     name = "router"
@@ -75,8 +77,7 @@ class RouterDrafter(GroupDrafter):
         least: float = 0.0,
         bias: str = "",
     ) -> RouterDrafter:
-        """Build from a spec ``router[,drafters=(A|B|...)][,costs=0.1|0][,rule=expected][,least=1]``; by default with
-        all members that need no training."""
+        """Build from a spec ``router[,drafters=(A|B|...)][,costs=0.1|0][,rule=expected][,least=1]``."""
         if path is not None:
             raise ValueError("drafter 'router' takes no path: router,drafters=(model:PATH|ngram)")
         numbers, biases = parse_costs(costs), parse_costs(bias, "bias")

@@ -31,7 +31,6 @@ class SharedVocabDrafter(ModelDrafter):
     Args:
         vocabulary: spellings of the draft model's tokens.
         target_vocabulary: spellings of the target's tokens, as many as its logits are wide.
-        k, tree, draw: as for the drafter ``model``.
     """
 
     name = "shared_vocab"
@@ -71,8 +70,7 @@ class SharedVocabDrafter(ModelDrafter):
         sink: int = 0,
         **options: Any,
     ) -> SharedVocabDrafter:
-        """Build from a spec ``shared_vocab[:PATH]`` (options as for ``model``): load the draft model and its
-        tokenizer."""
+        """Build from a spec ``shared_vocab[:PATH]``: load the draft model and its tokenizer."""
         model, tokenizer = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         mine = Vocabulary.of(tokenizer, model.vocab_size)
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)

@@ -21,13 +21,12 @@ class SparseKvDrafter(ModelDrafter):
     """Drafts with the target's weights over chosen chunks of its keys and values.
 
     Args:
-        k, tree, draw: as for the drafter ``model``.
         budget: slots per layer and key head; 0: a quarter of the context, but 256 to 4096.
         chunk: consecutive tokens that are chosen together.
         select: ``"retrieval"`` (the chunks that the last query fits best) or ``"recent"`` (the first 16 tokens and the
             last ones).
-        rebuild: tokens after which the subset is chosen again.
-        local: share of the budget that ``retrieval`` gives to the latest chunks, whatever the query.
+        rebuild: tokens after which the subset is chosen again, which costs 1.5 to 2.8 target steps.
+        local: share of the budget that ``retrieval`` gives to the latest chunks, whatever the query (the paper: 0).
         offload: keep the target's keys and values in host memory, and only those that drafts read on its device.
     """
 
@@ -56,6 +55,9 @@ class SparseKvDrafter(ModelDrafter):
         With ``inner`` another drafter accelerates the drafts: a
         :class:`~foretoken.methods.drafters.cascade.CascadeDrafter` whose draft model is the sparse target (TriForce's
         hierarchy).
+
+        Args:
+            inner: drafter for these drafts, as TriForce's small model: ``(model:PATH,k=4,window=240,sink=16)``.
         """
         if path is not None:
             raise ValueError("drafter 'sparse_kv' takes no path: it drafts with the target's own weights")

@@ -84,13 +84,12 @@ class StagedDrafter(CascadeDrafter):
     forwards, and so on: a tree of d levels takes as many forwards as its stages take rounds, not d of them.
 
     Args:
-        inner: drafts for the model.
         rule: verifies these inner drafts, for example :func:`foretoken.methods.verifiers.compatibility.inner_rule`.
         k: length of the spine without ``tree``.
         width: tokens per position, that of the spine included; the others are leaves.
         target: the target model, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
-        tree: a static tree that replaces these two, whose siblings may have children: children per level, ``"3x2x1"``,
-            a file of ``foretoken tune tree``, or a spec such as ``"sequoia,nodes=16"``.
+        tree: a static tree in place of ``k`` and ``width``, whose siblings may have children: children per level,
+            ``"3x2x1"``, a file of ``foretoken tune tree``, or a spec such as ``"(sequoia,nodes=16)"``.
     """
 
     name = "staged"

@@ -26,7 +26,8 @@ class MatchLimits:
     Attributes:
         most: maximum draft tokens.
         depth: maximum length of match plus draft.
-        factor, offset: draft tokens per matched token, and an additional constant.
+        factor: draft tokens per matched token.
+        offset: draft tokens in addition to these.
         min_prob: minimum estimated probability of a draft token.
         tree: draft a tree, best tokens first, instead of the most frequent path.
         levels: maximum depth of a tree.
@@ -211,9 +212,10 @@ class SuffixDrafter(SourceDrafter):
     """Follows the most frequent continuation of the suffix that promises most accepted tokens.
 
     Args:
-        k, depth, factor, offset, min_prob, tree: as in :class:`MatchLimits`.
+        k: maximum draft tokens.
+        depth, factor, offset, min_prob, tree: as in :class:`MatchLimits`.
         share: learn from the outputs of other requests with the same salt.
-        cached: maximum outputs kept per salt.
+        cached: maximum outputs kept per salt; at least half of them are kept.
         tokens: maximum tokens of all kept outputs (about 130 bytes each).
     """
 

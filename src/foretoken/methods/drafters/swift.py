@@ -36,13 +36,13 @@ class SwiftDrafter(OwnLayersDrafter):
     pass over them; the better set is kept.
 
     Args:
-        k: longest chain.
+        k: longest chain, without siblings.
         threshold: the chain ends after a token of lower draft probability.
-        nodes: maximum draft nodes; the chain comes first, then the likeliest siblings.
+        nodes: maximum draft nodes; the chain comes first, then the likeliest siblings.  16 suit float32 on a CPU.
         skip_ratio: share of all sublayers that a set skips.
-        window: generated tokens per measurement.
+        window: last generated tokens that a measurement reads, at most 512.
         every: rounds between measurements.
-        goal: share of the window above which the search ends.
+        goal: matchness, the share of the window that a set predicts, above which the search ends.
         keep: layers at each end that always run.
         share: one search for all requests of a salt; else one per request.
     """

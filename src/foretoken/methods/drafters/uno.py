@@ -88,7 +88,7 @@ class UnoDrafter(ParallelDrafter):
 
     Args:
         net: the updates of its linear layers; they move to its device.
-        k: maximum tokens per draft forward; 0: as many as were trained.
+        k: maximum tokens per draft forward; 0: as many as were trained; by default of a spec as many as pay off.
         tree: the shape of a drawn tree: children per level, ``"1x3x2"``, or the spec of a static tree; by default
             Sequoia's of ``nodes`` nodes below the first token, which is always accepted.
         head: the vocabulary projection over the draft vocabulary that replaces the target's.
@@ -129,15 +129,28 @@ class UnoDrafter(ParallelDrafter):
         self.target_bytes = target.weight_bytes
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """Build from a spec ``uno[:FOLDER]``; ``vocab=N|FILE`` is the draft vocabulary."""
+    def build(
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        k: int | None = None,
+        nodes: int | None = None,
+        vocab: str = "",
+        **options: Any,
+    ) -> Self:
+        """Build from a spec ``uno[:FOLDER]``.
+
+        Args:
+            vocab: as for :class:`~foretoken.methods.drafters.model.ModelDrafter`.
+        """
         net, _, measured = load_net(context, cls.name, path, UnoConfig, UnoNet)
-        if "k" not in options:
+        if k is None:
             typical = 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2  # if training did not measure accuracies
             accuracies, costs = measured.get("accuracies") or typical, quick_costs(context.target)
-            options["k"] = paying_rows(accuracies, net.config.places, costs.relative)
+            k = paying_rows(accuracies, net.config.places, costs.relative)
         head = reduced_head(vocab, context.target, context)
-        return cls.sized(context.target, options, context.target, net, head=head)
+        return cls.sized(context.target, nodes, context.target, net, k, head=head, **options)
 
     def fit(self, costs: TargetCost) -> None:
         """Keep as many nodes of every tree as pay off; the first token of a drawn one always does."""

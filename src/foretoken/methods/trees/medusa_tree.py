@@ -16,8 +16,8 @@ class MedusaTree(Shape):
     """The node of highest path product whose parent is in the tree is added until there are enough.
 
     Args:
-        nodes: draft nodes.
-        depth: levels.
+        nodes: number of draft nodes.
+        depth: most levels of the tree.
         accuracies: [K][R] measured probability that the candidate of this rank is right at this position.
     """
 

@@ -154,8 +154,8 @@ class Sequoia(Shape):
     """The tree of most expected tokens of a given size and depth.
 
     Args:
-        nodes: draft nodes.
-        depth: most levels.
+        nodes: number of draft nodes.
+        depth: most levels of the tree.
         acceptance: probabilities that the first, second, ... tried child is accepted, separated by spaces, as
             ``foretoken tune tree`` measures them; typical ones by default.
     """

@@ -17,7 +17,7 @@ class LenientVerifier(Verifier):
     l times the largest; l = 1 is the lossless rule.
 
     Args:
-        lenience: l, in (0, 1].
+        lenience: factor l on the draft distribution, in (0, 1]; 1 is lossless.
     """
 
     name = "lenient"

@@ -6,7 +6,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import Field, asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foretoken.core.docstrings import meaning_of
 from foretoken.core.names import unknown
+from foretoken.core.specs import Option
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.parts import TargetParts
@@ -25,6 +27,9 @@ LARGE_VOCABULARY = 16384
 """Vocabulary size from which drafters with the target's projection predict only frequent tokens."""
 FREQUENT, COVERED = 4096, 0.995
 """Least number of frequent tokens, and the share of the training text that they cover."""
+EXPLAINED = "`foretoken methods {}` explains them"
+SHAPE = ("heads", "kv_heads", "head_dim", "ffn")
+"""Settings of a layer's shape, by default that of the target's layers."""
 COUNTED = 2**22
 """Tokens of the training text counted at once."""
 
@@ -90,6 +95,8 @@ class Recipe(ABC):
     target_lr: ClassVar[float] = 0.1
     fixed: ClassVar[tuple[str, ...]] = ("hidden_size", "vocab_size")
     """Fields that the target determines."""
+    target_defaults: ClassVar[tuple[str, ...]] = ()
+    """Settings whose default depends on the target."""
     needs: ClassVar[tuple[str, str]] = ("", "")
     """For a recipe that runs the target's layers: a capability of the target, if any, and the requirement in words."""
     frequent: Tensor | None = None
@@ -171,16 +178,35 @@ class Recipe(ABC):
     def configure(self, settings: Mapping[str, str]) -> Any:
         """The settings from the target and from ``key=value`` strings.  Raises ``ValueError`` for an unknown key (lists
         the valid ones), a value of the wrong type, and a number out of range."""
-        by_name = {f.name: f for f in fields(self.config_class) if f.name not in self.fixed}
+        by_name = self.settings()
         values: dict[str, Any] = self.from_target()
         for key, text in settings.items():
             if key not in by_name:
-                raise unknown(f"unknown setting {key!r} of {self.method!r}", key, list(by_name), lead="valid ones:")
+                subject, more = f"unknown setting {key!r} of {self.method!r}", f"; {EXPLAINED.format(self.method)}"
+                raise unknown(subject, key, list(by_name), lead="valid ones:", more=more)
             values[key] = _convert(key, text, type(by_name[key].default))
         config = self.config_class(**values)
         for key in settings:
             _check_number(key, values[key], by_name[key].default)
         return config
+
+    @classmethod
+    def settings(cls) -> dict[str, Field[Any]]:
+        """The fields of the configuration that ``--set`` takes."""
+        return {f.name: f for f in fields(cls.config_class) if f.name not in cls.fixed}
+
+    @classmethod
+    def described_settings(cls) -> list[Option]:
+        """The settings with their meanings, from the docstrings of the configuration."""
+        return [
+            Option(
+                name,
+                type(field.default).__name__,
+                None if name in cls.target_defaults else field.default,
+                meaning_of(cls.config_class, name),
+            )
+            for name, field in cls.settings().items()
+        ]
 
     def from_target(self) -> dict[str, Any]:
         """Values of the fields that the target determines."""

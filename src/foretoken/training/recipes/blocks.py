@@ -20,7 +20,7 @@ from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.training.mask_rows import additive
-from foretoken.training.recipes.base import Batch, Recipe, check_depths
+from foretoken.training.recipes.base import SHAPE, Batch, Recipe, check_depths
 from foretoken.training.recipes.features import some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, places_of
 
@@ -30,6 +30,8 @@ class BlockSettings(BlockConfig):
     """The network's shape and its loss; heads and widths default to the target's.
 
     Attributes:
+        heads, kv_heads, head_dim, ffn: as for :class:`~foretoken.methods.drafters.nets.decoder.LayerConfig`, by default
+            as in the target.
         gamma: the position k tokens after the anchor has the weight ``exp(-(k - 1) / gamma)``.
     """
 
@@ -59,6 +61,7 @@ class BlockRecipe(Recipe):
 
     config_class: ClassVar[type[Any]] = BlockSettings
     fixed = ("hidden_size", "vocab_size", "eps", "rope_theta", "draft_vocab", "own_head", "input_scale")
+    target_defaults = (*SHAPE, "taps")
     drafter_class: ClassVar[type[BlockDrafter]]
     lr = 3e-3
     reduces = True  # the projection to a large vocabulary costs more than all the rest

@@ -54,6 +54,7 @@ class JumpRecipe(Recipe):
     net_config = JumpConfig
     net_class = JumpNet
     fixed = ("hidden_size",)
+    target_defaults = ("start", "stop", "state")
     needs = ("layer_windows", "a target whose layers can be run one by one")
     lr = 1e-2
     reduces = True  # the logits of a large vocabulary's rare tokens would cost most of a step

@@ -25,6 +25,7 @@ class KangarooRecipe(Recipe):
     config_class: ClassVar[type[Any]] = KangarooConfig
     net_class = KangarooNet
     fixed = tuple(LayerConfig.__dataclass_fields__)
+    target_defaults = ("layer",)
     lr = 1e-2
     net: KangarooNet
     config: KangarooConfig

@@ -47,6 +47,7 @@ class MtpRecipe(FeatureRecipe):
 
     method = "mtp"
     config_class: ClassVar[type[Any]] = MtpSettings
+    target_defaults = ("experts",)
     net_config = MtpConfig
     net_class = MtpNet
     drafter_class = MtpDrafter

@@ -14,7 +14,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.nets.peagle import PeagleConfig, PeagleNet
 from foretoken.methods.drafters.peagle import PeagleDrafter
 from foretoken.training.mask_rows import KEEP, LEAST, additive, mask_ids, mask_rows, rows_mask, with_text
-from foretoken.training.recipes.base import Batch
+from foretoken.training.recipes.base import SHAPE, Batch
 from foretoken.training.recipes.eagle3 import Eagle3Recipe
 from foretoken.training.recipes.features import texts_of
 from foretoken.training.recipes.labels import Labels, places_of
@@ -27,6 +27,8 @@ class PeagleSettings(PeagleConfig):
     Attributes:
         keep: share of the previous depth's anchors that each depth of masks keeps.
         least: least share of all anchors at a depth.
+        heads, kv_heads, head_dim, ffn: as for :class:`~foretoken.methods.drafters.nets.decoder.LayerConfig`, by default
+            as in the target.
     """
 
     heads: int = 0
@@ -49,6 +51,7 @@ class PeagleRecipe(Eagle3Recipe):
     method = "peagle"
     config_class: ClassVar[type[Any]] = PeagleSettings
     fixed = ("hidden_size", "vocab_size", "eps", "rope_theta")
+    target_defaults = (*Eagle3Recipe.target_defaults, *SHAPE)
     net_config = PeagleConfig
     net_class = PeagleNet
     drafter_class: ClassVar[type[Any]] = PeagleDrafter

@@ -27,7 +27,8 @@ class UnoSettings(UnoConfig):
     """The updates' shape and their loss.
 
     Attributes:
-        noise: as in :class:`UnoConfig`; a mask is learned faster.
+        noise: input of unknown positions: the ``"mask"`` token, or ``"random"`` ids as published, learned more slowly.
+        mask_token: id of the mask token, or the bound of random ids; -1: id 0, or the size of the vocabulary.
         parts: linear layers to update: ``"all"``, or those of the ``"attention"`` or the ``"mlp"``.
         entropy: weight of the cross-entropy; the total variation distance has the remaining weight (1 in the paper).
         decay: weight of noise row i (from 0) is ``decay ** i``.

@@ -34,13 +34,13 @@ class LearnConfig:
 
     Attributes:
         every: finished requests between two updates.
-        lr: constant learning rate of AdamW.
+        lr: constant learning rate of AdamW; 3e-4 suits models of a few million parameters.
         loss: divergence between the target's and the draft model's distributions: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.
         beta: the target's share of the mixture of ``jsd``.
         budget: largest share of the serving time that learning may take; 1 sets no limit.
         keep: maximum number of requests that wait for an update; older ones are dropped.
         window: tokens that the draft model reads before the first rejection of a request when it learns from it.
-        top: number of most likely tokens stored per distribution; 0 stores the whole distribution.
+        top: number of most likely tokens stored per distribution, whose rest is spread evenly; 0 stores all.
         thread: learn in a separate thread on one processor while requests are served; an update takes effect at the
             next draft after it is done.  Otherwise learn between two rounds, which wait, so that a run can be repeated
             to the token.

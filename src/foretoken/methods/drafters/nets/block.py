@@ -24,11 +24,12 @@ class BlockConfig(LayerConfig):
 
     Attributes:
         vocab_size: V of the target.
-        layers: decoder layers.
-        taps: depths of the target that are fused, joined by commas; k is the output of the first k layers.
-        block: rows of a block: the last token, and masks.
+        layers: number of decoder layers (published networks: 5).
+        taps: depths of the target that are fused, joined by commas; k is the output of the first k layers.  By default
+            five from 2 to L - 2.
+        block: rows of a block: the last token, and masks (published networks: 16).
         mask_token: id whose embedding is the input of the predicted positions.
-        own_mask: use a learned embedding instead.
+        own_mask: use a learned embedding instead of that of ``mask_token``.
         from_anchor: row 0, the last token, predicts too: as many draft tokens as rows, and every row predicts the token
             after its position instead of the one at it.
         reach: attention distance of a row in tokens, 0 for no limit: one number for all layers, or one each.

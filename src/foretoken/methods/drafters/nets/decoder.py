@@ -27,9 +27,9 @@ class LayerConfig:
 
     Attributes:
         hidden_size: D.
-        heads: attention heads.
-        kv_heads: key-value heads.
-        head_dim: width of a head.
+        heads: number of attention heads.
+        kv_heads: number of key-value heads.
+        head_dim: width of an attention head.
         ffn: width of the MLP.
         rope_theta: base of the rotary embedding.
         eps: of the norms.

@@ -18,8 +18,10 @@ class Eagle3Config(LayerConfig):
 
     Attributes:
         vocab_size: V of the target.
-        draft_vocab: V_d, size of the draft vocabulary; 0 means all.
-        layers: depths of the target that are fused, joined by commas; k is the output of the first k layers.
+        draft_vocab: size V_d of the draft vocabulary, the most frequent tokens of the training text; 0 means all, and
+            the default is 4,096.
+        layers: depths of the target that are fused, joined by commas; k is the output of the first k layers, 0 the
+            embedding.  By default 2, L // 2 and L - 3.
         share_head: use the rows of the draft vocabulary in the target's projection instead of a separate one.
     """
 

@@ -20,6 +20,7 @@ class HydraConfig(MedusaConfig):
     """Shape of the heads, Medusa's except for their inputs.
 
     Attributes:
+        layers: blocks of a head (Hydra++: 4).
         prefix: whether a decoder layer over all states of the sequence precedes the heads (Hydra++).
         layer: shape of that layer, the fields of ``LayerConfig``.
     """

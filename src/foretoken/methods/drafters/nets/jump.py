@@ -18,9 +18,9 @@ class JumpConfig:
 
     Attributes:
         hidden_size: D.
-        start: m, number of skipped layers at the bottom, whose output is predicted.
-        stop: r, the last layer that runs.
-        state: u, the layer whose state of the previous token is read, from ``start`` to ``stop``.
+        start: m, number of skipped layers at the bottom, whose output is predicted; by default two thirds of all.
+        stop: r, the last layer that runs; by default ``start`` + 1.
+        state: u, the layer whose state of the previous token is read, from ``start`` to ``stop``, which is the default.
         width: inner width of the linear maps, the predictor's (half from the state, half from the embedding) and the
             readout's; 0: the hidden size.
         inner: width of a gated branch beside the predictor's linear one; 0: none.

@@ -15,7 +15,7 @@ class KangarooConfig(LayerConfig):
     """Shape of the adapter: the attention of the target's layers (``ffn`` is 0, there is no MLP).
 
     Attributes:
-        layer: the exit layer E: number of the target's layers that run before the adapter.
+        layer: the exit layer E: number of the target's layers that run before the adapter; by default a sixteenth.
     """
 
     layer: int = 1

@@ -20,8 +20,9 @@ class MtpConfig(LayerConfig):
 
     Attributes:
         layer: ``own``, the plain layer of these sizes; ``target``, the target's class, as in checkpoints.
-        feed: the state that a step passes to the next one, before or after the module's norm.
-        experts: whether a layer of the target's class has experts.
+        feed: the state that a step passes to the next one, before or behind the module's norm: ``pre_norm`` or
+            ``post_norm``.
+        experts: whether a layer of the target's class has experts; by default as in the target.
         modules: number of modules in sequence.
     """
 

@@ -15,7 +15,7 @@ class PairConfig(BlockConfig):
     """Shape of such a network.
 
     Attributes:
-        rank: r of the score.
+        rank: rank r of the score (published networks: 256).
         top: candidates per position, those of largest logits; only these are scored and drafted.
     """
 

@@ -15,7 +15,7 @@ class StopHeadConfig:
 
     Attributes:
         hidden_size: D of the draft model.
-        blocks: residual blocks.
+        blocks: number of residual blocks.
         mix: share of a text's tokens that are replaced by draft tokens in training.
         mismatch: weight of a rejection in the loss, in acceptances.
         judge: hash of the embedding of the target whose acceptance it learns (``Fingerprint.weights``).

@@ -18,12 +18,13 @@ class UnoConfig:
     Attributes:
         vocab_size: V of the target.
         shapes: [out, in] of the linear layers that are updated, by their names in a decoder layer.
-        alpha: updates are scaled by ``alpha / rank``; 0: not scaled, so that training steps have the
+        rank: rank of the updates (published: 128).
+        alpha: updates are scaled by ``alpha / rank`` (published: 2048); 0: not scaled, so that training steps have the
             same effect at every rank.
         places: tokens that one forward predicts, including the target's own first one.
         noise: input of unknown positions: ``"random"`` tokens from 1 to below ``mask_token``, or ``"mask"``, that token
             itself.
-        mask_token: of the target's vocabulary; its size for random tokens from all of it.
+        mask_token: id of the mask token; with ``noise="random"`` the bound of the random ids.
     """
 
     vocab_size: int

@@ -1,0 +1,38 @@
+"""What ``foretoken train METHOD --set`` takes: the listed defaults are those of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foretoken.loading import load_model
+from foretoken.models.forward.parts import TargetParts
+from foretoken.training.recipes import RECIPES, find_recipe, settings_of
+
+
+def test_a_method_that_is_not_trained_has_none() -> None:
+    assert settings_of("ngram") == []
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return load_model("builtin")
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_defaults_are_those_of_training(method: str, target: Any) -> None:
+    """A setting has a default unless the target determines it, and training then uses that default."""
+    kind = find_recipe(method)
+    recipe = kind(target, TargetParts(target), {})
+    from_target = set(recipe.from_target()) - set(kind.fixed)
+    assert {setting.name for setting in settings_of(method) if setting.default is None} == from_target
+    resolved = {"uno": {"mask_token": 0}}.get(method, {})  # -1 stands for it
+    for setting in settings_of(method):
+        if setting.default is not None:
+            assert getattr(recipe.config, setting.name) == resolved.get(setting.name, setting.default)
+
+
+def test_an_unknown_setting_names_the_command(target: Any) -> None:
+    with pytest.raises(ValueError, match=r"valid ones: heads.*; `foretoken methods medusa` explains them"):
+        find_recipe("medusa")(target, TargetParts(target), {"depth": "2"})
