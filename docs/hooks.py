@@ -1,4 +1,4 @@
-"""What mkdocs does besides reading pages: reference pages made of the code, and the gallery's list of methods."""
+"""What mkdocs does besides reading pages: reference pages and option tables made of the code, the gallery's list."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Put a method's picture behind its heading, and the curves into the simulator."""
+    """Put a method's picture behind its heading and its options at the end, and the curves into the simulator."""
     place = Path(page.file.src_uri)
     if page.file.src_uri == "simulator.md":
         return made_parts.simulator(markdown)
@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     found = [f for f in files if Path(f.src_uri).match(f"figures/methods/*-{place.stem}.svg")]
     pictures = "".join(f"![A round of {place.stem}](../{f.src_uri})\n\n" for f in found)
     heading, end, rest = markdown.partition("\n")
-    return f"{heading}{end}\n{pictures}{rest}"
+    return f"{heading}{end}\n{pictures}{rest}{reference_pages.option_tables(place.stem)}"
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:

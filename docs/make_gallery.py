@@ -83,8 +83,9 @@ INTRO = """# Gallery
 
 <!-- Made by docs/make_gallery.py from the registry: change that, not this. -->
 
-`foretoken methods NAME` says what a method needs, `foretoken drafters MODEL` which drafters a model has. *Trained*
-methods come from [`foretoken train`](../training.md). The Chinese names are those of the [articles](../zh/articles.md).
+`foretoken methods NAME` says what a method needs and lists its options and training settings, which also end its page
+on the site. `foretoken drafters MODEL` says which drafters a model has. *Trained* methods come from
+[`foretoken train`](../training.md). The Chinese names are those of the [articles](../zh/articles.md).
 Pictures are rounds of the built-in model, drawn by `foretoken show`.
 """
 

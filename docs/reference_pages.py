@@ -1,4 +1,4 @@
-"""Pages made of the code: the Python API (``foretoken.__all__``) and the command line (the Typer app).
+"""Pages made of the code: the Python API (``foretoken.__all__``), the command line (the Typer app) and options' tables.
 
 ``docs/hooks.py`` makes them while the site is built, so they are never out of date.
 """
@@ -12,7 +12,9 @@ import typer.main
 
 import foretoken
 from foretoken.cli.main import app
+from foretoken.core.specs import Option
 from foretoken.registry import rows
+from foretoken.training.recipes import settings_of
 
 ROLES = (
     ("Drafters", "drafter"),
@@ -39,6 +41,24 @@ OPTIONS = "foretoken.options.CommonOptions"
 def methods_by_role() -> list[tuple[str, list[str]]]:
     """Title and method names of every role."""
     return [(title, [row.name for row in rows(role)]) for title, role in ROLES]  # type: ignore[arg-type]
+
+
+def option_tables(name: str) -> str:
+    """Sections with the options of a method and the settings of its training, as far as there are any."""
+    options = [option for row in rows() if row.name == name for option in row.options()]
+    return _options("Options", f"`{name},NAME=VALUE`", options) + _options(
+        "Training settings", f"`foretoken train {name} --set NAME=VALUE`", settings_of(name)
+    )
+
+
+def _options(title: str, usage: str, options: list[Option]) -> str:
+    if not options:
+        return ""
+    lines = ["| name | default | meaning |", "|---|---|---|"]
+    for option in options:
+        default = f"`{option.shown_default}`" if option.shown_default else ""
+        lines.append(f"| `{option.name}` | {default} | {option.meaning} |")
+    return "\n".join(["", f"## {title}", "", f"{usage}:", "", *lines, ""])
 
 
 def api_page() -> str:

@@ -205,7 +205,7 @@ class ParallelDrafter(BatchDrafter):
     @classmethod
     def sized(cls, target: LanguageModel, nodes: int | None, /, *args: Any, **options: Any) -> Self:
         """Construct with trees of ``nodes`` nodes; ``None``: as many as pay off on this machine."""
-        built = cls(*args, nodes=MOST_NODES if nodes is None else nodes, **options)
+        built = cls(*args, **{"nodes": MOST_NODES if nodes is None else nodes, **options})
         if nodes is None:
             built.fit(quick_costs(target))
         return built

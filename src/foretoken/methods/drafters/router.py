@@ -26,7 +26,8 @@ class RouterDrafter(GroupDrafter):
     A budget without a member goes to the cheapest member first, then to the next one.
 
     Args:
-        drafters: the members; in a spec joined by ``|``, and by default all that need no training.
+        drafters: the members; in a spec joined by ``|``, and by default those that ``auto``
+            chooses from and those that copy text.
         costs: per member the cost of a draft token in target steps, in a spec joined by ``|``; by default its own
             estimate (``cost_beside``).
         target: the target model, whose size the default costs need.

@@ -57,7 +57,8 @@ class SparseKvDrafter(ModelDrafter):
         hierarchy).
 
         Args:
-            inner: drafter for these drafts, as TriForce's small model: ``(model:PATH,k=4,window=240,sink=16)``.
+            inner: drafter for these drafts, as TriForce's small model: ``(model:PATH,k=4,window=240,sink=16)``.  With
+                it ``k`` is 8 by default.
         """
         if path is not None:
             raise ValueError("drafter 'sparse_kv' takes no path: it drafts with the target's own weights")

@@ -198,15 +198,11 @@ class Recipe(ABC):
     @classmethod
     def described_settings(cls) -> list[Option]:
         """The settings with their meanings, from the docstrings of the configuration."""
-        return [
-            Option(
-                name,
-                type(field.default).__name__,
-                None if name in cls.target_defaults else field.default,
-                meaning_of(cls.config_class, name),
-            )
-            for name, field in cls.settings().items()
-        ]
+        described = []
+        for name, field in cls.settings().items():
+            default: Any = None if name in cls.target_defaults else field.default
+            described.append(Option(name, type(field.default).__name__, default, meaning_of(cls.config_class, name)))
+        return described
 
     def from_target(self) -> dict[str, Any]:
         """Values of the fields that the target determines."""

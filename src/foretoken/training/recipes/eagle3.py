@@ -42,7 +42,7 @@ class Eagle3Recipe(FeatureRecipe):
     method = "eagle3"
     config_class: ClassVar[type[Any]] = Eagle3Settings
     fixed = (*FeatureRecipe.fixed, "vocab_size")
-    target_defaults = ("draft_vocab", "layers")
+    target_defaults: ClassVar[tuple[str, ...]] = ("draft_vocab", "layers")
     net_config = Eagle3Config
     net_class: ClassVar[type[nn.Module]] = Eagle3Net
     drafter_class: ClassVar[type[Any]] = Eagle3Drafter

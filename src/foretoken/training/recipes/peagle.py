@@ -25,7 +25,7 @@ class PeagleSettings(PeagleConfig):
     """The network's shape and its loss; heads and widths default to the target's.
 
     Attributes:
-        keep: share of the previous depth's anchors that each depth of masks keeps.
+        keep: depth d of the masks keeps ``max(keep ** d, least)`` of all anchors.
         least: least share of all anchors at a depth.
         heads, kv_heads, head_dim, ffn: as for :class:`~foretoken.methods.drafters.nets.decoder.LayerConfig`, by default
             as in the target.
