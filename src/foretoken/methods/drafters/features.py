@@ -40,7 +40,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
 
     Args:
         model: the network over the target's features.
-        nodes: draft nodes that are kept of all candidates; by default of a spec as many as pay off on this machine, at
+        nodes: draft nodes that are kept of all candidates; in a spec by default as many as pay off on this machine, at
             most 60.
         depth: levels of the tree.
         width: children of every expanded node, and with ``eagle2`` expanded nodes per level.

@@ -43,7 +43,7 @@ class HeadsDrafter(BatchDrafter):
         heads: the trained heads, with an entry of ``heads.blocks`` and of ``heads.projections`` (if any) for each; they
             move to the target's device.
         parts: the modules that they borrow from the target.
-        nodes: draft nodes of the tree; by default of a spec as many as pay off on this machine, at most 64.
+        nodes: draft nodes of the tree; in a spec by default as many as pay off on this machine, at most 64.
         accuracies: [K][R] measured probability that a head's candidate of this rank is right.
         tree: a file of ``foretoken tune tree``, whose tree replaces one of ``nodes`` nodes.
         frequent: the draft vocabulary; all tokens by default.

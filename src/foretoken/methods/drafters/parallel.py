@@ -179,7 +179,7 @@ class ParallelDrafter(BatchDrafter):
     """Trees of the lattice, or drawn chains and trees.
 
     Options:
-        nodes: maximum draft nodes; by default of a spec as many as pay off on this machine, at most 60.
+        nodes: maximum draft nodes; in a spec by default as many as pay off on this machine, at most 60.
         width: candidates per position (1: a chain).
         draw, tree: as for :class:`~foretoken.methods.drafters.features.FeatureDrafter`.
 
