@@ -1,6 +1,6 @@
 """Makes ``docs/methods/README.md``, the gallery, from the registry; with ``--pictures`` its pictures from real runs.
 
-The places are those of the articles and the survey behind them (Xia et al. 2024, arXiv 2401.07851).
+The branches are those of the articles and the survey behind them (Xia et al. 2024, arXiv 2401.07851).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PICTURES = DOCS / "figures" / "methods"
 
 
 @dataclass(frozen=True)
-class Place:
-    """A branch of the taxonomy: what it is called, in both languages, and the methods on it."""
+class Branch:
+    """A branch of the taxonomy: its name in both languages, and its methods."""
 
     title: str
     chinese: str
@@ -34,49 +34,51 @@ class Place:
     names: Sequence[str]
 
 
-PLACES = (
-    Place("Independent drafting", "产生草稿 · Independent Drafting（独立的草稿模型）",
-          "A second, smaller language model guesses.", "drafter",
-          ("model", "pard", "ahead", "online", "shared_vocab", "retokenize")),
-    Place("Self-drafting: trained heads", "产生草稿 · Self-Drafting（多头、自回归头、lookahead token）",
-          "Small networks on the target's hidden states guess.", "drafter",
-          ("bpd", "medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "pass_tokens",
-           "uno")),
-    Place("Self-drafting: a cheaper form of the target", "产生草稿 · Self-Drafting（Early-Exiting、Layer-Skipping 等）",
-          "The target guesses with fewer layers, fewer bits or less context.", "drafter",
-          ("early_exit", "layer_skip", "swift", "kangaroo", "jump", "quantized", "sparse_kv")),
-    Place("Retrieval", "产生草稿 · 基于检索的方法",
-          "Text that was seen before is copied; no network is run.", "drafter",
-          ("ngram", "ngram_cache", "suffix", "sam", "recycling", "retrieval", "prediction", "known")),
-    Place("Parallel decoding", "并行解码 · Jacobi 与 Lookahead",
-          "The target's own parallel predictions become the next guesses.", "drafter", ("jacobi", "lookahead")),
-    Place("Several drafters", "产生草稿 · 集成与级联（Cascade、Staged）",
-          "Drafters are combined, chosen between, or accelerated by each other.", "drafter",
-          ("ensemble", "router", "cascade", "staged")),
-    Place("For tests", "测试用", "Proposes what it is told.", "drafter", ("scripted",)),
-    Place("Termination: static", "终止条件 · Static Setting", "Always the same length.", "controller", ("constant",)),
-    Place("Termination: adaptive thresholds", "终止条件 · Adaptive Thresholding",
-          "Drafting stops where the draft's own confidence, entropy or a trained head says so.", "controller",
-          ("confidence", "draft_verify", "adaedl", "svip", "specdec_pp", "tapout")),
-    Place("Termination: heuristic rules", "终止条件 · Heuristic Rules",
-          "The length follows the last rounds.", "controller", ("heuristic",)),
-    Place("Termination: measured cost", "终止条件 · 系统服务的角度（按实测开销）",
-          "Length and drafter follow from measured time, acceptance and batch.", "controller",
-          ("auto", "goodput", "bandit")),
-    Place("Verification: exact match", "验收标准 · 精确匹配",
-          "The target takes its own token, and a draft that equals it is accepted.", "verifier",
-          ("greedy", "match", "coupled")),
-    Place("Verification: rejection sampling", "验收标准 · 拒绝采样（Rejection Sampling）",
-          "A drawn token is accepted as often as the target allows; the rest comes from the residual.", "verifier",
-          ("rejection", "block", "point")),
-    Place("Verification: token trees", "验证方案 · Token Tree Verification",
-          "Several siblings are tried, or whole trees are decided at once.", "verifier",
-          ("multi_round", "without_replacement", "kseq", "traversal")),
-    Place("Verification: relaxed (lossy)", "验收标准 · Typical Acceptance 等有损标准",
-          "More is accepted, and the distribution changes. They need `allow_lossy=True`.", "verifier",
-          ("typical", "lenient", "top_k", "distance", "min_block")),
-    Place("Shapes of trees", "如何组织树", "Which nodes a tree has.", "tree",
-          ("expansion", "medusa_tree", "sequoia", "eagle2", "opt_tree", "cost_aware")),
+BRANCHES = (
+    Branch("Independent drafting", "产生草稿 · Independent Drafting（独立的草稿模型）",
+           "A separate, smaller language model drafts.", "drafter",
+           ("model", "pard", "ahead", "online", "shared_vocab", "retokenize")),
+    Branch("Self-drafting: trained heads", "产生草稿 · Self-Drafting（多头、自回归头、lookahead token）",
+           "Small networks over the target's hidden states draft.", "drafter",
+           ("bpd", "medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "pass_tokens",
+            "uno")),
+    Branch("Self-drafting: a cheaper form of the target",
+           "产生草稿 · Self-Drafting（Early-Exiting、Layer-Skipping 等）",
+           "The target drafts with fewer layers, fewer bits or less context.", "drafter",
+           ("early_exit", "layer_skip", "swift", "kangaroo", "jump", "quantized", "sparse_kv")),
+    Branch("Retrieval", "产生草稿 · 基于检索的方法",
+           "Drafts are copied from earlier text; no network is run.", "drafter",
+           ("ngram", "ngram_cache", "suffix", "sam", "recycling", "retrieval", "prediction", "known")),
+    Branch("Parallel decoding", "并行解码 · Jacobi 与 Lookahead",
+           "The target's parallel predictions become the next draft.", "drafter", ("jacobi", "lookahead")),
+    Branch("Several drafters", "产生草稿 · 集成与级联（Cascade、Staged）",
+           "Several drafters are merged, selected among, or accelerate each other.", "drafter",
+           ("ensemble", "router", "cascade", "staged")),
+    Branch("For tests", "测试用", "A script fixes the draft.", "drafter", ("scripted",)),
+    Branch("Termination: static", "终止条件 · Static Setting", "The draft length is constant.", "controller",
+           ("constant",)),
+    Branch("Termination: adaptive thresholds", "终止条件 · Adaptive Thresholding",
+           "Drafting stops by the draft's confidence or entropy, or by a trained head.", "controller",
+           ("confidence", "draft_verify", "adaedl", "svip", "specdec_pp", "tapout")),
+    Branch("Termination: heuristic rules", "终止条件 · Heuristic Rules",
+           "The draft length follows the last rounds' acceptance.", "controller", ("heuristic",)),
+    Branch("Termination: measured cost", "终止条件 · 系统服务的角度（按实测开销）",
+           "Measured cost, acceptance and batch size determine draft length and drafter.", "controller",
+           ("auto", "goodput", "bandit")),
+    Branch("Verification: exact match", "验收标准 · 精确匹配",
+           "The target samples its own token, and a draft token that equals it is accepted.", "verifier",
+           ("greedy", "match", "coupled")),
+    Branch("Verification: rejection sampling", "验收标准 · 拒绝采样（Rejection Sampling）",
+           "A draft token is accepted with a probability from p and q; after a rejection the residual is sampled.",
+           "verifier", ("rejection", "block", "point")),
+    Branch("Verification: token trees", "验证方案 · Token Tree Verification",
+           "Siblings are tested one after another, or whole trees are verified jointly.", "verifier",
+           ("multi_round", "without_replacement", "kseq", "traversal")),
+    Branch("Verification: relaxed (lossy)", "验收标准 · Typical Acceptance 等有损标准",
+           "More is accepted, but the output distribution changes. These rules need `allow_lossy=True`.", "verifier",
+           ("typical", "lenient", "top_k", "distance", "min_block")),
+    Branch("Shapes of trees", "如何组织树", "A tree method decides which nodes a draft tree has.", "tree",
+           ("expansion", "medusa_tree", "sequoia", "eagle2", "opt_tree", "cost_aware")),
 )  # fmt: skip
 
 INTRO = """# Gallery
@@ -94,25 +96,25 @@ def page() -> str:
     """The gallery.
 
     Raises:
-        ValueError: a method has no place, or several.
+        ValueError: a method is on no branch, or on several.
     """
     _check()
-    return "\n".join([INTRO, *(line for place in PLACES for line in _section(place))])
+    return "\n".join([INTRO, *(line for branch in BRANCHES for line in _section(branch))])
 
 
 def _check() -> None:
-    placed = [(place.role, name) for place in PLACES for name in place.names]
+    placed = [(branch.role, name) for branch in BRANCHES for name in branch.names]
     known = [(row.role, row.name) for row in rows()]
     wrong = {one for one in known if placed.count(one) != 1} | (set(placed) - set(known))
     if wrong:
-        raise ValueError(f"give each method one place in PLACES of docs/make_gallery.py: {sorted(wrong)}")
+        raise ValueError(f"put each method on one branch in BRANCHES of docs/make_gallery.py: {sorted(wrong)}")
 
 
-def _section(place: Place) -> Iterator[str]:
-    yield f"## {place.title}\n"
-    yield f"*{place.chinese}.* {place.words}\n"
-    for name in place.names:
-        yield from _entry(find(place.role, name))  # type: ignore[arg-type]
+def _section(branch: Branch) -> Iterator[str]:
+    yield f"## {branch.title}\n"
+    yield f"*{branch.chinese}.* {branch.words}\n"
+    for name in branch.names:
+        yield from _entry(find(branch.role, name))  # type: ignore[arg-type]
 
 
 def _entry(row: Row) -> Iterator[str]:

@@ -27,17 +27,26 @@ def test_one_role(run: Any, role: str) -> None:
     assert [row["name"] for row in methods] == [row.name for row in rows(role)]  # type: ignore[arg-type]
 
 
-def test_every_method_is_one_line_of_80_columns(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_summary_is_whole_within_80_columns(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = run("methods")
     assert result.code == 0
     lines = result.out.splitlines()
     assert max(map(len, lines)) <= 80
+    listed = " ".join(result.out.split())
     for row in rows():
         assert sum(line.startswith(f"  {row.name} ") for line in lines) == sum(
             row.name == other.name for other in rows()
         )
+        mark = " (trained)" if row.needs_training else "" if row.lossless else " (lossy)"
+        assert f" {row.name} {row.summary}{mark} " in listed
     assert "--allow-lossy" in result.out
+
+
+def test_every_summary_is_a_short_sentence_about_the_method() -> None:
+    for row in rows():
+        assert len(row.summary) <= 85 and row.summary.count(".") == 1, row.name
+        assert row.summary.split()[0].endswith("s"), f"{row.name}: begin with a verb, as in 'Drafts with ...'"
 
 
 def test_one_method_in_full(run: Any) -> None:

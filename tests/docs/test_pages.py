@@ -154,11 +154,11 @@ def test_the_gallery_is_current() -> None:
     assert make_gallery.PAGE.read_text(encoding="utf-8") == make_gallery.page(), "make reference writes it anew"
 
 
-def test_every_method_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_method_is_on_one_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     import make_gallery
 
-    monkeypatch.setattr(make_gallery, "PLACES", make_gallery.PLACES[1:])
-    with pytest.raises(ValueError, match="give each method one place"):
+    monkeypatch.setattr(make_gallery, "BRANCHES", make_gallery.BRANCHES[1:])
+    with pytest.raises(ValueError, match="put each method on one branch"):
         make_gallery.page()
 
 

@@ -160,7 +160,7 @@ def test_an_entry_point_is_a_drafter_by_its_name(
     assert build_drafter("ngram", llm.target).__class__.__module__.startswith("foretoken.")  # ours stays ours
     assert main(["methods", "--json"]) == 0
     listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)["methods"] if row["role"] == "drafter"}
-    assert listed["theirs"]["summary"] == "Of the installed package theirs." and listed["ngram"]["paper"]
+    assert listed["theirs"]["summary"] == "Comes from the installed package theirs." and listed["ngram"]["paper"]
     with pytest.raises(ValueError, match=r"drafter 'broken', theirs_period:Nothing of the package theirs, cannot"):
         build_drafter("broken", llm.target)
     with pytest.raises(ValueError, match="did you mean theirs"):

@@ -1,7 +1,8 @@
-"""``foretoken methods``: the catalogue, one line per method; ``foretoken methods NAME`` shows one in full."""
+"""``foretoken methods``: the catalogue, one sentence per method; ``foretoken methods NAME`` shows one in full."""
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -65,22 +66,21 @@ def _not_found(name: str, every: list[dict[str, Any]]) -> ValueError:
 
 
 def _print_lists(methods: list[dict[str, Any]]) -> None:
-    """Print one list per role: names and the beginnings of summaries."""
+    """Print one list per role: names, and summaries wrapped to the terminal's width."""
     console = screen()
-    width = max(len(row["name"]) for row in methods)
+    indent = max(len(row["name"]) for row in methods) + 4
     for role in ROLES:
         rows = [row for row in methods if row["role"] == role]
         if rows:
             console.print(f"{role}s", style="bold")
         for row in rows:
             mark = " (lossy)" if not row["lossless"] else " (trained)" if row["needs_training"] else ""
-            room = console.width - width - 4 - len(mark)
-            console.print(f"  {row['name']:<{width}}  {_cut(row['summary'], room)}{mark}")
-    console.print("\n`foretoken methods NAME` says all of one; lossy rules need --allow-lossy", style="dim")
-
-
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: max(room - 3, 1)].rsplit(" ", 1)[0] + "..."
+            width = max(console.width - indent, 20)
+            first, *more = textwrap.wrap(row["summary"] + mark, width, break_on_hyphens=False)
+            console.print(f"  {row['name']}".ljust(indent) + first)
+            for line in more:
+                console.print(" " * indent + line)
+    console.print("\n`foretoken methods NAME` shows one in full; lossy verifiers need --allow-lossy", style="dim")
 
 
 def _print_details(row: dict[str, Any]) -> None:
