@@ -12,7 +12,7 @@ from foretoken.methods.controllers.stopping import MovingThresholdController, St
 
 
 class AdaedlController(MovingThresholdController):
-    """Ends a draft after a token whose distribution's acceptance estimate ``1 - sqrt(gamma * H)`` is below the bar.
+    """Ends a draft after a token whose acceptance estimate ``1 - sqrt(gamma * H)`` is below the threshold.
 
     Args:
         gamma: weight of the entropy H (nats) in the estimate.

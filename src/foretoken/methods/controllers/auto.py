@@ -35,7 +35,7 @@ truncated."""
 
 
 class AutoController(Controller):
-    """Argmax of goodput over drafter, length and none.
+    """Maximises goodput over drafters, draft lengths and plain decoding.
 
     Args:
         k: longest draft; the drafters' own by default.

@@ -10,7 +10,7 @@ from foretoken.methods.controllers.stopping import MovingThresholdController, St
 
 
 class DraftVerifyController(MovingThresholdController):
-    """Ends a draft after a token whose distribution has no probability as high as the bar.
+    """Ends a draft after a token whose distribution has no probability as high as the threshold.
 
     Args:
         threshold: first bar of a request; by default 0.8 for greedy requests and 0.5 for others.

@@ -50,7 +50,7 @@ class HeadStop(PathStop):
 
 
 class SpecdecPpController(Controller):
-    """Drafts until a trained head believes that some token of the draft will be rejected.
+    """Stops drafting when a trained head predicts that a token of the draft will be rejected.
 
     Args:
         net: the head (:class:`foretoken.methods.drafters.nets.specdec_pp.StopHead`).

@@ -12,7 +12,7 @@ from foretoken.methods.controllers.stopping import Stop, StoppingController, ent
 
 
 class SvipController(StoppingController):
-    """Ends a draft after a token whose distribution has ``sqrt(coefficient * H)`` above a bar.
+    """Ends a draft after a token whose distribution has ``sqrt(coefficient * H)`` above a threshold.
 
     Args:
         threshold: the bar h; 0.3 and the default coefficient end drafts above 0.6 nats.

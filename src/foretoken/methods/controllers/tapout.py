@@ -51,7 +51,7 @@ class Rules:
 
 
 class TapoutController(StoppingController):
-    """Follows in every round one of five fixed stop rules, chosen by UCB1 on what their drafts brought.
+    """Applies one of five fixed stop rules in every round, chosen by UCB1 on the rewards of their drafts.
 
     Args:
         k: longest draft; the drafter's own by default.

@@ -72,7 +72,7 @@ class Ahead:
 
 
 class AheadDrafter(ModelDrafter):
-    """Chains of a draft model, which also works while the target does.
+    """Drafts chains with a draft model, also while the target verifies.
 
     Requests with context-dependent sampling (penalties, grammars), and rounds with a stop rule that depends on the
     draft, are drafted for only between the rounds.

@@ -21,7 +21,7 @@ from foretoken.models.linear.packing import weight_bytes
 
 
 class BpdDrafter(BatchDrafter):
-    """Point proposals: below the root, which is what head 1 said, the best tokens of heads 2 to k.
+    """Point proposals: the best tokens of heads 2 to k below the root, which head 1 predicted.
 
     The state that the heads read is a result of the call that verified the previous block, so prediction and
     verification are one call, and the heads are the only other work of a round.

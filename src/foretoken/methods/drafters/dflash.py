@@ -9,6 +9,6 @@ from foretoken.methods.drafters.blocks import BlockDrafter
 
 
 class DflashDrafter(BlockDrafter):
-    """Places of a block are guessed independently of each other."""
+    """Predicts the positions of a block independently of each other."""
 
     name = "dflash"

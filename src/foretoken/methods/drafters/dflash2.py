@@ -10,7 +10,7 @@ from foretoken.methods.drafters.pairs import PairDrafter
 
 
 class Dflash2Drafter(PairDrafter):
-    """A candidate's score depends on the token before it, and on the place."""
+    """Scores candidates by position and previous token."""
 
     name = "dflash2"
     net_config = Dflash2Config

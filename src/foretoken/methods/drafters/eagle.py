@@ -17,7 +17,7 @@ from foretoken.models.forward.heads.features import FeatureModel
 
 
 class EagleDrafter(FeatureDrafter):
-    """A dynamic tree of the head's guesses."""
+    """Drafts a dynamic tree of the head's predictions."""
 
     name = "eagle"
 

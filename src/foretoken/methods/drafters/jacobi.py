@@ -22,9 +22,9 @@ class _Window:
 
 
 class JacobiDrafter(Drafter):
-    """A chain of ``m`` guesses that is improved in every round.
+    """A chain of ``m`` draft tokens that is refined in every round.
 
-    The guesses follow from earlier rounds alone, so they are point masses for sampled requests, too.  With noise the
+    The draft depends on earlier rounds alone, so they are point masses for sampled requests, too.  With noise the
     iteration has a fixed point as in greedy decoding: the output of the seed.
 
     Args:

@@ -27,7 +27,7 @@ class Rule(Protocol):
 
 
 class KnownDrafter(GroupDrafter):
-    """Forced tokens, a prediction, or the guess of another drafter.
+    """Drafts forced tokens, a prediction, or another drafter's draft.
 
     Args:
         inner: drafter where no tokens are known, ``(model,k=4)``; by default plain decoding.

@@ -77,7 +77,7 @@ class _Lookahead:
 
 
 class LookaheadDrafter(Drafter):
-    """N-grams from the target's own guesses about the text ahead.
+    """Drafts n-grams that the target produced in its lookahead window.
 
     Args:
         w: columns of the window, W.

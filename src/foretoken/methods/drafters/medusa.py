@@ -18,7 +18,7 @@ from foretoken.models.forward.heads.blocks import NativeBlocks
 
 
 class MedusaDrafter(HeadsDrafter):
-    """The tokens of a tree of ranks, whatever was drawn above them: one call of all heads per round."""
+    """Fills a tree of ranks by one call of all heads per round; tokens do not depend on those above them."""
 
     name = "medusa"
     net_config = MedusaConfig

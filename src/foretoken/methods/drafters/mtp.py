@@ -42,7 +42,7 @@ def has_head(context: BuildContext) -> bool:
 
 
 class MtpDrafter(FeatureDrafter):
-    """A chain of the module's best guesses; a tree with ``width`` above 1.
+    """A chain of the module's likeliest tokens; a tree with ``width`` above 1.
 
     Of several modules the first one fills the first level, the second one the second, and the last one all further
     levels.

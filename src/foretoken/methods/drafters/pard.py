@@ -54,7 +54,7 @@ class ModelIds:
 
 
 class PardDrafter(ReadingDrafter, ParallelDrafter):
-    """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
+    """Trees of the likeliest prefixes, or drawn chains and trees, over independently predicted positions.
 
     Args:
         k: tokens predicted in one pass, the longest path of a tree.  Quality drops beyond the trained number (8 for

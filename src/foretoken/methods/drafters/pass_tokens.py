@@ -84,7 +84,7 @@ class _LookAhead:
 
 
 class PassTokensDrafter(Drafter):
-    """A chain of up to k guesses that were made by the call that verified the chain before.
+    """A chain of up to k tokens, predicted by the forward that verified the previous chain.
 
     Args:
         net: the learned rows; they move to the target's device.

@@ -27,7 +27,7 @@ from foretoken.models.forward.parts import TargetParts
 
 
 class PeagleDrafter(MaskedReader, OnePassDrafter):
-    """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
+    """Trees of the likeliest prefixes, or drawn chains and trees, over independently predicted positions.
 
     Args:
         model: the network over the target's hidden states.

@@ -21,7 +21,7 @@ from foretoken.models.base import LanguageModel
 
 
 class RouterDrafter(GroupDrafter):
-    """Lets the member draft that the controller's budget names, and its alternatives where that one guesses nothing.
+    """Drafts with the member that the controller's budget names, or with an alternative if that one drafts nothing.
 
     A budget without a member goes to the cheapest member first, then to the next one.
 

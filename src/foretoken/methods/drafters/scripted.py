@@ -10,7 +10,7 @@ from foretoken.methods.drafters.base import Drafter, Traits
 
 
 class ScriptedDrafter(Drafter):
-    """Guesses by a script.
+    """Drafts tokens from a script.
 
     Args:
         tokens: space-separated token ids (or a sequence of ids) that are proposed as a chain every round.

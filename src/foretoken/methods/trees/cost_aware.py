@@ -86,7 +86,7 @@ class PayingNodes:
 
 
 class CostAware(Growth):
-    """The tree that promises most tokens per time on this machine, its size and its depth included.
+    """The tree, of any size and depth, with most expected tokens per second on this machine.
 
     After every level the best rate (tokens / (v(nodes) + levels * step)) is compared with the previous one, and another
     level is drafted while it rises. That is OPT-Tree's test with a threshold of rate * step instead of a constant.

@@ -6,7 +6,7 @@ from foretoken.methods.trees.base import Candidates, Growth
 
 
 class Eagle2(Growth):
-    """Per level the ``width`` best new nodes are read; in the end all candidates are ranked again.
+    """Expands the ``width`` best new nodes of each level; in the end all candidates are ranked again.
 
     A node's score is the sum of the draft log-probabilities on its path, which approximates its log acceptance
     probability.

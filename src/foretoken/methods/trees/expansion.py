@@ -27,7 +27,7 @@ def expansion_choices(widths: Sequence[int]) -> list[Choice]:
 
 
 class Expansion(Shape):
-    """Full levels.
+    """A tree of full levels.
 
     Args:
         widths: children per node, one number per level, joined by ``x``.

@@ -13,7 +13,7 @@ TYPICAL = tuple(tuple(0.5 * 0.75**head * 0.4**rank for rank in range(10)) for he
 
 
 class MedusaTree(Shape):
-    """The node of highest path product whose parent is in the tree is added until there are enough.
+    """Adds the node of highest path probability whose parent is in the tree until the tree is full.
 
     Args:
         nodes: number of draft nodes.

@@ -8,7 +8,7 @@ from foretoken.methods.trees.base import Candidates, Growth
 
 
 class OptTree(Growth):
-    """Every node that is among the best n of all is read; drafting ends when a level adds too little to their sum.
+    """Expands every node among the best n of all; drafting ends when a level adds too little to their sum.
 
     With E_d the sum of the n largest path probabilities after d levels, level d + 1 is drafted while ``E_d - E_(d-1) >
     threshold``. A node outside the best n has no descendant inside, so expanding only the best loses nothing: the

@@ -7,7 +7,7 @@ from foretoken.methods.verifiers.base import Coins, Verifier, walk_down
 
 
 class GreedyVerifier(Verifier):
-    """At temperature 0 the target's distribution is one token: follow the child that holds it, as long as there is one.
+    """Follow the child that holds the argmax token, as long as there is one (temperature 0).
 
     Needs no draft distribution, so any proposal is valid. All argmaxes are copied to the host in one transfer.
     """

@@ -9,7 +9,7 @@ from foretoken.methods.verifiers.base import Coins, Verifier, drawn_chance, rest
 
 
 class MultiRoundVerifier(Verifier):
-    """Speculative sampling tried child after child, each against its own draft distribution, on what the last one left.
+    """Rejection sampling child by child, each against its own draft distribution, on the previous child's residual.
 
     ``r = p``; child ``c`` drawn from ``q_c`` is accepted with probability min(1, r(c) / q_c(c)); else r = norm([r -
     q_c]+). Duplicates are separate trials, and children of several drafters may be siblings.

@@ -10,7 +10,7 @@ from foretoken.methods.verifiers.longest import close, graded_distribution, long
 
 
 class TopKVerifier(Verifier):
-    """Accept ``x`` if fewer than k tokens are more likely under the target, and it is possible at all.
+    """Accept ``x`` if fewer than k tokens are more likely under the target, and its probability is not 0.
 
     The longest run over all paths is accepted. Tokens are ranked by the distribution that the request samples from; at
     temperature 0 by the raw logits. ``k=1`` at temperature 0 is exact greedy except for ties.

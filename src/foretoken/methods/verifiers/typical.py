@@ -13,7 +13,7 @@ from foretoken.methods.verifiers.longest import close, longest_run
 
 
 class TypicalVerifier(Verifier):
-    """Accept ``x`` if p(x) > min(eps, delta exp(-H(p))): the less certain the target, the lower the bar.
+    """Accept ``x`` if p(x) > min(eps, delta exp(-H(p))): the less certain the target, the lower the threshold.
 
     The longest run over all paths is accepted.  At temperature 0 the entropy is 0 and only the argmax passes: exact
     greedy.
