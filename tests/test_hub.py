@@ -260,7 +260,7 @@ def test_seeds_and_predictions_of_numpy_and_torch(model: Any, kind: Any) -> None
     request = llm.request([5, 3, 9], temperature=1.0, seed=np.int64(3), max_new_tokens=6)
     (emission,) = llm.calls.finish([request])
     assert emission.seed == 3 and type(emission.seed) is int
-    with pytest.raises(ValueError, match="a prediction is text or token ids"):
+    with pytest.raises(ValueError, match="a prediction must be text or token ids"):
         sample(prediction=kind(3))
 
 

@@ -46,7 +46,10 @@ def test_every_precision_is_checked_at_load(dtype: str) -> None:
 
 
 def test_sums_in_float64_are_refused() -> None:
-    with fake_mps(), pytest.raises(ValueError, match="sums attention in float64, which mps has not: leave it out"):
+    with (
+        fake_mps(),
+        pytest.raises(ValueError, match="sums attention in float64, which mps does not support: leave it out"),
+    ):
         ft.load(drafter=None, device="mps", dtype="float32", exact="bitwise")
 
 

@@ -160,9 +160,9 @@ def test_specs(text: str, name: str, path: str | None, options: dict[str, str]) 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "names no method"),
-        (",k=5", "names no method"),
-        (":path", "names no method"),
+        ("", "has no method name"),
+        (",k=5", "has no method name"),
+        (":path", "has no method name"),
         ("ngram,k", "'k' in 'ngram,k'"),
         ("ngram,=5", "is not key=value"),
         ("ngram,", "is not key=value"),
@@ -194,7 +194,7 @@ def test_lists_of_specs(text: str, specs: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a|", "|a", "a||b", "a|()", "(a|b"])
 def test_broken_lists_of_specs(text: str) -> None:
-    with pytest.raises(ValueError, match=r"empty place|unbalanced") as error:
+    with pytest.raises(ValueError, match=r"empty item|unbalanced") as error:
         split_specs(text)
     assert "\n" not in str(error.value)
 

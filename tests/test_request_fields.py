@@ -86,7 +86,7 @@ def test_a_body_has_the_fields_that_are_served() -> None:
         for value in (low, high):
             with pytest.raises(ValueError, match=name):
                 schemas.CompletionRequest(model="m", prompt="x", **{name: value})
-    with pytest.raises(LookupError, match="does not take stop"):
+    with pytest.raises(LookupError, match="stop is not an option of server requests"):
         schemas.option("stop")
 
 

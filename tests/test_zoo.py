@@ -176,7 +176,7 @@ def test_its_card_states_how_it_was_made() -> None:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_drafters_are_refused_by_the_updated_target(name: str) -> None:
-    with pytest.raises(ValueError, match="another target: the shapes agree, but the weights are others"):
+    with pytest.raises(ValueError, match="another target: the shapes agree, but the weights differ"):
         build_drafter(f"{name}:{ZOO / name}", load_model("builtin:early_exit"))
 
 

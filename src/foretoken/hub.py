@@ -215,7 +215,7 @@ class _BatchRow:
 
 def _streamer(streamer: BaseStreamer | None, token_streamer: BaseStreamer | None) -> BaseStreamer | None:
     if streamer is not None and token_streamer is not None and streamer is not token_streamer:
-        raise ValueError("streamer= and token_streamer= name two streamers: pass one of them")
+        raise ValueError("streamer= and token_streamer= are both given: pass one of them")
     return token_streamer if streamer is None else streamer
 
 
@@ -264,10 +264,10 @@ def _predictions(model: Any, prediction: Any, count: int) -> Sequence[Sequence[i
     if isinstance(prediction, str):
         tokenizer = load_tokenizer(model)
         if tokenizer is None:
-            raise ValueError("a prediction in words needs the model's tokenizer, and there is none: give token ids")
+            raise ValueError("a text prediction needs the model's tokenizer, which was not found: give token ids")
         prediction = tokenizer.encode(prediction, add_special_tokens=False)
     if not isinstance(prediction, Sequence):
-        raise ValueError(f"a prediction is text or token ids, for all rows or for each, not {prediction!r}")
+        raise ValueError(f"a prediction must be text or token ids, for all rows or for each, not {prediction!r}")
     ids = [plain(part) for part in prediction]  # numbers, or those of each row
     if not ids or isinstance(ids[0], int):
         return [ids] * count

@@ -88,7 +88,7 @@ class Llm:
         self.calls = Calls(self.engine)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an Llm is neither copied nor pickled: load it in each process")
+        raise TypeError("an Llm cannot be copied or pickled: load it in each process")
 
     # -- generation --------------------------------------------------------------------------------------------------
 

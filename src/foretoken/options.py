@@ -222,7 +222,7 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
     unknown = [name for name in options if name not in FIELDS]
     if unknown:
         hint = OTHER_NAMES.get(unknown[0]) or did_you_mean(unknown[0], list(FIELDS))
-        raise TypeError(f"unknown option {unknown[0]!r}: {hint}known are {', '.join(FIELDS)}")
+        raise TypeError(f"unknown option {unknown[0]!r}: {hint}use one of {', '.join(FIELDS)}")
     values: dict[str, Any] = dict(options)
     bias, allowed, stops = (values.get(name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"))
     rule = _rule(values.get("constraint"))
@@ -284,8 +284,8 @@ def _rule(rule: Any) -> Any:
         return rule
     raise OptionError(
         "constraint",
-        "constraint must be what foretoken.server.grammar.compile_constraint or compile_language makes, "
-        f"not {with_article(type(rule).__name__)}",
+        "constraint must come from foretoken.server.grammar.compile_constraint or compile_language, not"
+        f" {with_article(type(rule).__name__)}",
     )
 
 

@@ -135,12 +135,12 @@ def test_a_killed_run_goes_on(target: str, source: Path, tmp_path: Path, kill: s
     [
         ("[1]", "line 2: not an object"),
         ("{", "line 2: "),
-        ('{"prompt": "x", "temprature": 1}', "line 2: unknown field 'temprature': known are id, prompt"),
-        ('{"id": "a"}', "line 2: give prompt or messages"),
-        ('{"prompt": 5}', "line 2: prompt is neither"),
+        ('{"prompt": "x", "temprature": 1}', "line 2: unknown field 'temprature': use one of id, prompt"),
+        ('{"id": "a"}', "line 2: give either prompt or messages"),
+        ('{"prompt": 5}', "line 2: prompt must be text"),
         ('{"prompt": "x", "temperature": -3}', "line 2: temperature must be >= 0"),
         ('{"prompt": "x", "top_k": 1.5}', "line 2: top_k must be a whole number"),
-        ('{"prompt": [true]}', "line 2: prompt is neither"),
+        ('{"prompt": [true]}', "line 2: prompt must be text"),
         ('{"messages": [{"role": "user"}]}', "line 2: message 1 needs a 'content'"),
         ('{"messages": {"role": "user", "content": "a"}}', "line 2: a conversation is a list"),
         ('{"messages": []}', "line 2: the conversation is empty"),
@@ -179,7 +179,7 @@ def test_files_that_cannot_be_used(run: Any, source: Path, tmp_path: Path) -> No
     assert "No such file" in run("batch", str(tmp_path / "none"), str(tmp_path / "out")).err
     if hasattr(os, "mkfifo"):  # as /dev/stdout of a pipe: its answers would be waited for, which never ends
         os.mkfifo(tmp_path / "pipe")
-        assert "is no ordinary file" in run("batch", str(source), str(tmp_path / "pipe")).err
+        assert "is not a regular file" in run("batch", str(source), str(tmp_path / "pipe")).err
     with output_file(tmp_path / "busy.jsonl"):
         assert "another run writes" in run("batch", str(source), str(tmp_path / "busy.jsonl")).err
 

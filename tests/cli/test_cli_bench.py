@@ -109,7 +109,7 @@ def test_other_engines_beside_ours(run: Any, target: str, prompts: str) -> None:
     assert all(c["identical"] and c["speedup"] > 0 and c["draft_s"] is None for c in transformers_cells)
     assert summary["skipped"] == ["transformers:plain at batch 2: it serves one request at a time"]
     filtered = bench(run, target, "--arm", "transformers:plain", "--prompts", prompts, "--top-k", "5")
-    assert filtered.code == 2 and "by temperature alone" in filtered.err
+    assert filtered.code == 2 and "supports temperature only" in filtered.err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -137,8 +137,8 @@ def test_an_interrupted_run_is_resumed(
     resuming = False
     monkeypatch.setattr(bench_run, "make_arm", stopping)
     stopped = bench(run, target, *arguments, "--resume")
-    assert stopped.code == code and "--resume goes on from here" in stopped.err
-    assert f"nothing to resume: there is no {out}.partial; the run begins anew" in stopped.err
+    assert stopped.code == code and "--resume continues from here" in stopped.err
+    assert f"nothing to resume: {out}.partial does not exist; the run starts anew" in stopped.err
     assert not out.exists()
     resuming, again = True, bench(run, target, *arguments)
     assert again.code == 2 and "add --resume" in again.err
@@ -166,7 +166,7 @@ def test_an_interrupted_run_is_resumed(
         (("--batch", "1,two"), "--batch takes whole numbers joined by commas, not '1,two'"),
         (("--batch", "0"), "a batch size must be 1 to 64"),
         (("--format", "xml"), "unknown prompt format 'xml'"),
-        (("--format", "gsm8k"), "line 1: 'question' must be a text"),
+        (("--format", "gsm8k"), "line 1: 'question' must be a string"),
         (("--resume",), "give --out too"),
         (("--max-new-tokens", "0"), "max_new_tokens must be 1 to"),
         (("--prompts", "missing.jsonl"), "missing.jsonl"),
@@ -184,10 +184,10 @@ def test_files_that_cannot_be_read_or_written(run: Any, target: str, prompts: st
     empty.write_text("")
     wrong.write_text('{"prompt": "a"}\n{"title": "b"}\n')
     for arguments, words in (
-        (("--prompts", str(empty)), f"{empty} holds no prompts"),
+        (("--prompts", str(empty)), f"{empty} contains no prompts"),
         (("--prompts", str(wrong)), f"{wrong}, line 2: no known prompt in the keys 'title'"),
         (("--prompts", prompts, "--out", str(tmp_path)), "is a folder"),
-        (("--prompts", prompts, "--out", str(tmp_path / "no" / "run.jsonl")), "there is no folder"),
+        (("--prompts", prompts, "--out", str(tmp_path / "no" / "run.jsonl")), "no does not exist"),
     ):
         result = bench(run, target, *arguments)
         assert result.code == 2 and words in result.err and result.err.count("\n") == 1, result.err

@@ -110,7 +110,7 @@ def test_a_key_of_the_environment_and_one_of_the_command(
         (["--extra-body", "{"], "--extra-body must be a JSON object"),
         (["--category", "nosuch"], "no prompts of category 'nosuch'"),
         (["--prompts", "/no/such/file"], "No such file"),
-        (["--out", "/no/such/folder/run.jsonl"], "there is no folder /no/such/folder"),
+        (["--out", "/no/such/folder/run.jsonl"], "the folder /no/such/folder of --out does not exist"),
         (["--model", "a", "--model", "b"], "--model was given 2 times for 1 servers"),
         (["http://127.0.0.1:9", "--compare"], "give one URL"),
         (["--temperature", "3"], "--temperature"),

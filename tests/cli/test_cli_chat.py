@@ -24,7 +24,7 @@ def test_a_piped_conversation(run: Any, target: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     result = run("chat", "--target", target, "--max-new-tokens", "12")
     assert result.code == 0
-    assert "was not trained to talk" in result.err
+    assert "is not trained for chat" in result.err
     assert "nothing generated yet" in result.out
     assert "12 tokens" in result.out
     assert "unknown command /nosuch" in result.out

@@ -50,7 +50,7 @@ def test_both_answers_their_speeds_and_what_was_compared(run: Any, entry: NamedM
     assert plain == speculative and plain.strip()
     assert re.search(r"^speed-up +\d+\.\d\dx\noutput identical: yes$", figures, re.M)
     assert re.search(
-        r'^"Why is the sky blue\?", whose answer has nothing to copy: \d+\.\d\dx, the same words$', figures, re.M
+        r'^"Why is the sky blue\?", whose answer has nothing to copy: \d+\.\d\dx, the same text$', figures, re.M
     )
     assert "a tiny model; cpu, " in result.out and "> for item in" in result.out
     assert f"Compared: the same model, kernels and prompt ({demo.KIND}), greedy" in result.out
@@ -63,7 +63,7 @@ def test_accepted_guesses_are_coloured(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(demo, "Common", partial(Common, controller="constant,k=3"))  # drafts whatever it costs
     page = run("demo").out
-    assert "accepted guesses are green" in page and "\x1b[32m" in page.partition("accepted guesses")[2]
+    assert "accepted draft tokens are green" in page and "\x1b[32m" in page.partition("accepted draft tokens")[2]
 
 
 def test_the_demo_as_json(run: Any, entry: NamedModel, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_folders(run: Any, target: str, tokenizer: Any, tmp_path: Path, few: Non
     broken = save_model(tmp_path / "broken", tokenizer)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    (tmp_path / "notes.txt").write_text("nothing to draft with", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("contains no drafter", encoding="utf-8")
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     (damaged / "drafter.json").write_text("{", encoding="utf-8")
@@ -162,7 +162,7 @@ def test_places_of_which_nothing_can_be_made(
     place = tmp_path / name
     place.mkdir() if name == "empty" else save_model(place, tokenizer)
     row = rows_by_spec(run("drafters", target, str(place), "--json"), place)[str(place)]
-    assert not row["works"] and ("holds no" in row["why"] or "comma" in row["why"])
+    assert not row["works"] and ("contains no" in row["why"] or "comma" in row["why"])
 
 
 def test_a_table_of_80_columns(run: Any, target: str, draft: str, few: None, monkeypatch: pytest.MonkeyPatch) -> None:

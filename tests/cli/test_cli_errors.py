@@ -161,7 +161,7 @@ def lose_a_shard(folder: Path) -> None:
     [
         (remove_weights, ("no *.safetensors", "incomplete")),
         (cut_weights, ("half-written",)),
-        (garble_weights, ("no safetensors file",)),
+        (garble_weights, ("not a safetensors file",)),
         (pickle_weights, ("pickled", "safe_serialization")),
         (drop_a_tensor, ("lacks 1 weights", "model.norm.weight")),
         (spoil_a_tensor, ("NaN",)),
@@ -325,7 +325,7 @@ def test_a_misspelt_variable_is_named_with_the_closest_name(run: Any, monkeypatc
     monkeypatch.setenv("FORETOKEN_CPUU", "avx2")
     monkeypatch.setenv("FORETOKEN_MAX_RUNING", "4")
     result = run("methods", "--json")
-    text = "warning: the environment variable {} is ignored: foretoken has none of that name; the closest is {}\n"
+    text = "warning: the environment variable {} is ignored: foretoken has no variable of that name; closest: {}\n"
     pairs = (("FORETOKEN_CPUU", "FORETOKEN_CPU"), ("FORETOKEN_MAX_RUNING", "FORETOKEN_MAX_RUNNING"))
     assert (result.code, result.err) == (0, "".join(text.format(*pair) for pair in pairs))
 

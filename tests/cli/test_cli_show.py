@@ -42,8 +42,8 @@ def test_a_picture(run: Any, target: str, draft: str, tmp_path: Path, rule: str)
 def test_mistakes_are_one_line(run: Any, target: str, draft: str, tmp_path: Path) -> None:
     for more, words in (
         (["--out", "run.png"], "must end in .html, .svg or .jsonl"),
-        (["--out", str(tmp_path / "a.svg"), "--round", "99"], "there is no round 99: the run has"),
-        (["--out", str(tmp_path / "a.html"), "--round", "2"], "--round chooses what an .svg draws"),
+        (["--out", str(tmp_path / "a.svg"), "--round", "99"], "round 99 does not exist: the run has"),
+        (["--out", str(tmp_path / "a.html"), "--round", "2"], "--round is for .svg files"),
         (["--round", "2"], "show.html has all rounds"),
         (["--out", str(tmp_path / "no" / "a.svg")], "cannot be written: No such file or directory"),
     ):
@@ -80,7 +80,7 @@ def test_a_row_of_a_prompt_file_is_drawn(run: Any, target: str, tokenizer: Any, 
     assert "rows.jsonl, line 1: message 1 needs a 'content'" in run(*words).err
     rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     result = run(*words)
-    assert result.code == 2 and "holds 2 prompts, and one is drawn" in result.err
+    assert result.code == 2 and "has 2 prompts: give a file with one row" in result.err
 
 
 def test_explain_prints_trees(run: Any, target: str, draft: str) -> None:
@@ -124,12 +124,12 @@ def test_mistakes_with_traces_are_one_line(run: Any, tmp_path: Path) -> None:
     trace.write_text('{"foretoken_trace": 1}\n{"type": "total", "rounds": 3}\n')
     for more, words in (
         ((str(tmp_path / "no.jsonl"),), "no such trace"),
-        ((str(trace), "--drafter", "ngram", "--raw"), "which was run already: leave out --drafter, --raw"),
-        ((str(trace), "--round", "1"), "there is no round 1: the request has 0"),
+        ((str(trace), "--drafter", "ngram", "--raw"), "of a finished run: leave out --drafter, --raw"),
+        ((str(trace), "--round", "1"), "round 1 does not exist: the request has 0"),
         ((str(trace), "--request", "x"), "the trace has no request 'x'; it has none with rounds"),
         ((str(trace), "--out", "a.jsonl"), "must end in .html or .svg"),
-        ((str(trace), "--out", str(tmp_path / "a.svg")), "tells no rounds, only totals"),
-        ((str(trace), "--out", str(tmp_path / "a.html"), "--round", "1"), "--round chooses what an .svg draws"),
+        ((str(trace), "--out", str(tmp_path / "a.svg")), "has only totals and no rounds"),
+        ((str(trace), "--out", str(tmp_path / "a.html"), "--round", "1"), "--round is for .svg files"),
         ((str(trace), "--json", "--request", "x"), "--json prints the totals of the whole trace"),
         ((str(trace), "--json", "--round", "1"), "--json prints the totals of the whole trace"),
         (("a prompt", "--request", "x"), "--request chooses from a trace"),

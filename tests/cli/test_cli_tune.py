@@ -68,7 +68,7 @@ def test_the_table_and_going_on(run: Any, target: str, prompts: str, tmp_path: P
     command = ("tune", "layer-skip", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
     result = run(*command, "--resume")
     assert result.code == 0, result.err
-    assert result.err.count(f"nothing to resume: {out}.study held no trials; it begins anew") == 1
+    assert result.err.count(f"nothing to resume: {out}.study has no trials; it starts anew") == 1
     for word in ("plain", "default", "best", "tokens/s", "speed-up", f"layer_skip:{out}"):
         assert word in result.out
     check(run(*command), "holds 3 trials", "--resume")
@@ -186,7 +186,7 @@ def test_what_is_tried_first() -> None:
         (("--prompts", "no/such/prompts.txt"), ("no/such/prompts.txt",)),
         (("--temperature", "-1"), ("temperature",)),
         (("--target", "./no/such/folder"), ("no/such/folder",)),
-        (("--new-tokens", str(CONTEXT)), ("no prompt leaves room",)),
+        (("--new-tokens", str(CONTEXT)), ("no prompt fits with",)),
         (("--no-such-option",), ("--no-such-option",)),
     ],
 )

@@ -150,7 +150,7 @@ def test_folders_and_a_profile_offer_drafters(
     assert {f"model:{named},k=8", f"model:{model / 'inside'},k=8", "recycling"} <= tried, tried
     empty = tmp_path / "empty"
     empty.mkdir()
-    check(run("tune", str(model), "--draft", str(empty), *SHORT), "holds nothing to draft with", "foretoken drafters")
+    check(run("tune", str(model), "--draft", str(empty), *SHORT), "contains no drafter", "foretoken drafters")
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -162,14 +162,14 @@ def test_folders_and_a_profile_offer_drafters(
         (("--drafters", "nosuch"), ("nosuch", "choose one of", "ngram")),
         (("--drafters", "ngram,z=3"), ("valid ones",)),
         (("--drafters", "model"), ("needs a path",)),
-        (("--drafters", "ngram,,suffix"), ("empty place",)),
+        (("--drafters", "ngram,,suffix"), ("empty item",)),
         (("--prompts", "no/such/prompts.txt"), ("no/such/prompts.txt",)),
         (("--temperature", "-1"), ("temperature",)),
         (("--minutes", "0"), ("minutes",)),
         (("--minutes", "0.0001"), ("too little to measure anything", "give --minutes")),
         (("--draft", "./no/such/folder"), ("no such folder or file",)),
         (("--new-tokens", "8"), ("--new-tokens",)),
-        (("--new-tokens", "160"), ("no prompt leaves room",)),
+        (("--new-tokens", "160"), ("no prompt fits with",)),
         (("--target", "./no/such/folder"), ("no/such/folder",)),
         (("--no-such-option",), ("--no-such-option",)),
     ],
@@ -195,7 +195,7 @@ def test_files_and_places(run: Any, target: str, prompts: str, tmp_path: Path) -
     check(run(*command, "--out", f"{prompts}/x.json", "--drafters", "ngram"), "choose another folder")
     check(run(*command, "--out", str(tmp_path / "new" / "x.json"), "--drafters", "nosuch"), "nosuch")
     assert not (tmp_path / "new").exists()
-    check(run("tune", "--target", target, "layer-skip", "--out", "x.json"), "--target", "behind the subcommand")
+    check(run("tune", "--target", target, "layer-skip", "--out", "x.json"), "--target", "after the subcommand")
 
 
 def test_the_group_alone_shows_help(run: Any) -> None:

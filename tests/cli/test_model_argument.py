@@ -183,7 +183,7 @@ def test_too_many_words_ask_for_quotes(run: Any) -> None:
 
 @pytest.mark.parametrize("words", [("a",), ("a", "b", "c", "d")])
 def test_batch_names_its_places(run: Any, words: tuple[str, ...]) -> None:
-    assert run("batch", *words).err == f"error: the arguments are [MODEL] IN OUT, and there are {len(words)}\n"
+    assert run("batch", *words).err == f"error: expected the arguments [MODEL] IN OUT, not {len(words)} arguments\n"
 
 
 def test_a_mistyped_subcommand_is_no_model(run: Any) -> None:
@@ -194,7 +194,7 @@ def test_a_mistyped_subcommand_is_no_model(run: Any) -> None:
 
 def test_a_model_in_front_of_a_subcommand_is_put_right(run: Any, tmp_path: Path) -> None:
     result = run("tune", NOWHERE, "tree", "--out", str(tmp_path / "x"))
-    assert result.err == f"error: put {NOWHERE} behind the subcommand: foretoken tune tree {NOWHERE} ...\n"
+    assert result.err == f"error: put {NOWHERE} after the subcommand: foretoken tune tree {NOWHERE} ...\n"
 
 
 # -- what is a model -------------------------------------------------------------------------------------------------

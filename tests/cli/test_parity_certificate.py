@@ -73,7 +73,7 @@ def test_the_same_machine_verifies_it_line_by_line(run: Any, written: Path) -> N
     result = run("parity", "--verify", str(written))
     assert result.code == 0
     assert result.out.splitlines()[-1] == (
-        "verified: what was checked there holds here, and all of plain decoding's texts are equal"
+        "verified: all checks hold here, and all of plain decoding's texts are equal"
     )
     for line in ("= weights", "= versions", "= machine", "= model", "= exactness", "= ngram, greedy", "= greedy texts"):
         assert line in result.out
@@ -137,17 +137,16 @@ def test_a_machine_that_promises_the_same_bits_must_give_the_same_texts() -> Non
     target.exactness = "bitwise"
     assert outcome(target) == (
         False,
-        "NOT verified: 1 of plain decoding's texts differs, on a machine on which the same bits were promised",
+        "NOT verified: 1 of plain decoding's texts differs, on a machine for which the same bits were promised",
     )
     other = replace(there, machine={**machine_here(), "cpu": "Another CPU"})
     verified, words = outcome(target, other)
     assert verified and words == (
-        "verified up to rounding: what was checked there holds here, and 1 of plain decoding's texts differs from "
-        "near-ties on"
+        "verified up to rounding: all checks hold here, and 1 of plain decoding's texts differs from near-ties on"
     )
     target.exactness = "rounding"
     verified, words = outcome(target)
-    assert verified and "but up to rounding only: no equal bits are promised" in words
+    assert verified and "but up to rounding only: equal bits are not promised" in words
 
 
 def test_other_texts_are_not_verified(run: Any, written: Path, tmp_path: Path) -> None:
@@ -166,7 +165,7 @@ def test_other_texts_are_not_verified(run: Any, written: Path, tmp_path: Path) -
 def test_a_certificate_of_a_run_that_failed_is_not_verified(run: Any, written: Path, tmp_path: Path) -> None:
     failed = changed(written, tmp_path, lambda body: body["result"].update(passed=False))
     result = run("parity", "--verify", str(failed))
-    assert result.code == 1 and "had failed itself" in result.out.splitlines()[-1]
+    assert result.code == 1 and "the certified run had failed" in result.out.splitlines()[-1]
 
 
 def test_another_model_is_refused_before_it_is_loaded(
@@ -174,13 +173,13 @@ def test_another_model_is_refused_before_it_is_loaded(
 ) -> None:
     monkeypatch.setattr("foretoken.cli.options.Common.load_target", lambda *_: pytest.fail("it was loaded"))
     line = refused(run, draft, "--verify", str(written))
-    assert "is about another model than" in line and "model.safetensors" in line
+    assert "is for another model than" in line and "model.safetensors" in line
 
 
 def test_another_drafter_is_refused(run: Any, written: Path, target: str) -> None:
     line = refused(run, "--verify", str(written), "--drafter", "ngram", "--drafter", f"model:{target},k=3")
-    assert "is about another drafter than model:" in line
-    assert "is about 2 drafters" in refused(run, "--verify", str(written), "--drafter", "ngram")
+    assert "is for another drafter than model:" in line
+    assert "is for 2 drafters" in refused(run, "--verify", str(written), "--drafter", "ngram")
 
 
 def test_an_edited_certificate_is_refused(run: Any, written: Path, tmp_path: Path) -> None:
@@ -194,11 +193,11 @@ def test_an_edited_certificate_is_refused(run: Any, written: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is no JSON"),
-        ("\ufeff\x00", "is no JSON"),
-        ("[1]", "is no certificate of parity"),
-        ('{"passed": true}', "is no certificate of parity"),
-        (json.dumps({"kind": KIND, "version": 2}), "another version than 1"),
+        ("{", "is not JSON"),
+        ("\ufeff\x00", "is not JSON"),
+        ("[1]", "is not a certificate of parity"),
+        ('{"passed": true}', "is not a certificate of parity"),
+        (json.dumps({"kind": KIND, "version": 2}), "a version other than 1"),
     ],
 )
 def test_what_is_no_certificate_is_refused(run: Any, tmp_path: Path, text: str, words: str) -> None:
@@ -208,10 +207,10 @@ def test_what_is_no_certificate_is_refused(run: Any, tmp_path: Path, text: str, 
 
 
 def test_a_certificate_that_lacks_a_part_is_refused(run: Any, written: Path, tmp_path: Path) -> None:
-    assert "is no whole certificate" in refused(
+    assert "is an incomplete certificate" in refused(
         run, "--verify", str(changed(written, tmp_path, lambda body: body.pop("texts")))
     )
-    assert "is no whole certificate" in refused(
+    assert "is an incomplete certificate" in refused(
         run, "--verify", str(changed(written, tmp_path, lambda body: body.update(settings={})))
     )
 
@@ -240,7 +239,7 @@ def test_a_run_that_was_broken_off_has_no_certificate(
     file = tmp_path / "parity.json"
     result = run("parity", target, "--drafter", "ngram", "--max-new-tokens", "4", "--certificate", str(file))
     assert result.code == 130 and not file.exists()
-    assert "was not written: the run was broken off" in result.err
+    assert "was not written: the run was interrupted" in result.err
 
 
 # -- checksums -------------------------------------------------------------------------------------------------------

@@ -229,9 +229,9 @@ def test_bad_options(run: Any, arguments: tuple[str, ...], words: tuple[str, ...
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", ("holds no measured costs", "foretoken tune")),
-        ("[]", ("holds no measured costs",)),
-        ('{"drafter": "ngram"}', ("holds no measured costs",)),
+        ("{", ("contains no measured costs", "foretoken tune")),
+        ("[]", ("contains no measured costs",)),
+        ('{"drafter": "ngram"}', ("contains no measured costs",)),
         ('{"costs": {"target_s": {}, "drafters": {}, "rest_s": 0}}', ("cannot be used",)),
         ('{"costs": {"target_s": {"1": 1}, "drafters": {}, "rest_s": 0}}', ("no measured drafters",)),
         ('{"costs": {"target_s": {"1": 1}, "drafters": {"x": {"y": 1}}, "rest_s": 0}}', ("cannot be used",)),
@@ -285,9 +285,9 @@ def test_drafting_ahead(run: Any) -> None:
     ("more", "says"),
     [
         (("--contention", "1.5"), "--contention goes with --ahead"),
-        (("--ahead", "2", "--contention", "0.5"), "a contention factor is a number >= 1"),
+        (("--ahead", "2", "--contention", "0.5"), "a contention factor must be a number >= 1"),
         (("--ahead", "2", "--batch", "4"), "leave out --batch and --guesses"),
-        (("--ahead", "2", "--positions", "0.7,0.1"), "need the chances of 3 candidates, not 2"),
+        (("--ahead", "2", "--positions", "0.7,0.1"), "need the probabilities of 3 candidates, not 2"),
     ],
 )
 def test_what_ahead_refuses(run: Any, more: tuple[str, ...], says: str) -> None:

@@ -45,7 +45,7 @@ def test_a_tree_of_another_target_is_told(target: str, draft: str, tmp_path: Pat
         warnings.simplefilter("error", TreeWarning)
         ft.load(target, drafter=f"model:{draft},tree={file}", dtype="float32")
         ft.load(target, drafter=f"model:{draft},tree={file}", dtype="bfloat16")
-    with pytest.warns(TreeWarning, match=f"measured for another target, {target}: its places may not") as told:
+    with pytest.warns(TreeWarning, match=f"measured for another target, {target}: its nodes may not") as told:
         llm = ft.load(draft, drafter=f"model:{draft},tree={file}", dtype="float32")
     assert len([one for one in told if one.category is TreeWarning]) == 1
     assert llm.drafter is not None and llm.drafter.max_nodes == stored["nodes"]
@@ -98,7 +98,7 @@ def test_what_was_only_right_behind_its_siblings_fills_no_small_tree(
     assert set(json.loads(capsys.readouterr().out)["sizes"]) == {"2", "3", "4"}
     monkeypatch.setattr("foretoken.lab.tune.positional.measured_acceptance", lambda *_: (0.0,) * 5 + (0.4,))
     assert main(command) == 2
-    assert "no tree of 4 nodes has a place that was ever right: allow more nodes" in capsys.readouterr().err
+    assert "no tree of 4 nodes has a node that was ever accepted: allow more nodes" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_found_before_anything_is_read(
@@ -140,16 +140,16 @@ def test_what_a_shape_promises_by_hand() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "holds no tree"),
+        ("{", "contains no tree"),
         ('{"method": "hydra", "choices": [[0]]}', "made for 'hydra'"),
         ('{"method": "medusa", "choices": [[0, 0, 0]]}', "lacks the parent"),
         ('{"method": "medusa", "choices": [[0], [0, 0]]}', "does not fit 1 heads"),
         ('{"method": "medusa", "choices": []}', "does not fit"),
         ('{"method": "medusa", "choices": [[0], [0]]}', "twice"),
-        ('{"method": "medusa", "choices": [[], [0]]}', "twice: list every place once, and the root"),
-        ('{"method": "medusa", "choices": [[0], [1.9]]}', "holds no tree"),
-        ('{"method": "medusa", "choices": [[true]]}', "holds no tree"),
-        ('{"method": "medusa", "choices": ["0", "1"]}', "holds no tree"),
+        ('{"method": "medusa", "choices": [[], [0]]}', "twice: list every node once, and the root"),
+        ('{"method": "medusa", "choices": [[0], [1.9]]}', "contains no tree"),
+        ('{"method": "medusa", "choices": [[true]]}', "contains no tree"),
+        ('{"method": "medusa", "choices": ["0", "1"]}', "contains no tree"),
     ],
 )
 def test_a_bad_file(text: str, words: str, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_an_empty_completion_of_a_chat_model_names_the_template(run: Any, chat_m
 def test_an_answer_that_begins_with_a_stop_string_says_so(run: Any, chat_model: str) -> None:
     text = expected(chat_model, f"<user>{PROMPT}<assistant>").text
     result = run("generate", chat_model, PROMPT, *LENGTH, "--stop", text[:2])
-    assert f"the answer is empty: the answer began with what was to stop it, {text[:2]!r}\n" in result.err
+    assert f"the answer is empty: the output began with its stop string or token, {text[:2]!r}\n" in result.err
 
 
 # -- sampling that the model brings along ----------------------------------------------------------------------------

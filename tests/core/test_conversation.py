@@ -129,15 +129,15 @@ USER = {"role": "user", "content": "Hello"}
         ([{"content": "Hello"}], "message 1 needs a 'role'"),
         ([{"role": 3, "content": "Hello"}], "message 1 needs a 'role'"),
         ([{"role": "user"}], "message 1 needs a 'content'"),
-        ([{"role": "user", "content": 7}], "'content' must be a text or a list of text parts, not of type int"),
+        ([{"role": "user", "content": 7}], "'content' must be text or a list of text parts, not of type int"),
         ([{"role": "user", "content": ["Hello"]}], "only text parts .* not one that is text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "not one of type 'image_url'"),
-        ([{"role": "robot", "content": "Hello"}], "the chat template refuses these messages: no robots here"),
+        ([{"role": "robot", "content": "Hello"}], "the chat template rejects these messages: no robots here"),
         ([{"role": "user", "content": "\ud800"}], "half a surrogate pair"),
-        ([USER, {"role": "assistant", "content": " "}], "no text to go on with"),
+        ([USER, {"role": "assistant", "content": " "}], "no text to continue"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, USER],
-            "message 1: the arguments of its tool call are no JSON",
+            "message 1: the arguments of its tool call are not valid JSON",
         ),
     ],
 )
@@ -151,13 +151,13 @@ def test_messages_of_another_shape_are_refused_in_one_line(messages: Any, words:
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([], "an empty list is neither"),
-        (USER, "a single message is neither"),
-        ("Hello", "text is neither"),
-        (None, "None is neither"),
+        ([], "give one or a list of them, not an empty list"),
+        (USER, "give one or a list of them, not a single message"),
+        ("Hello", "give one or a list of them, not text"),
+        (None, "give one or a list of them, not None"),
         ([[USER], []], "conversation 2: .* not an empty list"),
         ([[USER], "Hello"], "conversation 2: .* not text"),
-        ([[[USER]]], "a list is neither"),
+        ([[[USER]]], "give one or a list of them, not a list"),
     ],
 )
 def test_chat_wants_conversations(messages: Any, words: str) -> None:
@@ -179,13 +179,13 @@ def test_tools_reach_the_template_or_are_refused() -> None:
         out.stats.num_prompt_tokens
         > llm(chat_tokenizer(template)).chat([USER], max_new_tokens=2).stats.num_prompt_tokens
     )
-    with pytest.raises(ValueError, match="chat template has no place for tools"):
+    with pytest.raises(ValueError, match="chat template does not support tools"):
         llm(chat_tokenizer()).chat([USER], template_kwargs={"tools": tools})
 
 
 @pytest.mark.parametrize(
     ("keywords", "words"),
-    [([1], "not a list"), ({"tokenize": True}, "'tokenize', which is set here"), ({1: 2}, "1 is no name")],
+    [([1], "not a list"), ({"tokenize": True}, "'tokenize', which is set here"), ({1: 2}, "1 is not a name")],
 )
 def test_what_a_template_reads_is_a_mapping(keywords: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"template_kwargs must be a mapping .*{words}"):
@@ -209,7 +209,7 @@ def test_templates_that_break_are_one_line(template: str) -> None:
 
 
 def test_a_template_that_writes_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="writes nothing"):
+    with pytest.raises(ValueError, match="renders nothing"):
         render(OTHER, chat_tokenizer("{# #}"))
 
 

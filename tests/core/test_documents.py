@@ -62,12 +62,18 @@ def test_a_text_or_a_lone_prompt_is_a_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "q", "question": "r", "answer": "a"}, "asks one thing, and this one has 'prompt' and 'question'"),
-        ({"prompt": "q", "answer": "a", "output": "b"}, "has one answer, and this one has 'answer' and 'output'"),
-        ({"prompt": "q", "response": ""}, "'response' must be a text that is not empty, or a list of messages"),
-        ({"question": "q", "answer": {"value": "a"}}, "'answer' must be a text"),
-        ({"instruction": "q", "input": "i", "history": ["h"], "output": "a"}, "what 'history' is to 'instruction'"),
-        ({"question": "q", "context": "c", "answer": "a"}, "what 'context' is to 'question' is not known"),
+        (
+            {"prompt": "q", "question": "r", "answer": "a"},
+            "must have one question, and this one has 'prompt' and 'question'",
+        ),
+        ({"prompt": "q", "answer": "a", "output": "b"}, "must have one answer, and this one has 'answer' and 'output'"),
+        ({"prompt": "q", "response": ""}, "'response' must be non-empty text, or a list of messages"),
+        ({"question": "q", "answer": {"value": "a"}}, "'answer' must be non-empty text"),
+        (
+            {"instruction": "q", "input": "i", "history": ["h"], "output": "a"},
+            "'history' beside 'instruction' is ambiguous",
+        ),
+        ({"question": "q", "context": "c", "answer": "a"}, "'context' beside 'question' is ambiguous"),
     ],
 )
 def test_a_question_that_cannot_be_told_is_refused(row: Any, words: str, tmp_path: Path) -> None:
@@ -90,7 +96,7 @@ def test_a_row_of_another_shape_among_texts(tmp_path: Path, caplog: pytest.LogCa
         list(iter_documents([file]))
     with caplog.at_level(logging.WARNING, "foretoken"):
         assert [list(iter_documents([tmp_path])) for _ in "12"] == [["one", "two"]] * 2
-    assert caplog.messages == [f"2 rows are of another shape and passed over, the first one {file}, line 2"]
+    assert caplog.messages == [f"2 rows are of another shape and skipped, the first is {file}, line 2"]
 
 
 def test_a_file_that_is_not_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +107,7 @@ def test_a_file_that_is_not_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         list(iter_documents([text]))
     with caplog.at_level(logging.WARNING, "foretoken"):
         assert list(iter_documents([tmp_path])) == ["fine"]
-    assert caplog.messages == [f"one file is not UTF-8 text and passed over, the first one {text}"]
+    assert caplog.messages == [f"one file is not UTF-8 text and skipped, the first is {text}"]
     chats.parent.mkdir()
     chats.write_bytes((json.dumps(CHAT) + '\n{"text": "caf\u00e9"}').encode("latin-1"))
     with pytest.raises(ValueError, match=r"b\.jsonl is not UTF-8 text: line 2 has the byte 0xe9"):
@@ -115,7 +121,7 @@ def test_compressed_files_are_read_and_others_are_refused_by_name(tmp_path: Path
         (tmp_path / name).write_bytes(b"[]")
     assert list(iter_documents([tmp_path])) == ["one", "two"]
     for name in ("c.json", "d.png", "e.png.gz"):
-        with pytest.raises(ValueError, match=rf"{name} is of a kind that is not read: give \.py, .*, \.jsonl, or one"):
+        with pytest.raises(ValueError, match=rf"{name} has an unsupported file type: give \.py, .*, \.jsonl, or one"):
             next(iter_records([tmp_path / "b.txt.gz", tmp_path / name]))
     for broken in (gzip.compress(b"two")[:-4], b"no gzip", gzip.compress(b"two")[:12] + b"\xff" * 9):
         (tmp_path / "b.txt.gz").write_bytes(broken)

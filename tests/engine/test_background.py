@@ -141,27 +141,27 @@ def test_options_out_of_range_are_refused() -> None:
             AsyncLlm(toy(), **options)
     with pytest.raises(TypeError, match="on_end must be a function, not an int"):
         AsyncLlm(toy(), on_end=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"serves what foretoken\.load gives, not a str"):
+    with pytest.raises(TypeError, match=r"needs an Llm from foretoken\.load, not a str"):
         AsyncLlm("builtin")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("take", [pickle.dumps, copy.deepcopy, copy.copy])
 def test_a_service_is_not_copied(take: Callable[[AsyncLlm], Any]) -> None:
-    with pytest.raises(TypeError, match="an AsyncLlm is neither copied nor pickled"):
+    with pytest.raises(TypeError, match="an AsyncLlm cannot be copied or pickled"):
         take(AsyncLlm(toy()))
 
 
 def test_an_engine_that_is_not_started_or_closed_says_so() -> None:
     async def scenario() -> None:
         engine = AsyncLlm(toy())
-        with pytest.raises(EngineDead, match=r"nobody serves yet: await start\(\)"):
+        with pytest.raises(EngineDead, match=r"is not running: await its start\(\)"):
             await asyncio.wait_for(engine.generate(PROMPT, max_new_tokens=2), 10)
-        with pytest.raises(EngineDead, match="nobody serves yet"):
+        with pytest.raises(EngineDead, match="is not running"):
             await asyncio.wait_for(engine.call(lambda llm: 1), 10)
         await engine.start()
         assert len((await engine.generate(PROMPT, max_new_tokens=2)).token_ids) == 2
         await engine.close()
-        with pytest.raises(EngineDead, match="this AsyncLlm was closed: make another one"):
+        with pytest.raises(EngineDead, match="this AsyncLlm is closed: make a new one"):
             await engine.start()
         again = AsyncLlm(engine.llm)
         await again.start()
@@ -659,7 +659,7 @@ def test_a_service_in_a_forked_process_says_that_its_thread_stayed_behind() -> N
         child.start()
         await asyncio.to_thread(child.join, 30)
         assert child.exitcode == 0
-        assert messages.get().startswith("EngineDead: its thread stayed behind when this process was forked")
+        assert messages.get().startswith("EngineDead: its thread does not survive a fork")
         assert (await engine.generate(PROMPT, max_new_tokens=4)).token_ids  # in its own process it serves
 
     during(toy(), scenario)

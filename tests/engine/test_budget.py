@@ -131,7 +131,7 @@ def test_kept_texts_make_room_for_running_ones() -> None:
 def test_limits_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 byte, not 0"):
         engine(model(), kv_memory=0)
-    with pytest.raises(ValueError, match="knows what a token costs, and MarkovTable does not"):
+    with pytest.raises(ValueError, match="known KV cache size per token, and MarkovTable has none"):
         engine(tables()[0], kv_memory=2**20)
 
 

@@ -26,12 +26,12 @@ class OneWay(TableModel):
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ["3."]}, "stop", "'3.' would end the string '1.2.3.' of"),
     ({"stop_token_ids": frozenset({5})}, "stop_token_ids", "holds token 5, which ends"),
-    ({"ignore_eos": True}, "ignore_eos", "ends with the end of the text"),
+    ({"ignore_eos": True}, "ignore_eos", "ends with end-of-text"),
     ({"params": SamplingParams(temperature=1.0, top_k=5)}, "top_k", "leave it out or give 0"),
     ({"params": SamplingParams(temperature=1.0, top_p=0.9)}, "top_p", "leave it out or give 1.0"),
     ({"params": SamplingParams(temperature=1.0, min_p=0.1)}, "min_p", "leave it out or give 0.0"),
-    ({"max_new_tokens": 4}, "max_new_tokens", "has 4 tokens, and the end"),
-    ({"language": FiniteLanguage.of(product(range(1, 6), repeat=5))}, "constraint", "2048 are the most"),
+    ({"max_new_tokens": 4}, "max_new_tokens", "has 4 tokens, and end-of-text"),
+    ({"language": FiniteLanguage.of(product(range(1, 6), repeat=5))}, "constraint", "more than the limit of 2048"),
     ({"language": FiniteLanguage.of([(1, 0)])}, "constraint", "holds token 0, which ends"),
     ({"language": FiniteLanguage.of([(1, 9)])}, "constraint", "beyond the vocabulary"),
 ]  # fmt: skip
@@ -57,7 +57,7 @@ def test_the_largest_language_is_taken_and_one_token_more_is_not() -> None:
 
 def test_a_language_of_100_000_strings_is_refused_before_it_is_scored() -> None:
     language = FiniteLanguage.of(product(range(1, 11), repeat=5))
-    with pytest.raises(OptionError, match="are the most that are scored"):
+    with pytest.raises(OptionError, match="more than the limit of"):
         engine(model(), tokenizer=Numbers()).check(request(language=language))
 
 

@@ -406,7 +406,7 @@ def test_a_text_that_cannot_be_kept_has_its_answer(caplog: pytest.LogCaptureFixt
     done = finished(runner)
     assert {first: run.output for first, run in done.items()} == clean
     assert {run.finish_reason for run in done.values()} == {"length"}
-    assert "was not kept" in caplog.text
+    assert "were not kept" in caplog.text
     check_free(runner)
 
 

@@ -136,12 +136,12 @@ def test_a_dropped_stream_says_so() -> None:
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\]"),
         ({"stop": ""}, "stop"),
-        ({"constraint": "json"}, "constraint must be what .*compile_constraint or compile_language makes, not a str"),
+        ({"constraint": "json"}, "constraint must come from .*compile_constraint or compile_language, not a str"),
         ({"logits_processor": 5}, "logits_processor must be a list of logits processors, not an int"),
         ({"logits_processor": [5]}, "logits_processor must be a list of logits processors, not an int"),
         ({"logits_processor": lambda ids, scores: scores}, "must be a list of logits processors, not a function"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias token -1 is negative"),
-        ({"drafter": "ngram"}, "names a member of a router: there is no router here: leave it out"),
+        ({"drafter": "ngram"}, "names a member of a router: this drafter is not a router: leave it out"),
     ],
 )
 def test_bad_options_are_one_line(options: dict[str, Any], words: str) -> None:
@@ -155,7 +155,9 @@ def test_bad_options_are_one_line(options: dict[str, Any], words: str) -> None:
 
 def test_all_members_of_an_ensemble_draft_so_none_is_named() -> None:
     target, _ = tables()
-    with pytest.raises(ValueError, match="drafter='ngram' of a request names a member of a router: there is no router"):
+    with pytest.raises(
+        ValueError, match="drafter='ngram' of a request names a member of a router: this drafter is not a router"
+    ):
         load(target, ["ngram", "suffix"]).generate([0, 1], drafter="ngram", max_new_tokens=2)
 
 
@@ -168,9 +170,9 @@ def test_the_number_of_samples_is_whole(n: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("max_tokens", "this is max_new_tokens here; known are max_new_tokens, "),
-        ("tools", r"llm.chat takes template_kwargs=\{'tools': \[...\]\}; known"),
-        ("temprature", r"did you mean temperature\? known are"),
+        ("max_tokens", "this is max_new_tokens here; use one of max_new_tokens, "),
+        ("tools", r"llm.chat takes template_kwargs=\{'tools': \[...\]\}; use one of"),
+        ("temprature", r"did you mean temperature\? use one of"),
     ],
 )
 def test_an_unknown_option_is_told_the_right_name(name: str, words: str) -> None:
@@ -206,7 +208,7 @@ def test_a_forked_process_is_told_to_load_for_itself(monkeypatch: pytest.MonkeyP
     expected = llm.generate([0, 1], max_new_tokens=4).token_ids
     monkeypatch.setattr("os.getpid", lambda: -1)  # as a child sees it
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    with pytest.raises(RuntimeError, match=r"before its process was forked.*load it in each process"):
+    with pytest.raises(RuntimeError, match=r"before the process was forked.*load it in each process"):
         llm.generate([0, 1], max_new_tokens=4)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     assert llm.generate([0, 1], max_new_tokens=4).token_ids == expected
@@ -231,7 +233,7 @@ def test_load_takes_models_and_objects() -> None:
             llm.generate([0, 1, 0, 1], max_new_tokens=6).token_ids
             == toy().generate([0, 1, 0, 1], max_new_tokens=6).token_ids
         )
-    with pytest.raises(ValueError, match="cannot follow"):
+    with pytest.raises(ValueError, match="cannot verify"):
         load(target, "ngram", verifier="kseq")
     with pytest.raises(ValueError, match="unknown verifier 'nonsense': choose one of greedy"):
         load(target, "ngram", verifier="nonsense")

@@ -89,13 +89,13 @@ def test_an_answer_has_no_note() -> None:
 
 def test_a_stop_that_comes_first_is_named() -> None:
     llm = writer("The cat.")
-    assert llm.chat(ASK, stop="The").note == "the answer began with what was to stop it, 'The'"
+    assert llm.chat(ASK, stop="The").note == "the output began with its stop string or token, 'The'"
     assert llm.chat(ASK, stop="The", include_stop=True).note == ""
     assert llm.chat(ASK, stop="cat").note == ""
 
 
 def test_a_stop_behind_blanks_is_named() -> None:
-    assert writer(" \n The cat.").chat(ASK, stop="The").note == "the answer began with what was to stop it, 'The'"
+    assert writer(" \n The cat.").chat(ASK, stop="The").note == "the output began with its stop string or token, 'The'"
 
 
 def test_a_stop_token_is_named_where_it_shows_nothing() -> None:
@@ -104,7 +104,7 @@ def test_a_stop_token_is_named_where_it_shows_nothing() -> None:
     assert (out.text, out.finish_reason, out.note) == ("The", "stop", "")
     blank = writer(" \n ")
     first = blank.chat(ASK, max_new_tokens=1).token_ids
-    assert blank.chat(ASK, stop_token_ids=first).note == f"the answer began with what was to stop it, {first[0]}"
+    assert blank.chat(ASK, stop_token_ids=first).note == f"the output began with its stop string or token, {first[0]}"
 
 
 def test_an_answer_of_blanks_says_so() -> None:
@@ -116,7 +116,7 @@ def test_an_answer_of_blanks_says_so() -> None:
         f"the model ended its answer after {blanks} blank tokens, with <|im_end|>",
     )
     assert list(llm.stream(ASK))[-1].note == out.note
-    cut = "all that was written, 1 token, is white space or special tokens"
+    cut = "the whole output, 1 token, is white space or special tokens"
     assert llm.chat(ASK, max_new_tokens=1).note == list(llm.stream(ASK, max_new_tokens=1))[-1].note == cut
 
 

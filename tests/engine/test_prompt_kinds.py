@@ -62,7 +62,7 @@ def test_several_prompts(prompts: Any, rows: list[list[int]]) -> None:
     model = llm(chat_tokenizer())
     expected = [model.generate(row, max_new_tokens=4).token_ids for row in rows]
     assert [out.token_ids for out in model.generate(prompts, max_new_tokens=4)] == expected
-    with pytest.raises(ValueError, match="one prompt is wanted here, not a list of 2"):
+    with pytest.raises(ValueError, match="expected one prompt, not a list of 2"):
         model.encode(prompts)
 
 
@@ -84,8 +84,8 @@ def test_a_tokenizers_output_is_the_text_that_went_in() -> None:
         ([1, None], "whole numbers.*not None"),
         (torch.tensor([1.5]), "whole numbers.*not 1.5"),
         (torch.tensor([True]), "whole numbers.*not True"),
-        (np.array(3), "one number alone"),
-        (torch.zeros(1, 1, 2, dtype=torch.long), "more than two dimensions"),
+        (np.array(3), "a single number"),
+        (torch.zeros(1, 1, 2, dtype=torch.long), "at most two dimensions"),
         (None, "not None"),
         (5, "not 5"),
         (b"text", "type bytes"),
@@ -99,8 +99,8 @@ def test_a_tokenizers_output_is_the_text_that_went_in() -> None:
         ({"input_ids": IDS, "attention_mask": [1, 0, 1]}, "pad at the left"),
         ({"input_ids": IDS, "attention_mask": [1, 1]}, "different shapes"),
         ("half \ud800", "half a surrogate pair"),
-        ([["a"], ["b"]], "one prompt is wanted"),
-        ([[[1, 2]]], "one prompt is wanted"),
+        ([["a"], ["b"]], "expected one prompt"),
+        ([[[1, 2]]], "expected one prompt"),
         ([[]], "prompt is empty"),
         (np.zeros(0, dtype=int), "prompt is empty"),
         ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "prompt is empty"),

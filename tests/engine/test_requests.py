@@ -42,7 +42,7 @@ T1 = SamplingParams(temperature=1.0)
         (Request([0] * 31), "context is 30: shorten"),
         (Request([0], max_new_tokens=0), "max_new_tokens must be at least 1, not 0"),
         (Request([0], max_new_tokens=-3), "max_new_tokens must be at least 1, not -3"),
-        (Request([0] * 10, max_new_tokens=21), "max_new_tokens=21 goes past .* at most 20 of 30"),
+        (Request([0] * 10, max_new_tokens=21), "max_new_tokens=21 exceeds .* at most 20 of 30"),
         (Request([0, 4], max_new_tokens=5), "prompt token 4 is outside the vocabulary of 4"),
         (Request([0, -1], max_new_tokens=5), "prompt token -1 is outside"),
         (Request([0], SamplingParams(logit_bias={9: 1.0}), 5), "logit_bias token 9 is outside"),
@@ -77,7 +77,7 @@ def test_a_wrong_pair_is_refused_with_the_list_of_right_ones(
 ) -> None:
     target, draft = tables()
     built = drafter(draft)
-    with pytest.raises(ValueError, match=f"verifier '{verifier}' cannot follow drafter '{built.name}'") as error:
+    with pytest.raises(ValueError, match=f"verifier '{verifier}' cannot verify drafter '{built.name}'") as error:
         engine(target, built, registry.make("verifier", verifier))
     for right in verifiers_for([(built.traits.kind, built.traits.draws_trees)], greedy=False):
         assert right in str(error.value)
@@ -95,14 +95,14 @@ def test_lossy_rules_need_to_be_allowed(name: str) -> None:
 
 def test_allowing_lossy_rules_does_not_allow_wrong_pairs() -> None:
     target, draft = tables()
-    with pytest.raises(ValueError, match="cannot follow"):
+    with pytest.raises(ValueError, match="cannot verify"):
         engine(target, ModelDrafter(draft), registry.make("verifier", "point"), allow_lossy=True)
 
 
 def test_the_greedy_rule_refuses_sampled_requests_when_they_come() -> None:
     target, draft = tables()
     greedy = engine(target, ModelDrafter(draft), registry.make("verifier", "greedy"))
-    with pytest.raises(ValueError, match="right at temperature 0 only"):
+    with pytest.raises(ValueError, match="lossless at temperature 0 only"):
         greedy.add(Request(PROMPT, T1))
     assert len(outputs(greedy, [Request(PROMPT, max_new_tokens=5)])[0]) == 5
 
@@ -137,7 +137,7 @@ def test_a_tree_that_is_not_what_the_drafter_promised_is_refused() -> None:
     branching.traits = replace(branching.traits, draws_trees=False)
     lying = engine(target, branching, registry.make("verifier", "block"))
     lying.add(Request(PROMPT, T1, 5, seed=0))
-    assert "takes chains" in str(failure(lying))
+    assert "supports chains only" in str(failure(lying))
 
 
 def test_a_tree_with_another_root_is_refused() -> None:

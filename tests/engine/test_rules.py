@@ -172,8 +172,11 @@ def test_a_constraint_that_is_complete_ends_the_text(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"allowed_token_ids": frozenset({3, 1, 4})}, "2 that are written: the constraint and allowed_token_ids"),
-        ({"bad_words": [[1, 2]]}, "2 that are written: the constraint and bad_words"),
+        (
+            {"allowed_token_ids": frozenset({3, 1, 4})},
+            "the constraint and allowed_token_ids allow no token after 2 generated",
+        ),
+        ({"bad_words": [[1, 2]]}, "the constraint and bad_words allow no token after 2 generated"),
     ],
 )
 def test_rules_that_leave_nothing_end_their_own_request_alone(
@@ -201,18 +204,18 @@ def test_rules_that_leave_nothing_to_begin_with_are_refused_at_once() -> None:
     target, _ = fixed_tables(P, Q)
     refusing = engine(target)
     request = Request([1], max_new_tokens=4, constraint=Spelling([3]), allowed_token_ids=frozenset({1, 2}))
-    with pytest.raises(OptionError, match="the constraint and allowed_token_ids leave no token that the text could"):
+    with pytest.raises(OptionError, match="the constraint and allowed_token_ids allow no first token"):
         refusing.add(request)
-    with pytest.raises(OptionError, match="allowed_token_ids and bad_words leave no token"):
+    with pytest.raises(OptionError, match="allowed_token_ids and bad_words allow no first token"):
         refusing.add(Request([1], max_new_tokens=4, allowed_token_ids=frozenset({2}), bad_words=[[2]]))
     target.eos_token_ids = frozenset({0})
-    with pytest.raises(OptionError, match="only tokens that end the text, and min_tokens=2 forbids them"):
+    with pytest.raises(OptionError, match="only end-of-text tokens, and min_tokens=2 forbids them"):
         refusing.add(Request([1], max_new_tokens=4, allowed_token_ids=frozenset({0}), min_tokens=2))
     assert not refusing.busy
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [(float("nan"), "gave NaN or inf"), (-torch.inf, "logits_processor leave")]
+    ("value", "words"), [(float("nan"), "gave NaN or inf"), (-torch.inf, "logits_processor allow no token")]
 )
 def test_a_processor_that_spoils_the_scores_is_named(value: float, words: str) -> None:
     target, _ = fixed_tables(P, Q)

@@ -120,7 +120,7 @@ def test_a_round_that_a_direct_caller_breaks_off_is_told(monkeypatch: pytest.Mon
                 await asyncio.sleep(0.001)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS[1], **OPTIONS)
-            with pytest.raises(RequestFailed, match="dropped when a round was broken off: ask again"):
+            with pytest.raises(RequestFailed, match="dropped because its round was interrupted: submit it again"):
                 await answer
             assert len((await engine.generate(PROMPTS[1], **OPTIONS)).token_ids) == OPTIONS["max_new_tokens"]
         finally:

@@ -90,21 +90,21 @@ def test_a_tool_call_without_content_is_kept(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("[1, 2]", "a row must be a JSON object, not list"),
-        ("{broken", "this is no JSON"),
+        ("{broken", "this is not JSON"),
         ("Write a poem.", "plain text needs a name that ends in .txt or .md"),
-        ('{"prompt": 7}', "'prompt' must be a text"),
-        ('{"prompt": " "}', "'prompt' must be a text"),
-        ('{"prompt": "a", "category": 3}', "'category' must be a text"),
-        ('{"turns": []}', "'turns' must be a list of texts"),
-        ('{"turns": "a"}', "'turns' must be a list of texts"),
+        ('{"prompt": 7}', "'prompt' must be a string"),
+        ('{"prompt": " "}', "'prompt' must be a string"),
+        ('{"prompt": "a", "category": 3}', "'category' must be a string"),
+        ('{"turns": []}', "'turns' must be a list of strings"),
+        ('{"turns": "a"}', "'turns' must be a list of strings"),
         ('{"messages": "a"}', "'messages' must be a list"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no message to answer"),
         ('{"messages": [{"content": "a"}]}', "needs a 'role'"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "'content' must be a text"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "'content' must be text"),
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text parts"),
         ('{"messages": ["a"]}', "message 1 is text"),
         ('{"conversations": "a"}', "'conversations' must be a list"),
-        ('{"conversations": [{"from": "human"}]}', "message 1 needs texts 'from' and 'value'"),
+        ('{"conversations": [{"from": "human"}]}', "message 1 needs strings 'from' and 'value'"),
         ('{"conversations": [{"from": "gpt", "value": "a"}]}', "no message to answer"),
         ('{"title": "a"}', "no known prompt in the keys 'title'"),
         ("{}", "no known prompt in the keys (none)"),
@@ -122,13 +122,13 @@ def test_a_wrong_row_is_named_by_file_and_line(tmp_path: Path, line: str, words:
 def test_the_line_of_an_error_in_a_json_file(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     file.write_text('{\n"messages": [\n}')
-    with pytest.raises(ValueError, match="line 3: this is no JSON"):
+    with pytest.raises(ValueError, match="line 3: this is not JSON"):
         load_prompts(file)
 
 
 def test_a_format_that_was_asked_for_is_not_guessed(tmp_path: Path) -> None:
     file = written(tmp_path, "p.jsonl", {"prompt": "a"})
-    with pytest.raises(ValueError, match=r"line 1: 'question' must be a text \(--format gsm8k\)"):
+    with pytest.raises(ValueError, match=r"line 1: 'question' must be a string \(--format gsm8k\)"):
         load_prompts(file, "gsm8k")
     assert load_prompts(file, "text")[0].text == '{"prompt": "a"}'
     with pytest.raises(ValueError, match=r"unknown prompt format 'xml': choose one of auto, jsonl"):
@@ -142,7 +142,7 @@ def test_no_prompts(tmp_path: Path, name: str) -> None:
         file.mkdir()
     else:
         file.write_text("\n  \n")
-    with pytest.raises(ValueError, match="holds no prompts"):
+    with pytest.raises(ValueError, match="contains no prompts"):
         load_prompts(file)
 
 

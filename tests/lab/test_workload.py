@@ -26,7 +26,7 @@ def test_prompts_are_spread_over_those_that_fit() -> None:
     subject = Subject(TableModel.random(5, context_length=24), tokenizer=Letters())
     encoded = fitting_prompts(subject, [BenchPrompt("x", text) for text in texts], 16, 2)
     assert [len(ids) for ids in encoded] == [1, 3]
-    with pytest.raises(ValueError, match="no prompt leaves room for 24 new tokens in a context of 24"):
+    with pytest.raises(ValueError, match="no prompt fits with 24 new tokens into a context of 24"):
         fitting_prompts(subject, [BenchPrompt("x", "a")], 24, 2)
     with pytest.raises(ValueError, match="has no tokenizer"):
         fitting_prompts(Subject(subject.target), [BenchPrompt("x", "a")], 4, 2)

@@ -120,7 +120,7 @@ def test_an_updated_target_is_a_target(adapter: Path, base: Path) -> None:
     assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0
     assert plain.token_ids != ft.load(str(base), drafter=None).generate(PROMPT, max_new_tokens=20).token_ids
     updated, original = (TargetParts(load_model(source)).fingerprint() for source in (adapter, base))
-    assert "weights are others" in updated.difference(original)
+    assert "weights differ" in updated.difference(original)
     for dtype in ("bfloat16", "float64"):
         assert load_model(adapter, dtype=dtype).dtype == getattr(torch, dtype)  # type: ignore[attr-defined]
 
@@ -149,8 +149,8 @@ def test_part_of_the_layers_may_be_updated(adapter: Path) -> None:
     ("values", "words"),
     [
         ({"peft_type": "IA3"}, "an adapter of the type 'IA3', and only LORA"),
-        ({"peft_type": "PREFIX_TUNING"}, "'PREFIX_TUNING', which puts learnt rows .* load the model that it is for"),
-        ({"peft_type": "ADAPTION_PROMPT"}, "'ADAPTION_PROMPT', which puts learnt rows .* load the model that it is"),
+        ({"peft_type": "PREFIX_TUNING"}, "'PREFIX_TUNING', which adds learned rows .* load its base model"),
+        ({"peft_type": "ADAPTION_PROMPT"}, "'ADAPTION_PROMPT', which adds learned rows .* load its base model"),
         ({"use_dora": True, "bias": "all"}, "uses use_dora, bias, and only a plain LORA"),
         ({"init_lora_weights": "pissa"}, "uses init_lora_weights"),
         ({"rank_pattern": {"q_proj": 2}}, "uses rank_pattern"),
@@ -158,7 +158,7 @@ def test_part_of_the_layers_may_be_updated(adapter: Path) -> None:
         ({"base_model_name_or_path": None}, "names no base model: write its folder"),
         ({"base_model_name_or_path": "/no/such"}, "updates /no/such, which cannot be loaded: /no/such is not a folder"),
         ({"base_model_name_or_path": "builtin:x"}, "unknown built-in model 'builtin:x': choose one of builtin"),
-        ({"base_model_name_or_path": "builtin"}, r"layer of builtin is \[384, 1024\]: it is of another model"),
+        ({"base_model_name_or_path": "builtin"}, r"layer of builtin is \[384, 1024\]: it is for another model"),
         ({"r": 0}, "damaged or half-written"),
         ({"lora_alpha": "much"}, "damaged or half-written"),
         ({"peft_type": ["LORA"]}, "an adapter of the type"),
@@ -197,9 +197,9 @@ def _flat(tensors: dict[str, torch.Tensor]) -> None:
     [
         (_lose("lora_B.weight"), "down_proj.lora_B.weight: the adapter is incomplete"),
         (_lose("lora_A.weight"), "down_proj.lora_A.weight: the adapter is incomplete"),
-        (_more_layers, "updates model.layers.9.mlp.up_proj, which .* does not have: it is of another model"),
-        (_norm, "holds base_model.model.model.norm.weight, which is no part of a plain LORA"),
-        (_flat, "it is of another model"),
+        (_more_layers, "updates model.layers.9.mlp.up_proj, which .* does not have: it is for another model"),
+        (_norm, "holds base_model.model.model.norm.weight, which is not part of a plain LORA"),
+        (_flat, "it is for another model"),
         (lambda tensors: tensors.clear(), "holds no tensors"),
     ],
 )

@@ -58,9 +58,9 @@ def as_fp8(tensors: dict[str, torch.Tensor]) -> None:
     tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e4m3fn)
 
 
-OUTSIDE = "the draft vocabulary names tokens outside the target's 96"
+OUTSIDE = "the draft vocabulary names tokens outside the target's vocabulary of 96"
 EIGHT_BITS: list[tuple[Damage, str]] = [
-    (edited(as_int8), "fc.weight in .* is stored as int8, and only full weights are read"),
+    (edited(as_int8), "fc.weight in .* is stored as int8, and only unquantised weights are supported"),
     (edited(as_fp8), "fc.weight in .* is stored as float8_e4m3fn"),
 ]
 
@@ -89,9 +89,9 @@ def test_imported(damage: Damage, words: str, format: str, target: Path, tmp_pat
     [
         (edited(lambda tensors: tensors["d2t"].__setitem__(29, 5000)), OUTSIDE),
         (edited(lambda tensors: tensors["d2t"].__setitem__(0, -50)), OUTSIDE),
-        (described(hidden_size="many"), r"drafter.json describes no such drafter, copy it again"),
-        (described(unheard_of=1), r"drafter.json describes no such drafter, copy it again: .*unheard_of"),
-        (described(draft_vocab=-3), "drafter.json describes no such drafter"),
+        (described(hidden_size="many"), r"drafter.json does not describe a valid drafter, copy it again"),
+        (described(unheard_of=1), r"drafter.json does not describe a valid drafter, copy it again: .*unheard_of"),
+        (described(draft_vocab=-3), "drafter.json does not describe a valid drafter"),
         (cut, "damaged or half-written: copy the folder again"),
         *EIGHT_BITS,
     ],
@@ -119,5 +119,5 @@ def test_measurements_that_are_none(method: str, measured: Any, target: Path, tm
 def test_descriptions_of_other_methods(method: str, target: Path, tmp_path: Path) -> None:
     head = save_net(method, tmp_path / "head", target)
     described(hidden_size="many")(head)
-    with pytest.raises(ValueError, match=r"drafter.json describes no such drafter, copy it again"):
+    with pytest.raises(ValueError, match=r"drafter.json does not describe a valid drafter, copy it again"):
         ft.load(target, f"{method}:{head}", dtype="float32")

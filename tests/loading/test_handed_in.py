@@ -111,8 +111,8 @@ def test_some_weights_on_the_disk(expected: list[int], tmp_path: Path) -> None:
     [
         ({"dtype": "nonsense"}, "unknown dtype 'nonsense'"),
         ({"device": "nonsense"}, "device 'nonsense' cannot be used here"),
-        ({"dtype": "bfloat16"}, r"stays as it is, in float32: call model.to\(torch.bfloat16\) first$"),
-        ({"device": "meta"}, r"stays where it is, on cpu: call model.to\('meta'\) first$"),
+        ({"dtype": "bfloat16"}, r"keeps its dtype, float32: call model.to\(torch.bfloat16\) first$"),
+        ({"device": "meta"}, r"keeps its device, cpu: call model.to\('meta'\) first$"),
     ],
 )
 def test_a_dtype_or_device_that_a_model_does_not_have(options: dict[str, Any], message: str) -> None:
@@ -154,13 +154,13 @@ def test_a_tokenizer_that_is_none(tokenizer: Any, words: str) -> None:
 
 
 def test_a_backend_for_a_model_names_its_class() -> None:
-    with pytest.raises(ValueError, match=r"and a LlamaForCausalLM is none: leave backend out$"):
+    with pytest.raises(ValueError, match=r"and a LlamaForCausalLM is not one: leave backend out$"):
         ft.load(new_model("llama"), backend="llama.cpp")
 
 
 @pytest.mark.parametrize("take", [pickle.dumps, copy.deepcopy, copy.copy])
 def test_what_is_loaded_stays_in_its_process(take: Any) -> None:
-    with pytest.raises(TypeError, match="an Llm is neither copied nor pickled: load it in each process"):
+    with pytest.raises(TypeError, match="an Llm cannot be copied or pickled: load it in each process"):
         take(ft.load(new_model("llama"), None))
 
 
@@ -204,7 +204,7 @@ def test_weights_that_are_spread_over_processes(mesh: Any) -> None:
     split.lm_head.weight = weight  # as in tensor parallel models: some weights only
     for model in (network, split):
         with pytest.raises(
-            LoadError, match=r"keeps a part of every weight .*\(DTensor\): save it, and load its path"
+            LoadError, match=r"is sharded over several processes \(DTensor\): save it, and load its path"
         ) as e:
             ft.load(model, None)
         assert "\n" not in str(e.value)
@@ -234,7 +234,7 @@ class Adapted(nn.Module):
 def test_prompt_tuning_is_refused_and_other_adapters_run(expected: list[int]) -> None:
     for kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
         network = Adapted(new_model("llama"), is_prompt_learning=True, peft_type=kind)
-        with pytest.raises(LoadError, match=rf"Adapted puts learnt rows before every text \({kind}\)"):
+        with pytest.raises(LoadError, match=rf"Adapted prepends learned rows to every sequence \({kind}\)"):
             ft.load(network, None)
     assert written(Adapted(new_model("llama"), is_prompt_learning=False, peft_type="LORA")) == expected
 
@@ -242,7 +242,7 @@ def test_prompt_tuning_is_refused_and_other_adapters_run(expected: list[int]) ->
 def test_learnt_rows_within_the_attention_run_with_the_model_that_has_them() -> None:
     network = Adapted(new_model("llama"), is_prompt_learning=False, peft_type="ADAPTION_PROMPT")
     with pytest.raises(
-        LoadError, match=r"Adapted wraps a model whose attention has learnt rows .*its get_base_model\(\)"
+        LoadError, match=r"Adapted wraps a model whose attention has learned rows .*its get_base_model\(\)"
     ):
         ft.load(network, None)
     del network.active_adapter
@@ -277,11 +277,11 @@ class Words:
         ("", "the name of the model is empty"),
         (LlamaConfig(), "a LlamaConfig has no weights: give the model"),
         (Words(), "a Words is a tokenizer: give it as tokenizer="),
-        (Pipeline(), r"a Pipeline is no model, but it has one: give its \.model"),
-        ({"weight": torch.zeros(1)}, "a dict of weights or settings is no model"),
+        (Pipeline(), r"a Pipeline is not a model, but has one: give its \.model"),
+        ({"weight": torch.zeros(1)}, "a dict of weights or settings is not a model"),
         (LlamaForCausalLM, r"LlamaForCausalLM is a class: give LlamaForCausalLM\.from_pretrained"),
-        (3, "an int is no model: give the path"),
-        (nn.Linear(2, 2), "a Linear is no Transformers model"),
+        (3, "an int is not a model: give the path"),
+        (nn.Linear(2, 2), "a Linear is not a Transformers model"),
     ],
 )
 def test_what_is_no_model(model: Any, words: str) -> None:
@@ -294,7 +294,7 @@ def test_models_of_other_tasks() -> None:
     shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config = LlamaConfig(**shape, num_attention_heads=2)
     for network in (LlamaForSequenceClassification(config), LlamaForCausalLM(config).model):
-        with pytest.raises(CapabilityError, match=f"^{type(network).__name__} gives no logits of every token"):
+        with pytest.raises(CapabilityError, match=f"^{type(network).__name__} does not return logits for every token"):
             ft.load(network, None)
     with pytest.raises(LoadError, match="T5Model has no vocabulary projection: give the model for conditional"):
         ft.load(T5Model(T5Config(vocab_size=64, d_model=16, num_layers=1, d_ff=16)), None)

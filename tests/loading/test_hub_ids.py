@@ -50,7 +50,7 @@ def test_what_is_neither_here_nor_cached_is_one_line_that_says_what_to_do() -> N
             load("org/nothing")
         text = str(error.value)
         assert "\n" not in text
-        for words in ("org/nothing", "no folder", "cache", "does not answer", "hf download org/nothing"):
+        for words in ("org/nothing", "neither a folder here", "cache", "does not answer", "hf download org/nothing"):
             assert words in text
 
 

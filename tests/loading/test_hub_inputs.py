@@ -43,7 +43,7 @@ def ours(model: Any, ids: torch.Tensor = ONE, **options: Any) -> Any:
 
 def test_a_cache_of_the_caller_is_refused(model: Any) -> None:
     for name in ("cache", "past_key_values"):
-        with pytest.raises(ValueError, match=r"cache= \(it keeps a cache of its own: pass all token ids"):
+        with pytest.raises(ValueError, match=r"cache= \(it keeps its own cache: pass all token ids"):
             ours(model, **{name: DynamicCache()})
     cache = DynamicCache()
     model(ONE[:, :3], cache=cache, use_cache=True)
@@ -184,7 +184,7 @@ def test_a_prepare_inputs_of_the_callers_is_refused() -> None:
     model.prepare_inputs_for_generation = MethodType(  # type: ignore[method-assign]
         lambda self, ids, **kwargs: honest(self, ids.flip(1), **kwargs), model
     )
-    with pytest.raises(ValueError, match="a prepare_inputs_for_generation that was written on the model"):
+    with pytest.raises(ValueError, match="a prepare_inputs_for_generation that was set on the model"):
         ours(model)
 
 

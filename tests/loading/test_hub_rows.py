@@ -55,9 +55,9 @@ class Done(StoppingCriteria):
 @pytest.mark.parametrize(
     ("processor", "words"),
     [
-        (Bias(), "Bias returned 3 rows for one: it is asked row by row; use a batch of one"),
-        (Nothing(), r"Nothing returned NoneType for scores of shape \[1, 24\]: it is asked row by row"),
-        (Narrow(), r"Narrow returned scores of shape \[1, 5\] for \[1, 24\]: it is asked row by row"),
+        (Bias(), "Bias returned 3 rows for one: it is called one row at a time; use a batch of one"),
+        (Nothing(), r"Nothing returned NoneType for scores of shape \[1, 24\]: it is called one row at a time"),
+        (Narrow(), r"Narrow returned scores of shape \[1, 5\] for \[1, 24\]: it is called one row at a time"),
     ],
     ids=["rows", "nothing", "narrow"],
 )
@@ -70,7 +70,9 @@ def test_scores_of_another_shape_are_refused_by_the_processors_name(
 
 
 def test_a_criterion_that_answers_for_several_rows_is_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match="Done returned 3 rows for one: it is asked row by row; use a batch of one"):
+    with pytest.raises(
+        ValueError, match="Done returned 3 rows for one: it is called one row at a time; use a batch of one"
+    ):
         ours(model, stopping_criteria=[Done()])
 
 
@@ -98,7 +100,7 @@ def test_a_callers_processor_of_a_batch_is_told_that_rows_come_one_by_one(
         for _ in range(2):
             ours(model, logits_processor=[Banned()])
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "Banned is asked row by row, with ids [1, n] of one text: use a batch of one" in line
+    assert "Banned is called one row at a time, with ids [1, n]: use a batch of one" in line
 
 
 def test_prefix_constraints_get_the_prompts_index_for_every_sample(model: Any) -> None:

@@ -175,16 +175,16 @@ def test_an_entry_point_is_a_drafter_by_its_name(
     [
         (PERIOD, "Perod", r"mine\.py has no class Perod: it has Period"),
         ("x = 3\n", "Period", r"mine\.py has no class Period: it has no drafter"),
-        (PERIOD, "", "names no class: a drafter from outside is file.py:Class"),
-        ("x = 3\n", "x", r"mine\.py:x is int, no drafter: derive a class from foretoken\.Drafter"),
-        ("\nclass Period:\n    pass\n", "Period", r"Period \(mine\.py, line 2\) is a class, but no drafter: derive"),
+        (PERIOD, "", "has no class name: give a drafter from outside as file.py:Class"),
+        ("x = 3\n", "x", r"mine\.py:x is int, not a drafter: derive a class from foretoken\.Drafter"),
+        ("\nclass Period:\n    pass\n", "Period", r"Period \(mine\.py, line 2\) is a class, but not a drafter: derive"),
         (HEAD + "class P(Drafter):\n    name = 'p'\n", "P", r"P \(mine\.py, line 6\) has no method propose"),
         (PERIOD.replace('name = "period"', ""), "Period", r'Period \(mine\.py, line 6\) has no name: write name = "'),
         ("def f(:\n", "P", r"mine\.py, line 1: SyntaxError: "),
         ("\nimport nothing_of_this_name\n", "P", r"mine\.py, line 2: ModuleNotFoundError: No module named"),
         ("\n\n1 / 0\n", "P", r"mine\.py, line 3: ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)\n", "P", r"mine\.py, line 1: SystemExit: 3"),
-        (PERIOD.replace("= 2, k", ", k").replace("k: int = 4", "k: int"), "Period", r"Period .*cannot be made: "),
+        (PERIOD.replace("= 2, k", ", k").replace("k: int = 4", "k: int"), "Period", r"Period .*cannot be built: "),
         (PERIOD.replace("period, k\n", "period, k\n        1 / 0\n"), "Period", r"__init__ \(mine\.py, line 13\)"),
         (PERIOD + "        return 3\n\n    traits = 3\n", "Period", r"Period .*has traits of type int"),
         (PERIOD.replace("period, k\n", "period, 0\n"), "Period", r"Period .*has max_depth = 0: it must be"),
@@ -256,22 +256,22 @@ BROKEN = [
     (
         "return TokenTree((context.root, 1, 2), (-1, 0, 0), Kind.IID, torch.full((1, 4), 0.25), (-1, 0, 0))",
         "",
-        r"do not say: write traits = Traits\(kind=Kind\.IID, draws_trees=True\)",
+        r"do not declare: write traits = Traits\(kind=Kind\.IID, draws_trees=True\)",
     ),
-    ("return TokenTree((context.root, 1, 2), (-1, 0, 0))", IID, r"say: write traits = Traits\(draws_trees=True\)"),
-    ("return TokenTree.chain(context.root, [1], torch.full((1, 4), 0.5))", IID, "gave q with rows that are no"),
-    ("return TokenTree.chain(context.root, [1], torch.full((1, 4), torch.nan))", IID, "gave q with rows that are no"),
+    ("return TokenTree((context.root, 1, 2), (-1, 0, 0))", IID, r"declare: write traits = Traits\(draws_trees=True\)"),
+    ("return TokenTree.chain(context.root, [1], torch.full((1, 4), 0.5))", IID, "gave q with rows that are not"),
+    ("return TokenTree.chain(context.root, [1], torch.full((1, 4), torch.nan))", IID, "gave q with rows that are not"),
     (
         "return TokenTree.chain(context.root, [1], torch.tensor([[torch.nan, 0.5, 0.5, 0.0]]))",
         IID,
-        "gave q with rows that are no",
+        "gave q with rows that are not",
     ),
     (
         "return TokenTree.chain(context.root, [1, 1], torch.tensor([[0.0, 1.0, 0.0, 0.0], [torch.nan] * 4]))",
         IID,
-        "gave q with rows that are no",
+        "gave q with rows that are not",
     ),
-    *((change, "", rf"Bad\.propose {LINE} raised TypeError: context\.tokens is the text itself") for change in CHANGES),
+    *((change, "", rf"Bad\.propose {LINE} raised TypeError: context\.tokens is read-only") for change in CHANGES),
     ("return TokenTree.chain(context.root, [1.5])", "", rf"Bad\.propose {LINE} proposed a token of type float"),
     ("return TokenTree.chain(context.root, [[1, 2]])", "", "proposed a token of type list: it must be an int"),
     ("return TokenTree.chain(context.root, torch.tensor([1, 2]))", "", "proposed a token of type Tensor: it must be"),
@@ -302,7 +302,7 @@ BROKEN = [
     (
         "return TokenTree.chain(context.root, [1], torch.tensor([[0.5, 0.0, 0.5, 0.0]]))",
         IID,
-        "proposed a token without probability in q: it was not drawn from q",
+        "proposed a token with probability 0 in q: it was not drawn from q",
     ),
 ]  # fmt: skip
 
@@ -375,7 +375,7 @@ def test_no_q_with_nan_is_believed(tmp_path: Path, planted: str, shape: str, bat
     requests = [Request([first, 1, 2], SamplingParams(temperature=1.0), 12) for first in range(4)]
     runs = served(drafter, requests)
     assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
-    assert isinstance(runs[BAD].error, DrafterError) and "rows that are no distributions" in str(runs[BAD].error)
+    assert isinstance(runs[BAD].error, DrafterError) and "rows that are not distributions" in str(runs[BAD].error)
 
 
 def test_what_guesses_for_a_draft_model_is_checked_as_well(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_what_guesses_for_a_draft_model_is_checked_as_well(tmp_path: Path) -> No
     requests = [Request([first, 1, 2], SamplingParams(temperature=1.0), 20) for first in range(4)]
     runs = served(CascadeDrafter(draft, inner, inner_rule, k=4), requests)
     assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
-    assert re.search(rf"Bad\.propose {LINE} gave q with rows that are no", str(runs[BAD].error))
+    assert re.search(rf"Bad\.propose {LINE} gave q with rows that are not", str(runs[BAD].error))
 
 
 def test_no_drafter_is_to_blame_for_the_committed_root(tmp_path: Path) -> None:
@@ -528,8 +528,8 @@ def test_whatever_a_hook_raises_is_said_by_class_and_line(tmp_path: Path, hook: 
     [
         ("free_for", "Traits(free_for="),
         ("observes", "Traits(learns="),
-        ("minimum_budget", "let the property foresight"),
-        ("predicted_from", "let the property foresight"),
+        ("minimum_budget", "from the property foresight"),
+        ("predicted_from", "from the property foresight"),
     ],
 )
 def test_a_method_that_nobody_asks_any_more_is_refused(tmp_path: Path, old: str, now: str) -> None:
@@ -565,7 +565,7 @@ class Says(Own):
 """
     target, _ = tables()
     file = written(tmp_path, body)
-    with pytest.raises(DrafterError, match=r"Own .* draws in a way of its own \(_candidates\): write draws_together"):
+    with pytest.raises(DrafterError, match=r"Own .* overrides _candidates: write draws_together"):
         build_drafter(f"{file}:Own", target)
     assert build_drafter(f"{file}:Says", target) is not None
 
@@ -602,7 +602,7 @@ def test_a_file_that_is_not_there_is_said_before_anything_is_loaded(
     more = {"batch": [str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")], "generate": [PROMPT], "show": [PROMPT]}
     assert main([command, *more.get(command, []), "--drafter", "nowhere.py:Period"]) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line == "error: there is no file nowhere.py with a drafter: a drafter from outside is file.py:Class"
+    assert line == "error: there is no file nowhere.py: give a drafter from outside as file.py:Class"
 
 
 def test_a_bad_drafter_is_one_line_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,8 +98,8 @@ WRONG = {
     ),
     "negative node": (Verdict((-1,), 1, False), "gave a path with node -1: draft nodes go from 1 to 3"),
     "the root": (Verdict((0, 1), 1, False), "gave a path with node 0: draft nodes go from 1 to 3, and the root is not"),
-    "no path": (Verdict((2,), 1, False), r"gave the path \(2,\): node 2 is no child of node 0"),
-    "backwards": (Verdict((1, 2, 1), 1, False), r"gave the path \(1, 2, 1\): node 1 is no child of node 2"),
+    "no path": (Verdict((2,), 1, False), r"gave the path \(2,\): node 2 is not a child of node 0"),
+    "backwards": (Verdict((1, 2, 1), 1, False), r"gave the path \(1, 2, 1\): node 1 is not a child of node 2"),
     "float node": (Verdict((1.0,), 1, False), "gave a path with a node of type float: it must be an int"),  # type: ignore[arg-type]
     "no sequence": (Verdict(torch.tensor([1]), 1, False), "gave a path of type Tensor"),  # type: ignore[arg-type]
 }
@@ -169,7 +169,7 @@ def test_rules_of_ours_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> Non
     ("verifier", "words"),
     [
         (Rule, rf"Rule {LINE} is a class: give an object, Rule\(\.\.\.\)"),
-        (3, "an int is no verifier: give a name, or an object of a verifier's class"),
+        (3, "an int is not a verifier: give a name, or an object of a verifier class"),
         (type("Nameless", (Rule,), {"name": None})(), "Nameless .* has no name: write name = "),
         (type("Kindless", (Rule,), {"kinds": Kind.IID})(), "Kindless .* has kinds = .*: write a set"),
         (type("Kindless", (Rule,), {"kinds": frozenset()})(), "Kindless .* has kinds = .*: write a set"),
@@ -233,7 +233,7 @@ BUDGETS = {
     "nodes": (Budget(2, None), "returned a Budget with max_nodes = None: it must be a whole number"),  # type: ignore[arg-type]
     "truth": (Budget(True, 2), "returned a Budget with max_depth = True: it must be a whole number"),
     "member": (Budget(2, 2, member="ngram"), "returned a Budget with member = 'ngram'"),  # type: ignore[arg-type]
-    "confidence": (Budget(2, 2, min_confidence="0.4"), "with min_confidence = '0.4': it is no number"),  # type: ignore[arg-type]
+    "confidence": (Budget(2, 2, min_confidence="0.4"), "with min_confidence = '0.4': it must be a number"),  # type: ignore[arg-type]
     "stop": (Budget(2, 2, stop=0.4), r"returned a Budget with stop = 0\.4, which cannot be called"),  # type: ignore[arg-type]
     "otherwise": (Budget(2, 2, otherwise=3), "returned int, not a Budget"),  # type: ignore[arg-type]
 }
@@ -270,7 +270,7 @@ def test_whatever_a_controller_raises_is_said_by_class_and_line(hook: str) -> No
     ("controller", "words"),
     [
         (Two, rf"Two {LINE} is a class: give an object, Two\(\.\.\.\)"),
-        (3, "an int is no controller: give a name, or an object of a controller's class"),
+        (3, "an int is not a controller: give a name, or an object of a controller class"),
         (type("Nameless", (Two,), {"name": None})(), "Nameless .* has no name: write name = "),
     ],
 )

@@ -175,7 +175,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path)
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (path, {"quantize": "int3"}, "quantize must be one of int8, int4, int8-a8, int4-a8, not 'int3'"),
-        (new_model("llama"), {"quantize": "int8"}, "a model that is handed in is not ours: give its path"),
+        (new_model("llama"), {"quantize": "int8"}, "a model passed as an object is not changed: give its path"),
         (saved(tmp_path, "gpt2"), {"quantize": "int8"}, r"GPT2LMHeadModel has no nn\.Linear that quantize=int8 fits"),
         (saved(tmp_path / "odd", hidden_size=40, intermediate_size=72), {"quantize": "int4"}, "use int8"),
     ]

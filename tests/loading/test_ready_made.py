@@ -89,7 +89,7 @@ def test_what_needs_the_full_weights_is_refused(tmp_path: Path) -> None:
         ),
         (
             lambda: merge_adapter(network, tmp_path, read_adapter(tmp_path)),
-            "whose weights are quantised: take the full",
+            "whose weights are quantised: use the full",
         ),
     ]
     for run, words in cases:

@@ -276,7 +276,7 @@ def test_requests_that_run_while_the_model_changes_end_with_an_error() -> None:
     next(stream)
     new_state(model)
     assert answer(llm) == truth(model)
-    with pytest.raises(ValueError, match=r"the model was changed .* while this request ran: ask again"):
+    with pytest.raises(ValueError, match=r"the model was changed .* while this request ran: submit it again"):
         list(stream)
     stream = llm.stream(PROMPT, **SHORT)
     next(stream)

@@ -264,7 +264,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
         (old_states, "differ"),
         (swapped, "differ"),
         (read_padding, "differ"),
-        (unknown, "cannot be put side by side"),
+        (unknown, "cannot be batched"),
     ],
 )
 def test_what_goes_wrong_is_found_at_load(
@@ -281,8 +281,8 @@ def test_what_goes_wrong_is_found_at_load(
 
 def test_texts_run_alone_where_they_must_not_depend_on_others(qwen: Any) -> None:
     model: Any = wrap(qwen, exact="bitwise")
-    assert isinstance(model, StatefulModel) and "alone" in model.joined_off
-    assert [refused.path for refused in model.refused] == ["bitwise"], "that it was not tried is all that is said"
+    assert isinstance(model, StatefulModel) and "one by one" in model.joined_off
+    assert [refused.path for refused in model.refused] == ["bitwise"], "that it was not tested is all that is said"
     assert wrap(qwen).joined_off == ""  # type: ignore[attr-defined]
     assert model.vocab_size == VOCAB
     assert torch.float64 == model.dtype

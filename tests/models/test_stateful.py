@@ -277,7 +277,7 @@ def test_planted_faults_of_capture_are_caught(fault: str, monkeypatch: pytest.Mo
         mixin = place.LinearAttentionCacheLayerMixin
         uncropped = mixin.crop
         monkeypatch.setattr(mixin, "crop", lambda layer, count: uncropped(layer, 0))
-    with pytest.raises(CapabilityError, match="differ from a fresh reading"):
+    with pytest.raises(CapabilityError, match="differ from a fresh prefill"):
         StatefulModel(hybrid("qwen3_5_text"), replay="capture")
 
 
@@ -298,7 +298,7 @@ def test_capability_is_found_by_trial(name: str, dtype: torch.dtype) -> None:
     assert not model.capabilities.keep_path
     if not able and name != "lfm2":
         assert isinstance(model, SequentialModel)
-        assert "differ from a fresh reading" in model.capabilities.missing["rollback"]
+        assert "differ from a fresh prefill" in model.capabilities.missing["rollback"]
 
 
 def no_restore(self: StateCache) -> None:
@@ -355,6 +355,6 @@ def test_planted_faults_are_caught(fault: str, dtype: torch.dtype, monkeypatch: 
     (rows,) = model.forward([Feed(sequence, [9, 10])])
     expected = plain_logits(model.model, [*sequence.tokens, 9, 10])[-2:]
     assert float((rows.logits - expected).abs().max()) > 0.05  # a test of states would see it
-    with pytest.raises(CapabilityError, match=r"differ from a fresh reading|RuntimeError"):
+    with pytest.raises(CapabilityError, match=r"differ from a fresh prefill|RuntimeError"):
         StatefulModel(again)
     assert not wrap(again).capabilities.rollback

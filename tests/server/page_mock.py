@@ -23,7 +23,7 @@ RECORDED: list[dict[str, Any]] = json.loads(Path(__file__).with_name("page_recor
 POLICY = "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' data:"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 REFUSALS = {
-    "REFUSE": (400, "max_new_tokens=9000 goes past the model's context"),
+    "REFUSE": (400, "max_new_tokens=9000 exceeds the model's context"),
     "QUOTA": (429, "the key's tokens of this minute are used up"),
     "BUSY": (503, "the server is busy: all 256 places are taken;\ntry again"),
 }

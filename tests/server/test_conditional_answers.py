@@ -95,7 +95,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
      "response_format", "not finite"),
     ({"structured_outputs": CHOICE, "max_tokens": 1}, "max_tokens", "the longest string of the language"),
     ({"structured_outputs": CHOICE, "stop": ["k g"]}, "stop", "would end the string 'dark green'"),
-    ({"structured_outputs": CHOICE, "ignore_eos": True}, "ignore_eos", "the end of the text"),
+    ({"structured_outputs": CHOICE, "ignore_eos": True}, "ignore_eos", "ends with end-of-text"),
     ({"structured_outputs": CHOICE, "top_p": 0.9}, "top_p", "give 1.0"),
     ({"structured_outputs": CHOICE, "top_k": 3}, "top_k", "give 0"),
     ({"structured_outputs": CHOICE, "min_p": 0.2}, "min_p", "give 0.0"),

@@ -207,7 +207,7 @@ def test_depth_with_escapes(body: bytes, deep: bool) -> None:
 
 
 def test_bytes_that_are_no_text() -> None:
-    with pytest.raises(ApiError, match="no valid JSON"):
+    with pytest.raises(ApiError, match="not valid JSON"):
         checked(b"\xff\xfe\x00")
 
 

@@ -232,7 +232,7 @@ def test_what_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
     """R14."""
     assert "/nowhere/at/all is not a folder with a model" in refused("/nowhere/at/all")
     assert "can be reached by others" in refused("builtin", "--host", "0.0.0.0")
-    assert "no size" in refused("builtin", "--kv-memory", "many")
+    assert "not a size" in refused("builtin", "--kv-memory", "many")
     config = tmp_path / "serve.yaml"
     config.write_text("max_runing: 3\n")
     assert "max_runing" in refused("builtin", "--config", str(config))

@@ -219,7 +219,7 @@ def test_a_route_that_is_not_served_is_named(server: Running, path: str) -> None
 @pytest.mark.parametrize(
     ("body", "headers", "words"),
     [
-        ('{"prompt": "é"}'.encode("latin-1"), {}, "byte 12 is no text in UTF-8: send it in UTF-8"),
+        ('{"prompt": "é"}'.encode("latin-1"), {}, "byte 12 is not UTF-8 text: send it in UTF-8"),
         (GZIPPED, {}, "it is compressed (gzip)"),
         (GZIPPED, {"Content-Encoding": "gzip"}, "it is compressed (gzip)"),
         (b"\x0b\x02", {"Content-Encoding": "br"}, "it is compressed (br)"),
@@ -234,7 +234,7 @@ def test_a_body_that_cannot_be_read(
 ) -> None:
     answer = server.client.post(path, content=body, headers={"Content-Type": "application/json", **headers})
     error = error_of(answer, 400)
-    assert error["code"] == "json_invalid" and error["message"].startswith("the body is no valid JSON")
+    assert error["code"] == "json_invalid" and error["message"].startswith("the body is not valid JSON")
     assert words in error["message"]
 
 

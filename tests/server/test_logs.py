@@ -35,7 +35,7 @@ def test_lines_that_nobody_reads_stop_nobody_and_are_counted() -> None:
     with os.fdopen(read_end) as lines:
         for line in lines:
             message = json.loads(line)["message"]
-            if "were lost" in message:
+            if "were dropped" in message:
                 lost += int(message.split()[0])
             else:
                 num_written += 1

@@ -199,7 +199,7 @@ def test_wilson_by_hand(tab: Page) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("REFUSE", "400: max_new_tokens=9000 goes past the model's context"),
+        ("REFUSE", "400: max_new_tokens=9000 exceeds the model's context"),
         ("BREAK", "the stream broke off before its end"),
         ("FAIL", "out of memory: try again"),
         ("QUOTA", "429: the key's tokens of this minute are used up (try again in 7 s)"),

@@ -233,7 +233,7 @@ def test_the_drawer_shows_the_last_answer_or_the_chosen_one(chat: Page, server: 
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        ("REFUSE", "400: max_new_tokens=9000 goes past the model's context"),
+        ("REFUSE", "400: max_new_tokens=9000 exceeds the model's context"),
         ("QUOTA", "429: the key's tokens of this minute are used up (try again in 7 s)"),
         ("BUSY", "503: the server is busy: all 256 places are taken; try again (try again in 7 s)"),
         ("BREAK", "the stream broke off before its end"),

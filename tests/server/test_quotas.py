@@ -115,12 +115,12 @@ def test_entries_of_keys() -> None:
         (["a name=x", "b name=x"], "two API keys have the name 'x'"),
         (["secret speed=3"], "API key 1 has an unknown option"),
         (["secret running"], "API key 1 has an unknown option"),
-        (["secret running=0"], "running must be a whole number from 1 on"),
-        (["secret queued=-1 running=1"], "queued must be a whole number from 0 on"),
-        (["secret queued=3"], "say how many may run"),
+        (["secret running=0"], "running must be a whole number of at least 1"),
+        (["secret queued=-1 running=1"], "queued must be a whole number of at least 0"),
+        (["secret queued=3"], "give running too"),
         (["secret priority=maybe"], "priority must be true or false"),
         (["secret name="], "name must be 1 to 64"),
-        (["running=3"], "write options behind their key"),
+        (["running=3"], "write options after their key"),
     ],
 )
 def test_wrong_entries_are_refused_without_the_key(entries: list[str], words: str) -> None:
@@ -233,7 +233,7 @@ def test_what_waits_of_a_key_does_not_hold_up_others() -> None:
             thread.start()
         wait_until(lambda: len(answers) == 2)
         for _, answer in answers:
-            assert "2 choices open, of 2" in error(answer, 429, "key_queue_full")["message"]
+            assert "2 of at most 2 choices open" in error(answer, 429, "key_queue_full")["message"]
         threads.append(threading.Thread(target=ask, args=("other",)))
         threads[-1].start()
         wait_until(lambda: running.serving.num_open == 3)
@@ -273,7 +273,7 @@ def test_a_key_cannot_hold_all_places() -> None:
             body = {"model": "builtin", "prompt": "x", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
             answer = httpx.post(f"{running.url}/v1/completions", json=body, headers=bearer(key), timeout=60)
             if answer.status_code == 503:
-                assert "1 of 3 places are for keys that have none" in error(answer, 503, "queue_full")["message"]
+                assert "1 are for keys without open choices" in error(answer, 503, "queue_full")["message"]
             answers.append((key, answer.status_code))
 
         threads = [threading.Thread(target=ask, args=("greedy",)) for _ in range(4)]

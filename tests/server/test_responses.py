@@ -214,4 +214,4 @@ def test_an_error_in_a_stream_is_its_last_event() -> None:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0)
         events = list(client.responses.create(model="builtin", input="Hi", temperature=1.5, stream=True))
     assert events[-1].type == "response.failed"
-    assert events[-1].response.status == "failed" and "longer than it may" in events[-1].response.error.message
+    assert events[-1].response.status == "failed" and "exceeded its time limit" in events[-1].response.error.message

@@ -126,7 +126,9 @@ def test_conversations_are_sent_to_distill(target: Path, tmp_path: Path) -> None
     tokenizer = AutoTokenizer.from_pretrained(target, chat_template=template)
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}))
-    with pytest.raises(ValueError, match=r"text=teacher goes on with texts, .* learned by train distill --text fixed"):
+    with pytest.raises(
+        ValueError, match=r"text=teacher continues texts, .* learn those with train distill --text fixed"
+    ):
         Workshop(load_model(target), tokenizer, [tmp_path / "chats.jsonl"], tmp_path / "corpus", RUN)
 
 

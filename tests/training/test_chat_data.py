@@ -284,8 +284,14 @@ def command(target: Path, data: Path, out: Path, *more: str, method: str = "medu
 
 BAD = {
     "no answer": ({"messages": CHAT[:1]}, "no answer of the assistant to learn from: add one, or let the target"),
-    "unknown role": ({"messages": [{"role": "robot", "content": "x"}]}, "message 1 has the role 'robot': known are"),
-    "unknown speaker": ({"conversations": [{"from": "robot", "value": "x"}]}, "message 1 is from 'robot': known are"),
+    "unknown role": (
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "message 1 has the role 'robot', which is unknown: use one of",
+    ),
+    "unknown speaker": (
+        {"conversations": [{"from": "robot", "value": "x"}]},
+        "message 1 is from 'robot', which is unknown: use one of",
+    ),
     "no content": ({"messages": [{"role": "user"}]}, "message 1 needs a 'content'"),
     "no messages": ({"messages": []}, "the conversation is empty"),
     "both": ({"messages": CHAT, "conversations": []}, "messages or conversations, not both"),
@@ -363,7 +369,7 @@ def test_a_run_is_not_gone_on_with_for_another_model_of_the_same_shape(target: P
     chat_tokenizer().save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="trained with other settings"):
         trainer(tmp_path / "other", data, tmp_path / "out").run()
-    with pytest.raises(ValueError, match="another target: the shapes agree, but the weights are others"):
+    with pytest.raises(ValueError, match="another target: the shapes agree, but the weights differ"):
         load(str(tmp_path / "other"), drafter=f"medusa:{tmp_path / 'out'}")
 
 

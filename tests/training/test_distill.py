@@ -281,7 +281,7 @@ def test_rows_without_weight_are_left_out() -> None:
     source = TeacherText(rows, kept, batch=2, seed=0)
     for step in range(3):
         assert sorted(source(step).tokens[:, 0].tolist()) == [3, 9]
-    with pytest.raises(ValueError, match="no written text is left"):
+    with pytest.raises(ValueError, match="no generated text is left"):
         TeacherText(rows, torch.zeros(4, 2), batch=2, seed=0)
 
 

@@ -57,12 +57,12 @@ def test_a_hybrid_starts_as_the_llama_that_it_was_made_of(llama: Path) -> None:
 
 
 def test_what_a_hybrid_cannot_start_from(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="layers=3 is odd"):
+    with pytest.raises(ValueError, match="layers=3 must be even"):
         build_hybrid(LmConfig(**SHAPE, layers=3), 0)
     tokens = torch.arange(8).numpy()
     with pytest.raises(ValueError, match="must have 2 layers"):
         start_from_llama(build_hybrid(LmConfig(**SHAPE, layers=4), 0), llama, tokens)
-    with pytest.raises(ValueError, match="no Llama with hidden_size=16"):
+    with pytest.raises(ValueError, match="not a Llama with hidden_size=16"):
         start_from_llama(build_hybrid(LmConfig(**{**SHAPE, "hidden": 16}, layers=2), 0), llama, tokens)
 
 

@@ -53,7 +53,7 @@ def test_a_call_that_the_template_does_not_write_is_refused(key: str, tmp_path: 
     message: dict[str, Any] = {"role": "assistant", "content": "", key: [{"name": "f"}]}
     messages = [CHAT[0], message, {"role": "tool", "content": "7"}, CHAT[1]]
     data = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": messages}])
-    words = "a.jsonl, line 2: message 2 calls a tool, which the chat template does not write: leave the row out"
+    words = "a.jsonl, line 2: message 2 calls a tool, which the chat template does not render: leave the row out"
     with pytest.raises(ValueError, match=words):
         build_corpus([data], chat_tokenizer(), tmp_path / "corpus")
     tokenizer = chat_tokenizer()
@@ -109,7 +109,7 @@ def test_questions_keep_what_stands_beside_them(tmp_path: Path, caplog: pytest.L
     first, second = (dialogue.script for dialogue in read_questions([tmp_path]))
     assert not caplog.messages
     (tmp_path / "b.txt").write_text("Words.")
-    assert len(read_questions([tmp_path])) == 2 and "ask no questions and are passed over: 1" in caplog.text
+    assert len(read_questions([tmp_path])) == 2 and "contain no questions and are skipped: 1" in caplog.text
     assert first == [{"role": "user", "content": "a\n\nb"}, None]
     assert second == [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, None]
 

@@ -300,7 +300,7 @@ def test_data_without_text_is_found_before_the_model_is_loaded(
     for data, words in (
         ([empty], f"{empty} is empty"),
         ([empty, bad], f"{bad} is not UTF-8 text: line 1 has the byte 0xe9"),
-        ([folder], f"no text found below {folder}: give .py, .txt, .md or .jsonl"),
+        ([folder], f"no text found in {folder}: give .py, .txt, .md or .jsonl"),
     ):
         assert main([*base, *(part for file in data for part in ("--data", str(file)))]) == 2
         assert capsys.readouterr().err == f"error: {words}\n"
@@ -347,9 +347,9 @@ def test_features_of_other_text_or_another_dtype_are_not_read(data: Path, target
     (shuffled / "a.jsonl").write_text("\n".join(reversed(lines)))
     (other / "a.jsonl").write_text("\n".join(reversed(lines)))  # in place, too
     for folder in (shuffled, other):
-        with pytest.raises(ValueError, match="holds features of other text: use another folder"):
+        with pytest.raises(ValueError, match="contains features of other text: use another folder"):
             new_trainer("medusa", target, folder, tmp_path / "c", features=store)
-    with pytest.raises(ValueError, match=r"holds features of a target of another dtype \(--precision\): use"):
+    with pytest.raises(ValueError, match=r"contains features of a target of another dtype \(--precision\): use"):
         new_trainer("medusa", target, data, tmp_path / "d", features=store, dtype="float32")
 
 
@@ -444,7 +444,7 @@ def test_a_low_rank_update_of_the_target(
     spec, plain = (side.generate("one two three", max_new_tokens=24) for side in (llm, llm.plain))
     assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0
     if method not in TRAINS_TARGET:
-        with pytest.raises(ValueError, match="another target: the shapes agree, but the weights are others"):
+        with pytest.raises(ValueError, match="another target: the shapes agree, but the weights differ"):
             build_drafter(f"{method}:{out}", load_model(target))
     with pytest.raises(ValueError, match="a low-rank update, which cannot be updated again"):
         new_trainer(method, out, data, tmp_path / "y", settings=settings, tokenizer=target)

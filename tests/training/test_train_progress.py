@@ -118,7 +118,9 @@ def test_fewer_steps_than_were_trained_are_refused(tmp_path: Path) -> None:
     whole, loss = loop(tmp_path)
     whole.run(loss, save_every=100, eval_every=100)
     written = (tmp_path / "losses.csv").read_text()
-    with pytest.raises(ValueError, match=r"step-0000006 is trained further than --steps 4: give at least 6, or anoth"):
+    with pytest.raises(
+        ValueError, match=r"step-0000006 was trained for more than --steps 4: give at least 6, or anoth"
+    ):
         loop(tmp_path, steps=4)
     assert (tmp_path / "losses.csv").read_text() == written
     assert loop(tmp_path)[0].start == 6
@@ -154,7 +156,7 @@ def test_what_is_not_the_same_is_named_with_both_values(changes: dict[str, Any],
 def test_a_checkpoint_of_an_earlier_version_says_what_was_not_compared(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path, 1, nn.Linear(1, 1), [], {"identity": {"run": {"lr": 0.1}}})
     with pytest.warns(
-        UserWarning, match="step-0000001 is of an earlier version and was not compared by: text, teacher"
+        UserWarning, match="step-0000001 is of an earlier version, without these to compare: text, teacher"
     ):
         check_same(checkpoint, {"run": {"lr": 0.1}, "text": {"x": 1}, "teacher": None})
     with pytest.raises(ValueError, match=r"run.lr=0.1, now 0.2"):
@@ -180,7 +182,7 @@ def test_a_signal_waits_for_the_end_of_a_step_and_a_second_one_does_not(
             assert not stop.requested() and not messages
             os.kill(os.getpid(), number)
             assert stop.requested() and stop.exit_code == code
-            assert messages == ["asked to end: what is running is finished first; a second signal ends it at once"]
+            assert messages == ["stopping when the current work is finished; a second signal stops at once"]
             with pytest.raises((KeyboardInterrupt, typer.Exit)):
                 os.kill(os.getpid(), number)
         with pytest.raises((KeyboardInterrupt, typer.Exit)):  # nothing is done in steps here

@@ -60,9 +60,9 @@ def batch_command(
     if source.is_dir():
         raise ValueError(f"IN {source} is a folder; with a model first, give three: MODEL IN OUT")
     if out.exists() and source.exists() and source.samefile(out):
-        raise ValueError(f"IN and OUT are the same file, {out}: answers go into another one")
+        raise ValueError(f"IN and OUT are the same file, {out}: give another OUT")
     if out.exists() and not out.is_file():
-        raise ValueError(f"OUT {out} is no ordinary file, whose answers another run could read: give the name of one")
+        raise ValueError(f"OUT {out} is not a regular file: give the name of one")
     common.check()
     jobs = read_jobs(source, common.request_options)
     with output_file(out) as file:
@@ -165,7 +165,7 @@ def _job(row: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
     known = ("id", "prompt", "messages", "conversations", *OPTIONS)
     unknown = [name for name in row if name not in known]
     if unknown:
-        raise ValueError(f"unknown field {unknown[0]!r}: known are {', '.join(known)}")
+        raise ValueError(f"unknown field {unknown[0]!r}: use one of {', '.join(known)}")
     prompt = _prompt_of(row)
     shared = {name: value for name, value in options.items() if value is not None}
     if shared.get("seed") is not None:
@@ -188,7 +188,7 @@ def _prompt_of(row: Mapping[str, Any]) -> Any:
     """The prompt of an input line."""
     kinds = [name for name in ("prompt", "messages", "conversations") if name in row]
     if len(kinds) != 1:
-        raise ValueError("give prompt or messages (or conversations), one of them")
+        raise ValueError("give either prompt or messages (or conversations)")
     value = row[kinds[0]]
     if kinds == ["messages"]:
         return checked(value)
@@ -200,7 +200,7 @@ def _prompt_of(row: Mapping[str, Any]) -> Any:
         return value
     if is_messages(value):
         return checked(value)
-    raise ValueError("prompt is neither a text, nor a list of token ids, nor messages")
+    raise ValueError("prompt must be text, a list of token ids, or messages")
 
 
 def finished_ids(file: Path) -> set[str]:

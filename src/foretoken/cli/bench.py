@@ -90,7 +90,7 @@ def bench_command(
     temperatures = tuple(numbers("temperature", options.temperature, float)) or (0.0,)
     batches = tuple(numbers("batch", options.batch, int)) or (1,)
     if options.resume and out is None:
-        raise ValueError("--resume goes on with OUT.partial: give --out too")
+        raise ValueError("--resume continues OUT.partial: give --out too")
     cards = _cards(options.card or ())
     lines_out = as_json or (out is None and not sys.stdout.isatty())
     with json_only(lines_out):
@@ -98,7 +98,7 @@ def bench_command(
         from foretoken.lab.bench.run import BenchSettings
 
         if out is not None and not check_run_out(out, options.resume) and options.resume:
-            print(f"nothing to resume: there is no {partial_of(out)}; the run begins anew", file=sys.stderr)
+            print(f"nothing to resume: {partial_of(out)} does not exist; the run starts anew", file=sys.stderr)
         about = None
         if ".json" in cards:
             from foretoken.lab.report.cards.written import origin
@@ -140,7 +140,7 @@ def _run(common: Common, options: BenchOptions, settings: BenchSettings) -> Benc
             return run_bench(shared, prompts, settings, options.out, options.resume, on_progress)
         except KeyboardInterrupt:
             if options.out is not None and partial_of(options.out).exists():
-                print(f"what is finished is in {partial_of(options.out)}; --resume goes on from here", file=sys.stderr)
+                print(f"finished parts are in {partial_of(options.out)}; --resume continues from here", file=sys.stderr)
             raise
 
 

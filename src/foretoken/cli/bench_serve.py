@@ -159,7 +159,7 @@ def _measured(
         raise ValueError("a load test needs httpx: pip install 'foretoken[bench]'") from None
 
     if out is not None and not out.parent.is_dir():
-        raise ValueError(f"there is no folder {out.parent} for --out")
+        raise ValueError(f"the folder {out.parent} of --out does not exist")
     addresses = parse_addresses(urls, compare, keys, models)
     with progress_bar() as tell:
         result = run_load(addresses, prompts, settings, compare, tell)

@@ -35,7 +35,7 @@ def chat_command(system: System = None, *, common: Common) -> None:
     tell_defaults(llm)
     session = Session(llm, {**llm.defaults.sampling, **common.request_options}, system=system)
     if not is_chat_model(llm):
-        say = "has no chat template and was not trained to talk: it goes on with the text, and may write nonsense"
+        say = "has no chat template and is not trained for chat: it continues the text, and may produce nonsense"
         print(f"(note: {common.target} {say})", file=sys.stderr)
     if interactive:
         with contextlib.suppress(ImportError):  # line editing and history; not on every system

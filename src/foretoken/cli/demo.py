@@ -27,7 +27,7 @@ PROMPT = """How many hearts does an octopus have, and what do they do? Answer in
 
 The octopus has three hearts. Two of them pump blood to the gills, and the third pumps it to the rest of the body. \
 When an octopus swims, the third heart stops beating. That is why octopuses prefer to crawl."""
-KIND = "an answer in the words of a text, which copied guesses suit"
+KIND = "an answer in the words of a text, which suits copied drafts"
 """Kind of text that the prompt asks for; the speed-up holds for such texts."""
 OTHER = "Why is the sky blue?"
 """A question whose answer copies nothing from the prompt; the first speed-up alone would promise too much."""
@@ -60,7 +60,7 @@ def demo_command(
     fetch: Annotated[bool, typer.Option("--fetch", help=f"Fetch {NAME} first if it is missing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show one answer, plain and speculative: the same words, and the speed of both.
+    """Show one answer, plain and speculative: the same text, and the speed of both.
 
     The model is smollm2 if it was fetched (--fetch), otherwise the built-in one.
     """
@@ -117,7 +117,7 @@ def _print_answers(console: Console, show: Show, llm: Llm, prompt: str | list[in
     console.print(f"> {show.prompt}", style="dim")
     console.rule("plain", align="left")
     stream_coloured(console, llm.plain, prompt, options)
-    green = "; accepted guesses are green" if has_colour(console) else ""
+    green = "; accepted draft tokens are green" if has_colour(console) else ""
     console.rule(f"speculative, drafter {_drafter(llm)}{green}", align="left")
     stream_coloured(console, llm, prompt, options)
     console.rule(align="left")
@@ -127,11 +127,12 @@ def _print_result(console: Console, show: Show, result: Comparison, others: Sequ
     """Print the speeds and how they were measured."""
     print_speeds(console, result)
     for other in others:
-        same = "the same words" if other.identical else "other words, please report it"
+        same = "the same text" if other.identical else "different text, please report it"
         line = f'"{show.other}", whose answer has nothing to copy: {other.speedup:.2f}x, {same}'
         console.print(line, style="bold")
     console.print(
         f"Compared: the same model, kernels and prompt ({show.kind}), greedy. Plain decoding writes one token a pass; "
-        f"speculative decoding checks several guesses in one. Medians of {REPEAT} runs in turns, without the prompt.",
+        f"speculative decoding verifies several draft tokens in one pass. Medians of {REPEAT} runs in turns, without "
+        "the prompt.",
         style="dim",
     )

@@ -144,7 +144,7 @@ def _print_facts(console: Console, report: dict[str, Any]) -> None:
         "GPU": ", ".join(hardware["gpus"]) or ("Apple MPS" if hardware["mps"] else "none"),
         "threads": f"{threads['torch_threads']} in use{load}; {variables}",
         "target": f"{target['source']}{size}, {target['dtype']} on {target['device']}, context {target['context']}, "
-        + ("takes trees" if target["trees"] else "takes no trees"),
+        + ("takes trees" if target["trees"] else "no tree support"),
         "weights": f"{target['weight_bytes'] / 1e6:.0f} MB of {target['weights'] or 'no dtype of their own'}, layout "
         f"{target['layout']}, computes in {target['computes_in'] or 'its own way'}",
         "forward": f"{target['forward']}, {target['threads']} thread{'' if target['threads'] == 1 else 's'}",

@@ -43,7 +43,7 @@ def drafters_command(
     if measure:
         model, *folders = words or ["MODEL"]
         offers = "".join(f" --draft {folder}" for folder in folders)
-        raise ValueError(f"drafters lists and measures nothing: foretoken tune {model}{offers} --minutes 3 measures")
+        raise ValueError(f"drafters only lists, without measuring: foretoken tune {model}{offers} --minutes 3 measures")
     with json_only(as_json):
         common, places = _common_and_folders(common, words or ())
         fits, default = _listing(common, places)

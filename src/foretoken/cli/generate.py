@@ -72,7 +72,7 @@ def generate_command(
         raise ValueError(NOTHING_TO_COMPARE)
     common, text = common_and_prompt(common, words, prompt_file)
     if "repeat" in common.explicit and not compare:
-        print("--repeat is ignored: it says how often --compare runs", file=sys.stderr)
+        print("--repeat is ignored: it needs --compare", file=sys.stderr)
     expected = {} if prediction is None else {"prediction": read_text(prediction)}
     with json_only(as_json):
         llm = common.load(tensor_parallel=tensor_parallel, own_sampling=True)
@@ -147,9 +147,7 @@ def tell_prediction(llm: Llm, prediction: str | None) -> None:
         uses |= isinstance(drafter, PredictionDrafter)
     if prediction is not None and not uses:
         name = "none" if llm.drafter is None else llm.drafter.name
-        print(
-            f"--prediction is ignored: drafter {name} does not use it, and --drafter prediction does", file=sys.stderr
-        )
+        print(f"--prediction is ignored: drafter {name} does not use it; --drafter prediction does", file=sys.stderr)
     elif isinstance(llm.drafter, PredictionDrafter) and not prediction:
         source = "without --prediction FILE" if prediction is None else "from an empty file"
         print(f"drafter prediction drafts nothing {source}: this is plain decoding", file=sys.stderr)

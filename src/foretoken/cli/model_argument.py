@@ -72,7 +72,7 @@ def model_and_prompt(words: Sequence[str], has_target: bool) -> tuple[str | None
     """Split ``[MODEL] [PROMPT]``; with ``--target``, a single word is the PROMPT.  Raises ``ValueError`` for more than
     two words, and for a file that is not a model, as the user meant its text."""
     if len(words) > 2:
-        raise ValueError(f"{len(words)} arguments where MODEL and PROMPT are two: put the prompt between quotes")
+        raise ValueError(f"{len(words)} arguments instead of MODEL and PROMPT: put the prompt between quotes")
     if len(words) == 2:
         return words[0], words[1]
     if words and not is_model(words[0]) and _is_file(words[0]):
@@ -89,7 +89,7 @@ def model_before(words: Sequence[str], places: str) -> tuple[str | None, Sequenc
     if len(words) == count + 1:
         return words[0], words[1:]
     if len(words) != count:
-        raise ValueError(f"the arguments are [MODEL] {places}, and there are {len(words)}")
+        raise ValueError(f"expected the arguments [MODEL] {places}, not {len(words)} arguments")
     return None, words
 
 

@@ -38,7 +38,7 @@ def models_command(
     Nothing is downloaded without --fetch.
     """
     if file is not None and fetch is None:
-        raise ValueError("--from is the file of a model that --fetch NAME names: give both")
+        raise ValueError("--from is the file of the model of --fetch NAME: give both")
     with json_only(as_json):
         if fetch is not None:
             path = fetched(fetch, file)

@@ -253,7 +253,7 @@ def check_drafter(spec: str) -> None:
     find("drafter", parsed.name)
     path = parsed.path
     if path is not None and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
-        raise ValueError(f"drafter {parsed.name!r}: there is no file or folder {path}")
+        raise ValueError(f"drafter {parsed.name!r}: no such file or folder: {path}")
 
 
 def given_options(ctx: typer.Context) -> frozenset[str]:

@@ -94,7 +94,7 @@ def _refuse_beside_verify(common: Common, options: ParityOptions) -> None:
     names += sorted(shared & common.explicit)
     if names:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        raise ValueError(f"--verify runs what the certificate says: leave out {flags}")
+        raise ValueError(f"--verify takes its settings from the certificate: leave out {flags}")
 
 
 def _settings(common: Common, options: ParityOptions) -> Settings:
@@ -196,11 +196,9 @@ def before_certifying(file: Path, common: Common) -> dict[str, str]:
     """Checksums of the target's files.  Raises ``ValueError`` if the certificate cannot be written: no folder for the
     file, a profile, or files that are not local."""
     if file.is_dir() or not file.absolute().parent.is_dir():
-        raise ValueError(
-            f"--certificate cannot be written to {file}: give the name of a file in a folder that is there"
-        )
+        raise ValueError(f"--certificate cannot be written to {file}: give a file in an existing folder")
     if common.profile is not None:
-        raise ValueError("a certificate names no profile: give --drafter, --verifier and --controller instead")
+        raise ValueError("a certificate cannot refer to a profile: give --drafter, --verifier and --controller instead")
     from foretoken.lab.parity.weights import model_checksums
 
     return model_checksums(common.target)
@@ -212,7 +210,7 @@ def write_certificate(
     """Write the certificate of a complete run.  For an interrupted one, print that nothing was written."""
     console = screen(stderr=True)
     if not report.complete:
-        console.print(f"{file} was not written: the run was broken off")
+        console.print(f"{file} was not written: the run was interrupted")
         return
     from foretoken.core.io.files import write_text
     from foretoken.lab.parity.certificate import certify, to_json
@@ -251,7 +249,7 @@ def verify_certificate(
         if not as_json:
             print_report(report, settings)
     if stopped:
-        screen(stderr=True).print("nothing is verified: the run was broken off")
+        screen(stderr=True).print("nothing is verified: the run was interrupted")
         raise typer.Exit(INTERRUPTED)
     result = compare(certificate, report, settings, target)
     if as_json:

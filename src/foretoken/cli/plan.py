@@ -65,7 +65,9 @@ def plan_command(*, options: Annotated[PlanOptions, FromOptions()], as_json: Jso
         check_out(plot, "--plot", new_folders=True)
 
     if siblings is not None and not shapes and options.ahead is None:
-        raise ValueError("--positions are the chances of siblings in a tree: give --tree or --ahead, or leave it out")
+        raise ValueError(
+            "--positions are the probabilities of siblings in a tree: give --tree or --ahead, or leave it out"
+        )
     assumptions, name, note = _assumptions(options, lengths, batches[0])
     ahead_rows = _ahead_rows(options, assumptions, lengths, batches, siblings)
     with json_only(as_json):
@@ -156,7 +158,7 @@ def _ahead_rows(
             raise ValueError("--contention goes with --ahead")
         return []
     if batches[0] != 1 or assumptions.guesses != 1:
-        raise ValueError("--ahead is worked out for one request with one chain: leave out --batch and --guesses")
+        raise ValueError("--ahead supports one request with one chain: leave out --batch and --guesses")
     return [ahead_row(assumptions, k, options.ahead, options.contention, siblings) for k in lengths if k]
 
 
@@ -248,7 +250,9 @@ def _read(file: Path) -> dict[str, Any]:
         profile: dict[str, Any] = json.loads(text)
         profile["costs"]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{file} holds no measured costs: make it with `foretoken tune --out {file.name}`") from None
+        raise ValueError(
+            f"{file} contains no measured costs: make it with `foretoken tune --out {file.name}`"
+        ) from None
     drafter = profile.get("drafter")
     if not isinstance(drafter, str | None):
         raise ValueError(f"drafter in the profile {file} must be a spec string, not {json.dumps(drafter)}")
@@ -315,7 +319,7 @@ def parse_chances(text: str, name: str) -> list[float]:
     except ValueError:
         raise ValueError(f"{name} must be numbers joined by commas, for example 0.8,0.6,0.5; not {text!r}") from None
     if not all(0 <= value <= 1 for value in values):
-        raise ValueError(f"{name} must be chances in [0, 1], not {text!r}")
+        raise ValueError(f"{name} must be probabilities in [0, 1], not {text!r}")
     return values
 
 

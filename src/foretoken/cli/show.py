@@ -112,7 +112,7 @@ def _row_of(file: Path | None) -> BenchPrompt | None:
 
     rows = load_prompts(file)
     if len(rows) > 1:
-        raise ValueError(f"{file} holds {len(rows)} prompts, and one is drawn: give a file with one row")
+        raise ValueError(f"{file} has {len(rows)} prompts: give a file with one row")
     return rows[0]
 
 
@@ -128,7 +128,7 @@ def _drawn(run: Shown, out: Path, number: int | None, totals: Sequence[Total] = 
     if kind == ".html":
         return page.render(run, totals)
     if not run.rounds:
-        raise ValueError(f"{out}: the trace tells no rounds, only totals, so there is none to draw")
+        raise ValueError(f"{out}: the trace has only totals and no rounds to draw")
     return picture.render(run, run.best() if number is None else number - 1)
 
 
@@ -173,13 +173,13 @@ def trace_file(words: Sequence[str] | None, names: Collection[str]) -> Path | No
         raise ValueError(f"no such trace: {file}")
     if wrong := sorted(set(names) - {"words", "out", "request", "number", "as_json"}):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-        raise ValueError(f"{file} is a trace, which was run already: leave out {options}")
+        raise ValueError(f"{file} is a trace of a finished run: leave out {options}")
     return file
 
 
 def _check_round(out: Path, number: int | None) -> None:
     if number is not None and out.suffix.lower() != ".svg":
-        raise ValueError(f"--round chooses what an .svg draws, and {out} has all rounds: leave it out")
+        raise ValueError(f"--round is for .svg files, and {out} has all rounds: leave it out")
 
 
 def show_trace(file: Path, out: Path | None, request: str | None, number: int | None, as_json: bool) -> None:
@@ -198,7 +198,7 @@ def show_trace(file: Path, out: Path | None, request: str | None, number: int | 
     trace = read_trace(file)
     run = trace.choose(request)
     if number is not None and not 1 <= number <= len(run.rounds):
-        raise ValueError(f"there is no round {number}: the request has {len(run.rounds)}")
+        raise ValueError(f"round {number} does not exist: the request has {len(run.rounds)}")
     if out is not None:
         # Only totals that add to the rounds below them
         totals = trace.totals if trace.other_totals or len(trace.requests) > 1 else []

@@ -104,7 +104,7 @@ def boost_command(
             **stop.saving(intervals),
         )  # fmt: skip
         if len(stages) < count:
-            bar.say(f"nothing is left that {len(stages)} draft models miss: no more were trained")
+            bar.say(f"{len(stages)} draft models match everything: no more were trained")
         spec = ready_spec([out / str(stage.number) for stage in stages])
         bar.say(f"for use as drafter: {spec}")
     if as_json:

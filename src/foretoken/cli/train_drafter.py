@@ -156,7 +156,7 @@ def _answers(
     with stop.in_steps(bar.say, out):
         path = file.write(llm, config, bar.on_answers, stop.requested)
     if path is None:
-        bar.say(f"stopped; what was answered is in {file.part}: the same command goes on from there")
+        bar.say(f"stopped; finished answers are in {file.part}: the same command continues from there")
         raise typer.Exit(stop.exit_code)
     return path
 

@@ -173,7 +173,7 @@ class Stop:
         try:
             yield
         except Stopped as stopped:
-            say(f"{stopped}; its checkpoint is in {out}: the same command goes on from there")
+            say(f"{stopped}; its checkpoint is in {out}: the same command continues from there")
             raise typer.Exit(self.exit_code) from None
         finally:
             self._in_steps = self._waits = False
@@ -181,7 +181,7 @@ class Stop:
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._waits and not self.number:
             self.number = number
-            self._say("asked to end: what is running is finished first; a second signal ends it at once")
+            self._say("stopping when the current work is finished; a second signal stops at once")
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -91,7 +91,7 @@ def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> Tun
 
         def on_trial(number: int, speed: float, search: LayerSkipStudy) -> None:
             if resume and not number:
-                console.print(f"nothing to resume: {search.journal} held no trials; it begins anew")
+                console.print(f"nothing to resume: {search.journal} has no trials; it starts anew")
             text = f"last {speed:.1f}, best {search.best_speed:.1f} tokens/s" if number else "trying the default set"
             tell(min(number, trials), trials, text)
 
@@ -99,7 +99,7 @@ def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> Tun
             return tune(work, k, out, trials, resume, on_trial)
         except KeyboardInterrupt:
             if out.exists():
-                console.print(f"the best set so far is in {out}; --resume goes on from here")
+                console.print(f"the best set so far is in {out}; --resume continues from here")
             raise
 
 
@@ -189,7 +189,7 @@ def _checked_filler(
         if issubclass(cls, HeadsDrafter | ModelDrafter) and not cls.traits.runs_target
     ]
     if not isinstance(drafter, HeadsDrafter | ModelDrafter) or drafter.name not in able:
-        raise ValueError(f"{spec!r} fills no tree of fixed shape: choose one of {', '.join(able)}")
+        raise ValueError(f"{spec!r} does not use a tree of fixed shape: choose one of {', '.join(able)}")
     heads = isinstance(drafter, HeadsDrafter)
     shapes = ("medusa",) if heads else ("sequoia", "medusa")
     if shape and shape not in shapes:

@@ -75,7 +75,7 @@ def _refuse_options(ctx: typer.Context) -> None:
         option = "--" + names[0].replace("_", "-").replace("as-json", "json")
         if names[0] == "model":
             option = str(ctx.params["model"])
-        raise ValueError(f"put {option} behind the subcommand: foretoken tune {ctx.invoked_subcommand} {option} ...")
+        raise ValueError(f"put {option} after the subcommand: foretoken tune {ctx.invoked_subcommand} {option} ...")
 
 
 def _job(common: Common, options: TuneOptions, began_s: float) -> TuneJob:
@@ -117,9 +117,7 @@ def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
     for folder in folders:
         usable = [spec for place in places(folder) if (spec := offered(place)) is not None]
         if not usable:
-            raise ValueError(
-                f"--draft {folder} holds nothing to draft with: `foretoken drafters MODEL {folder}` says why"
-            )
+            raise ValueError(f"--draft {folder} contains no drafter: `foretoken drafters MODEL {folder}` says why")
         specs += usable
     specs += [spec for place in inside if (spec := offered(place)) is not None]
     return list(dict.fromkeys(specs))
@@ -161,7 +159,7 @@ def _print(outcome: Outcome, out: Path, model: str) -> None:
             console.print(_line(row), style="bold" if row.way == outcome.chosen else None)
     if outcome.job.work.temperature == 0:
         for row in [row for row in outcome.rows if row.differing]:
-            text = f"{row.differing} of {row.texts} texts of {row.way.drafter} are not plain decoding's"
+            text = f"{row.differing} of {row.texts} texts of {row.way.drafter} differ from plain decoding's"
             console.print(f"{text}: `foretoken parity` says whether by numerical ties", style="dim")
     reasons: dict[str, list[str]] = {}
     for name, reason in outcome.skipped.items():

@@ -19,7 +19,7 @@ Raw = Annotated[bool, typer.Option("--raw", help="Complete the text as it is, wi
 def check_turn(system: str | None, raw: bool) -> None:
     """Raise ``ValueError`` for ``--system`` with ``--raw``, before a model is loaded."""
     if system is not None and raw:
-        raise ValueError("--system is a message in the chat template, and --raw leaves the template out: give one")
+        raise ValueError("--system needs the chat template, and --raw leaves it out: give one of them")
 
 
 def is_chat_model(llm: Llm) -> bool:

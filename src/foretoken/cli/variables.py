@@ -33,4 +33,4 @@ def unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
         from difflib import get_close_matches
 
         closest = get_close_matches(name, sorted(names), 1, 0.0)[0]
-        yield f"the environment variable {name} is ignored: foretoken has none of that name; the closest is {closest}"
+        yield f"the environment variable {name} is ignored: foretoken has no variable of that name; closest: {closest}"

@@ -73,7 +73,7 @@ class CommittedTokens(list[int]):
     """
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("context.tokens is the text itself: change a copy of it, list(context.tokens)")
+        raise TypeError("context.tokens is read-only: change a copy, list(context.tokens)")
 
     append = extend = insert = pop = remove = clear = sort = reverse = _refuse
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
@@ -132,5 +132,5 @@ class Context:
     @property
     def maker(self) -> Any:
         """Deprecated name of ``sampler``."""
-        warnings.warn("context.maker is context.sampler now", DeprecationWarning, stacklevel=2)
+        warnings.warn("context.maker was renamed to context.sampler", DeprecationWarning, stacklevel=2)
         return self.sampler

@@ -56,7 +56,7 @@ def conversations_of(messages: Any) -> tuple[list[Sequence[Message]], bool]:
     several = isinstance(messages, list | tuple) and any(is_messages(conversation) for conversation in messages)
     if not several:
         kind = "an empty list" if isinstance(messages, list | tuple) and not messages else _kind(messages)
-        raise ValueError(f"{SHAPE}, or several of them in a list; {kind} is neither")
+        raise ValueError(f"{SHAPE}; give one or a list of them, not {kind}")
     for number, conversation in enumerate(messages, 1):
         if not is_messages(conversation):
             kind = (
@@ -105,7 +105,7 @@ def _call(call: Any, name: str) -> Any:
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
     except (json.JSONDecodeError, RecursionError):
-        raise ValueError(f"{name}: the arguments of its tool call are no JSON") from None
+        raise ValueError(f"{name}: the arguments of its tool call are not valid JSON") from None
 
 
 def _text_of(content: Any, name: str) -> str:
@@ -113,12 +113,12 @@ def _text_of(content: Any, name: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise ValueError(f"{name}: 'content' must be a text or a list of text parts, not {_kind(content)}")
+        raise ValueError(f"{name}: 'content' must be text or a list of text parts, not {_kind(content)}")
     texts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
             kind = f"of type {str(part.get('type'))[:32]!r}" if isinstance(part, Mapping) else f"that is {_kind(part)}"
-            raise ValueError(f'{name}: only text parts ({{"type": "text", "text": ...}}) are read, not one {kind}')
+            raise ValueError(f'{name}: only text parts ({{"type": "text", "text": ...}}) are supported, not one {kind}')
         texts.append(part["text"])
     return "".join(texts)
 
@@ -145,9 +145,9 @@ def _from_turn(turn: Any, name: str) -> dict[str, Any]:
     if isinstance(turn, dict) and "role" in turn:
         return turn
     if not isinstance(turn, dict) or not isinstance(turn.get("from"), str) or not isinstance(turn.get("value"), str):
-        raise ValueError(f"{name} needs texts 'from' and 'value', or 'role' and 'content'")
+        raise ValueError(f"{name} needs strings 'from' and 'value', or 'role' and 'content'")
     if turn["from"] not in SPEAKERS:
-        raise ValueError(f"{name} is from {turn['from'][:32]!r}: known are {', '.join(SPEAKERS)}")
+        raise ValueError(f"{name} is from {turn['from'][:32]!r}, which is unknown: use one of {', '.join(SPEAKERS)}")
     weight = {"weight": turn["weight"]} if "weight" in turn else {}
     return {"role": SPEAKERS[turn["from"]], "content": turn["value"], **weight}
 
@@ -175,7 +175,7 @@ def render(
     arguments: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **template_kwargs}
     if add_generation_prompt and checked_messages[-1]["role"] == "assistant":
         if checked_messages[-1].get("tool_calls") or not checked_messages[-1]["content"].strip():
-            raise ValueError("the assistant's last message has no text to go on with: leave it out, or add an answer")
+            raise ValueError("the assistant's last message has no text to continue: leave it out, or add an answer")
         arguments |= {"add_generation_prompt": False, "continue_final_message": True}
     try:
         text = tokenizer.apply_chat_template(checked_messages, tokenize=False, **arguments)
@@ -184,7 +184,7 @@ def render(
     check_text("messages", text)
     ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
-        raise ValueError("the chat template writes nothing for these messages")
+        raise ValueError("the chat template renders nothing for these messages")
     return ids
 
 
@@ -196,13 +196,13 @@ def render_with(
     more = {} if template_kwargs is None else template_kwargs
     fault = _mapping_fault(more)
     if fault:
-        raise ValueError(f"template_kwargs must be a mapping of what the chat template reads, {fault}")
+        raise ValueError(f"template_kwargs must be a mapping of the chat template's variables, {fault}")
     rendered = []
     for place, messages in enumerate(conversations):
         with numbered(place, len(conversations)):
             rendered.append(render(messages, tokenizer, **more))
             if more.get("tools") and rendered[-1] == render(messages, tokenizer, **{**more, "tools": None}):
-                raise ValueError("this model's chat template has no place for tools, so it cannot be told of them")
+                raise ValueError("this model's chat template does not support tools: leave them out")
     return rendered
 
 
@@ -212,15 +212,15 @@ def _mapping_fault(mapping: Any) -> str:
         return f"not {_kind(mapping)}"
     unnamed = [name for name in mapping if not isinstance(name, str)]
     if unnamed:
-        return f"by their names, and {unnamed[0]!r} is no name"
-    return "with 'tokenize', which is set here" if "tokenize" in mapping else ""
+        return f"by name, and {unnamed[0]!r} is not a name"
+    return "without 'tokenize', which is set here" if "tokenize" in mapping else ""
 
 
 def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:
     """A template's error in one line: a syntax error with its location, or a refusal of the messages."""
     words = " ".join(str(error).split())[:longest] or type(error).__name__
     if type(error).__name__ != "TemplateSyntaxError":
-        return f"the chat template refuses these messages: {words}"
+        return f"the chat template rejects these messages: {words}"
     folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
     files = [name for name in ("chat_template.jinja", "tokenizer_config.json") if (folder / name).is_file()]
     place = f" in {folder / files[0]}" if files else ""

@@ -127,4 +127,4 @@ class RoundCosts:
                 drafters[spec] = DrafterCost(**numbers, survival=[float(chance) for chance in cost.get("survival", ())])
             return cls(target, drafters, float(stored["rest_s"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"these are no measured costs: {error}") from None
+            raise ValueError(f"these are not measured costs: {error}") from None

@@ -33,9 +33,9 @@ def check_code(name: str) -> None:
     """Raise ``ValueError`` for an invalid ``file.py:Class``, before anything is imported."""
     file, _, cls = name.partition(":")
     if not Path(file).expanduser().is_file():
-        raise ValueError(f"there is no file {file} with a drafter: a drafter from outside is file.py:Class")
+        raise ValueError(f"there is no file {file}: give a drafter from outside as file.py:Class")
     if not cls.isidentifier():
-        raise ValueError(f"{name!r} names no class: a drafter from outside is file.py:Class")
+        raise ValueError(f"{name!r} has no class name: give a drafter from outside as file.py:Class")
 
 
 @cache
@@ -101,7 +101,9 @@ def checked(thing: Any, name: str) -> type[Any]:
     line."""
     place = f"{name} ({line_of(thing)})" if inspect.isclass(thing) else name
     if not _is_drafter(thing):
-        fault = "is a class, but no drafter" if inspect.isclass(thing) else f"is {type(thing).__name__}, no drafter"
+        fault = (
+            "is a class, but not a drafter" if inspect.isclass(thing) else f"is {type(thing).__name__}, not a drafter"
+        )
         raise ValueError(f"{place} {fault}: derive a class from foretoken.Drafter")
     if missing := sorted(getattr(thing, "__abstractmethods__", ())):
         raise ValueError(f"{place} has no method {missing[0]}, which every drafter needs")
@@ -125,7 +127,7 @@ def fault_of(thing: Any, protocol: type[Any], role: str) -> str:
     if isinstance(thing, type):
         return f"{thing.__name__} ({line_of(thing)}) is a class: give an object, {thing.__name__}(...)"
     if not isinstance(thing, protocol):
-        return f"{with_article(type(thing).__name__)} is no {role}: give a name, or an object of a {role}'s class"
+        return f"{with_article(type(thing).__name__)} is not a {role}: give a name, or an object of a {role} class"
     if not isinstance(getattr(thing, "name", None), str):
         return f'{type(thing).__name__} ({line_of(type(thing))}) has no name: write name = "..." in the class'
     return misfit_of(thing, protocol)

@@ -30,7 +30,8 @@ def one_row(processor: LogitsProcessor, made: Any, shape: torch.Size) -> Tensor:
     else:
         returned = f"{type(made).__name__} for scores of shape {list(shape)}"
     raise OptionError(
-        "logits_processor", f"{name_of(processor)} returned {returned}: it is asked row by row; use a batch of one"
+        "logits_processor",
+        f"{name_of(processor)} returned {returned}: it is called one row at a time; use a batch of one",
     )
 
 
@@ -41,5 +42,5 @@ def check_processed(logits: Tensor, scores: Tensor) -> None:
     if bool(torch.isfinite(best)) or not bool(torch.isfinite(logits.amax())):
         return
     if float(best) == -torch.inf:
-        raise NothingAllowedError("the request's rules leave no token that may follow")
+        raise NothingAllowedError("the request's constraints exclude every next token")
     raise OptionError("logits_processor", "logits_processor gave NaN or inf: only finite scores and -inf can be used")

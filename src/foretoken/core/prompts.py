@@ -21,7 +21,7 @@ def encode(prompt: Any, tokenizer: Any | None) -> list[int]:
     if not single:
         if not prompts:
             raise ValueError("the prompt is empty: give at least one token")
-        raise ValueError(f"one prompt is wanted here, not a list of {len(prompts)}: {KINDS}")
+        raise ValueError(f"expected one prompt, not a list of {len(prompts)}: {KINDS}")
     (item,) = prompts
     if isinstance(item, str):
         return _of_text(item, tokenizer)
@@ -78,7 +78,7 @@ def _unpadded(row: list[Any], mask: list[int]) -> list[Any]:
 
 def _of_array(values: Any, tokenizer: Any | None) -> tuple[list[Any], bool]:
     if not isinstance(values, list):
-        raise ValueError(f"{KINDS}, not one number alone")
+        raise ValueError(f"{KINDS}, not a single number")
     if values and all(isinstance(item, str) for item in values):
         return values, False
     rows, single = _rows(values)
@@ -103,7 +103,7 @@ def _rows(values: Any) -> tuple[list[list[Any]], bool]:
     if not all(isinstance(item, list | tuple) for item in listed):
         raise ValueError(f"{KINDS}: input_ids mixes numbers and lists")
     if any(isinstance(_listed(token), list | tuple) for row in listed for token in row[:1]):
-        raise ValueError(f"{KINDS}: token ids with more than two dimensions are none of these")
+        raise ValueError(f"{KINDS}: token ids have at most two dimensions")
     return [list(row) for row in listed], len(listed) == 1
 
 

@@ -64,10 +64,10 @@ def parse_spec(text: str) -> Spec:
         if not equals or not key.strip():
             raise ValueError(f"{item!r} in {text!r} is not key=value; a spec is name[:path][,key=value...]")
         if key.strip() in options:
-            raise ValueError(f"{text!r} gives {key.strip()} twice: which one is meant?")
+            raise ValueError(f"{text!r} gives {key.strip()} twice: give every option once")
         options[key.strip()] = _unwrap(value.strip())
     if not name:
-        raise ValueError(f"{text!r} names no method; a spec is name[:path][,key=value...]")
+        raise ValueError(f"{text!r} has no method name; a spec is name[:path][,key=value...]")
     return Spec(name, path or None, options)
 
 
@@ -77,7 +77,7 @@ def split_specs(text: str) -> list[str]:
     specs = [_unwrap(part.strip()) for part in split_outside(text, "|")]
     if not all(specs):
         raise ValueError(
-            f"{text!r} has an empty place in its list: write specs joined by |, for example model,k=4|ngram"
+            f"{text!r} has an empty item in its list: write specs joined by |, for example model,k=4|ngram"
         )
     return specs
 

@@ -67,7 +67,7 @@ def check_text(option: str, value: Any) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise OptionError(option, f"{option} holds half a surrogate pair, which is no character") from None
+        raise OptionError(option, f"{option} contains half a surrogate pair, which is not a character") from None
 
 
 def texts_of(option: str, value: Any, each: str) -> tuple[str, ...]:

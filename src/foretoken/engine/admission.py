@@ -80,7 +80,7 @@ def _check_lengths(request: Request, context_length: int, reason: str) -> None:
     if request.max_new_tokens > room:
         raise OptionError(
             "max_new_tokens",
-            f"max_new_tokens={request.max_new_tokens} goes past the model's context: the prompt has "
+            f"max_new_tokens={request.max_new_tokens} exceeds the model's context: the prompt has "
             f"{len(request.prompt)} tokens, so at most {room} of {context_length} are left{because}",
         )
 
@@ -103,7 +103,7 @@ class KvBudget:
             raise ValueError(f"kv_memory must be at least 1 byte, not {limit}")
         if limit is not None and not target.kv_bytes_per_token:
             raise ValueError(
-                f"kv_memory needs a model that knows what a token costs, and {type(target).__name__} does not"
+                f"kv_memory needs a model with a known KV cache size per token, and {type(target).__name__} has none"
             )
         self.target, self.limit = target, limit
         self.reserved: dict[int, int] = {}

@@ -69,7 +69,7 @@ class AsyncLlm:
         on_end: OnEnd | None = None,
     ) -> None:
         if not hasattr(llm, "calls"):
-            raise TypeError(f"an AsyncLlm serves what foretoken.load gives, not {with_article(type(llm).__name__)}")
+            raise TypeError(f"an AsyncLlm needs an Llm from foretoken.load, not {with_article(type(llm).__name__)}")
         if on_end is not None and not callable(on_end):
             raise TypeError(f"on_end must be a function, not {with_article(type(on_end).__name__)}")
         check_flags(prefix_cache=prefix_cache)
@@ -105,7 +105,7 @@ class AsyncLlm:
         llm.memory()  # a model measures the cost of a token once, by running: do it before the thread starts
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an AsyncLlm is neither copied nor pickled: make one of an Llm that is loaded in each process")
+        raise TypeError("an AsyncLlm cannot be copied or pickled: load an Llm in each process and make one from it")
 
     def _take_over(self) -> None:
         self.llm.calls.limit(self, **self._limits)
@@ -123,11 +123,11 @@ class AsyncLlm:
             ValueError, EngineClosed: another AsyncLlm serves the same :class:`Llm`; this one was closed.
         """
         if self._stopping:
-            raise EngineClosed("this AsyncLlm was closed: make another one of the same Llm")
+            raise EngineClosed("this AsyncLlm is closed: make a new one from the same Llm")
         if self._thread is None:
             with self._turn:
                 if self.llm.calls.others is not None:
-                    raise ValueError("another AsyncLlm serves this Llm: ask that one, or close it first")
+                    raise ValueError("another AsyncLlm serves this Llm: use that one, or close it first")
                 self._take_over()
                 self.llm.calls.others = self._take_gains
             self._beat = monotonic()
@@ -194,16 +194,16 @@ class AsyncLlm:
         if self._draining or self._stopping:
             raise Draining("the server is shutting down")
         if len(self._new) + len(self._tickets) + count > self.max_running + self.max_queued:
-            raise QueueFull(f"{self.max_running} requests run and {self.max_queued} wait already", 1.0)
+            raise QueueFull(f"{self.max_running} requests are running and {self.max_queued} are waiting already", 1.0)
 
     def _check_life(self) -> None:
         """Called under the lock, so that nothing is queued after the engine's last check."""
         if self._dead is not None:
             raise EngineDead(self._dead)
         if self._thread is None:
-            raise EngineDead("nobody serves yet: await start() of this AsyncLlm first")
+            raise EngineDead("this AsyncLlm is not running: await its start() first")
         if not self._thread.is_alive():
-            raise EngineDead("its thread stayed behind when this process was forked: load a model in each process")
+            raise EngineDead("its thread does not survive a fork: load the model in each process")
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request before the next round."""
@@ -278,7 +278,9 @@ class AsyncLlm:
                 self._show_life()
                 self._take_in()
                 self._check_target()
-                self._fail_lost(RuntimeError("the request was dropped when a round was broken off: ask again"))
+                self._fail_lost(
+                    RuntimeError("the request was dropped because its round was interrupted: submit it again")
+                )
                 if not self.llm.engine.busy:
                     return True
                 try:

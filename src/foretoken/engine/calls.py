@@ -70,8 +70,8 @@ class Calls:
     def _enter(self, request: Request) -> int:
         if os.getpid() != self._process and torch.get_num_threads() > 1:  # forked without PyTorch's threads: it hangs
             raise RuntimeError(
-                "this Llm was made before its process was forked, and PyTorch's threads stayed behind: load it in each "
-                "process, or call torch.set_num_threads(1) there"
+                "this Llm was loaded before the process was forked, and PyTorch's threads do not survive a fork: load "
+                "it in each process, or call torch.set_num_threads(1) there"
             )
         with self.turn:
             request_id = self._engine.add(request)
@@ -89,7 +89,7 @@ class Calls:
             with self.turn:
                 if not box:  # else another thread has served this request
                     if not self._engine.holds(request_id):
-                        raise RuntimeError("the request was dropped when a round was broken off: ask again")
+                        raise RuntimeError("the request was dropped because its round was interrupted: submit it again")
                     self.round()
         run, emission = box.popleft()
         if emission.error is not None:

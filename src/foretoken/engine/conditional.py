@@ -50,14 +50,14 @@ def check_language(
     if len(language) > MOST_NODES:
         raise OptionError(
             "constraint",
-            f"the language has {len(language)} tokens as a tree, and {MOST_NODES} are the most that are scored: give "
-            "fewer or shorter strings, or have it masked token by token",
+            f"the language has {len(language)} tokens as a tree, more than the limit of {MOST_NODES}: give "
+            "fewer or shorter strings, or mask token by token instead",
         )
     if request.max_new_tokens <= language.longest:
         raise OptionError(
             "max_new_tokens",
-            f"max_new_tokens={request.max_new_tokens} is too few: the longest string of the language has "
-            f"{language.longest} tokens, and the end of the text is one more",
+            f"max_new_tokens={request.max_new_tokens} is too small: the longest string of the language "
+            f"has {language.longest} tokens, and end-of-text is one more",
         )
     if max(language.tokens) >= target.vocab_size:
         raise OptionError("constraint", "a string of the language holds tokens beyond the vocabulary")
@@ -65,7 +65,7 @@ def check_language(
         raise OptionError("constraint", "the model has no end-of-text token, so no string of the language could end")
     _check_ends(request, language, tokenizer, ends)
     if not target.capabilities.rollback:
-        reason = target.capabilities.missing.get("rollback", "it cannot take tokens back")
+        reason = target.capabilities.missing.get("rollback", "it cannot roll back tokens")
         raise OptionError("constraint", f"this model cannot score the strings of a language: {reason}")
 
 
@@ -73,14 +73,14 @@ def _check_options(request: Request) -> None:
     """Check options: a string ends with the end of text, and every string keeps the model's probability."""
     if request.ignore_eos:
         raise OptionError(
-            "ignore_eos", "ignore_eos cannot go with conditional sampling: a string ends with the end of the text"
+            "ignore_eos", "ignore_eos cannot be combined with conditional sampling: a string ends with end-of-text"
         )
     for name, neutral in NO_FILTERS.items() if request.params.temperature > 0 else ():
         if getattr(request.params, name) != neutral:
             raise OptionError(
                 name,
-                f"{name} cannot go with conditional sampling: it would take strings of the language away, all of them "
-                f"where the model prefers other texts; leave it out or give {neutral}",
+                f"{name} cannot be combined with conditional sampling: it would exclude strings of the language, "
+                f"possibly all; leave it out or give {neutral}",
             )
 
 
@@ -125,7 +125,9 @@ class LanguageRound:
         tree = tree_of(self.language, context.root)
         whole = self.language.whole
         if target.room(context.sequence) <= max(tree.depths):
-            raise CannotGoOn("the longest string of the language crosses a length where the model reads texts anew")
+            raise CannotGoOn(
+                "the longest string of the language crosses a length at which the model prefills the sequence again"
+            )
         branches = target.capabilities.tree_mask and target.capabilities.keep_path
         if len(tree) > self.width or not (branches or tree.is_chain):
             log_probs = score_in_pieces(target, context, tree, self.ends, self.width if branches else None)

@@ -74,7 +74,7 @@ class Drafting:
         """Raise ``ValueError`` for an unknown member name."""
         if name is not None and name not in self.members:
             members = ", ".join(self.members)
-            hint = f"choose one of {members}" if members else "there is no router here: leave it out"
+            hint = f"choose one of {members}" if members else "this drafter is not a router: leave it out"
             raise ValueError(f"drafter={name!r} of a request names a member of a router: {hint}")
 
     def begin(self, turns: Sequence[Turn]) -> None:

@@ -67,8 +67,7 @@ def end_where_nothing_follows(run: Running, tokens: Sequence[int]) -> FinishReas
     if request.constraint is not None and request.constraint.may_end(output):
         return "stop"
     raise CannotGoOn(
-        f"no token may follow the {len(output)} that are written: {rules_of(request)} leave none, and the text may not "
-        "end there"
+        f"{rules_of(request)} allow no token after {len(output)} generated tokens, and the output may not end there"
     )
 
 

@@ -98,7 +98,7 @@ def check_rules(request: Request, target: LanguageModel, tokenizer: Any | None) 
     if allowed is not None and request.min_tokens and allowed <= ends_of(request, target, tokenizer).ids:
         raise OptionError(
             "allowed_token_ids",
-            f"allowed_token_ids holds only tokens that end the text, and min_tokens={request.min_tokens} forbids them",
+            f"allowed_token_ids contains only end-of-text tokens, and min_tokens={request.min_tokens} forbids them",
         )
     if allowed is None and not request.bad_words:
         return
@@ -108,4 +108,4 @@ def check_rules(request: Request, target: LanguageModel, tokenizer: Any | None) 
         scores = rule(ids, scores)
     if not bool((scores > -torch.inf).any()):
         option = "bad_words" if allowed is None else "allowed_token_ids"
-        raise OptionError(option, f"{rules_of(request)} leave no token that the text could begin with")
+        raise OptionError(option, f"{rules_of(request)} allow no first token")

@@ -156,12 +156,12 @@ def note_of(run: Running, tokenizer: Any | None, text: str) -> str:
             stopper.cut is not None or len(ids) == 1
         )  # a stop string, or a stop token, with nothing before it
         if is_stop_first and not text.strip() and not stopper.suffix:
-            return f"the answer began with what was to stop it, {stopper.reason!r}"
+            return f"the output began with its stop string or token, {stopper.reason!r}"
     ended_at_once = run.finish_reason == "eos" and len(ids) == 1
     if not ids or text.strip() or (tokenizer is None and not ended_at_once):
         return ""
     if run.finish_reason != "eos":
-        return f"all that was written, {_count(ids, 'token')}, is white space or special tokens"
+        return f"the whole output, {_count(ids, 'token')}, is white space or special tokens"
     when = "at once" if ended_at_once else f"after {_count(ids[:-1], 'blank token')}"
     token = ids[-1] if tokenizer is None else tokenizer.convert_ids_to_tokens(int(ids[-1]))
     note = f"the model ended its answer {when}, with {token}"

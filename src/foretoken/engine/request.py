@@ -145,7 +145,7 @@ class Running:
     def text(self) -> SequenceState:
         """Its sequence in the target. Raises ``ValueError`` while it waits."""
         if self.sequence is None:
-            raise ValueError(f"request {self.id} is waiting: it has no text in the target yet")
+            raise ValueError(f"request {self.id} is waiting: it has no sequence in the target yet")
         return self.sequence
 
     @property

@@ -23,8 +23,8 @@ from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.checks.finite import why_not_finite
 
 CHANGED = (
-    "the model was changed (its weights, layers or hooks) while this request ran: ask again, and change it only "
-    "between requests"
+    "the model was changed (its weights, layers or hooks) while this request ran: submit it again, and change "
+    "the model only between requests"
 )
 log = logging.getLogger("foretoken.engine")
 
@@ -141,7 +141,7 @@ class Requests:
         try:
             self._leave(run)
         except Exception:
-            log.exception("request %d was dropped, and freeing what it held failed", run.id)
+            log.exception("request %d was dropped, and freeing its memory failed", run.id)
 
     def _leave(self, run: Running) -> None:
         """Free all resources of a request, even if a part of that raises."""
@@ -174,7 +174,7 @@ class Requests:
         try:
             self.prefix_cache.keep(run)
         except Exception:
-            log.warning("the text of request %d was not kept", run.id, exc_info=True)
+            log.warning("the tokens of request %d were not kept in the prefix cache", run.id, exc_info=True)
 
     @staticmethod
     def _ask_why(run: Running, controller: Controller) -> None:

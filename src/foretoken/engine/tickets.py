@@ -85,5 +85,5 @@ class Ticket:
         if emission.error is not None:
             raise failure_of(emission.error) from emission.error
         if emission.finish_reason == "deadline" and not run.output:
-            raise DeadlineExceeded(f"nothing was written within {self.request.deadline_s} s")
+            raise DeadlineExceeded(f"no token was generated within {self.request.deadline_s} s")
         return run, emission

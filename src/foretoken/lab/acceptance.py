@@ -175,7 +175,7 @@ def _fault_of_lengths(by_length: Mapping[int, float]) -> str:
         return ""
     (length, tokens), *_ = wrong
     return (
-        f"gives {tokens:.2f} tokens a round behind {length} tokens of text and {short[1]:.2f} behind {short[0]}: "
+        f"gives {tokens:.2f} tokens a round after {length} tokens of text and {short[1]:.2f} after {short[0]}: "
         "layers that were trained with a window must have it in config.json, and for others give window=N"
     )
 
@@ -215,7 +215,6 @@ def _too_little(new: Imported, measured: MeasuredAcceptance, expected: float, be
     layers = ["layer ids of another numbering"] if method in DEPTHS else []
     causes = ["another target than it was trained for", *layers, *masks, "a figure for trees or for text of one kind"]
     return (
-        f"{new.source} gives {measured.tokens_a_round:.2f} tokens a round on ordinary text, as a chain, and "
-        f"{expected:g} are expected, of which {ENOUGH:.0%} would do: "
-        f"{better or 'likely causes are ' + ', '.join(causes)}"
+        f"{new.source} gives {measured.tokens_a_round:.2f} tokens a round on ordinary text, as a chain, less "
+        f"than {ENOUGH:.0%} of the expected {expected:g}: {better or 'likely causes are ' + ', '.join(causes)}"
     )

@@ -46,7 +46,7 @@ class BenchPrompt:
 def _text_of(row: Row, key: str, default: str | None = None) -> str:
     value = row.get(key, default)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{key!r} must be a text")
+        raise ValueError(f"{key!r} must be a string")
     return value
 
 
@@ -59,7 +59,7 @@ def _turns(row: Row) -> BenchPrompt:
     """Spec-Bench and MT-bench: the first turn (later ones need the model's own answers)."""
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
-        raise ValueError("'turns' must be a list of texts")
+        raise ValueError("'turns' must be a list of strings")
     return BenchPrompt(_text_of(row, "category", "default"), turns[0], ({"role": "user", "content": turns[0]},))
 
 
@@ -156,7 +156,7 @@ def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]
         files = [file]
     prompts = [prompt for path in files for prompt in _read(path, format)]
     if not prompts:
-        raise ValueError(f"{file} holds no prompts: give text, one prompt a line, or JSONL rows with {KEYS}")
+        raise ValueError(f"{file} contains no prompts: give text, one prompt a line, or JSONL rows with {KEYS}")
     return prompts
 
 
@@ -236,7 +236,7 @@ def _parsed(text: str, file: Path, line: int) -> Any:
     except json.JSONDecodeError as error:
         where = line + error.lineno - 1
         raise ValueError(
-            f"{file}, line {where}: this is no JSON ({error.msg}); plain text needs a name that ends in .txt or .md"
+            f"{file}, line {where}: this is not JSON ({error.msg}); plain text needs a name that ends in .txt or .md"
         ) from None
 
 

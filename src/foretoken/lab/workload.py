@@ -113,7 +113,7 @@ def fitting_prompts(subject: Subject, prompts: Sequence[BenchPrompt], new_tokens
     encoded = [prompt.encode(subject.tokenizer) for prompt in prompts]
     fitting = [ids for ids in encoded if 0 < len(ids) <= context - new_tokens]
     if not fitting:
-        raise ValueError(f"no prompt leaves room for {new_tokens} new tokens in a context of {context}")
+        raise ValueError(f"no prompt fits with {new_tokens} new tokens into a context of {context}")
     return spread(fitting, most)
 
 

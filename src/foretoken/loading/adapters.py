@@ -64,8 +64,8 @@ def read_adapter(folder: Path) -> AdapterConfig:
         raise LoadError(f"{file} is damaged or half-written: copy it again") from None
     if kind in ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"):
         raise LoadError(
-            f"{file} is an adapter of the type {kind!r}, which puts learnt rows before or beside every text and cannot "
-            f"be merged: load the model that it is for, {base or 'which it does not name'}, or one with a LORA"
+            f"{file} is an adapter of the type {kind!r}, which adds learned rows to every sequence and cannot be "
+            f"merged: load its base model, {base or 'which it does not name'}, or one with a LORA"
         )
     if kind != "LORA":
         raise LoadError(f"{file} is an adapter of the type {kind!r}, and only LORA can be merged: merge it with PEFT")
@@ -92,15 +92,15 @@ def merge_adapter(network: nn.Module, folder: Path, config: AdapterConfig) -> No
     layers = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     for name, pair in sorted(factors.items()):
         if name not in layers:
-            raise LoadError(f"{folder} updates {name}, which {config.base} does not have: it is of another model")
+            raise LoadError(f"{folder} updates {name}, which {config.base} does not have: it is for another model")
         if not is_plain(layers[name]):
-            raise LoadError(f"{folder} updates {config.base}, whose weights are quantised: take the full model as base")
+            raise LoadError(f"{folder} updates {config.base}, whose weights are quantised: use the full model as base")
         weight = layers[name].weight
         a, b = pair["A"].to(weight.device), pair["B"].to(weight.device)
         if a.ndim != 2 or b.shape != (len(weight), len(a)) or a.shape[1] != weight.shape[1]:
             raise LoadError(
                 f"{folder} updates {name} with {list(b.shape)} times {list(a.shape)}, and that layer of {config.base} "
-                f"is {list(weight.shape)}: it is of another model"
+                f"is {list(weight.shape)}: it is for another model"
             )
         weight.copy_(merged(weight, a, b, config.scale))
     for name in sorted(layers.keys() - factors.keys()):
@@ -115,13 +115,13 @@ def _read_factors(file: Path) -> dict[str, dict[str, Tensor]]:
     except FileNotFoundError:
         raise LoadError(f"{file} is missing: the adapter is incomplete, copy its folder again") from None
     except SafetensorError:
-        raise LoadError(f"{file} is no safetensors file: it is damaged or half-written, copy it again") from None
+        raise LoadError(f"{file} is not a safetensors file: it is damaged or half-written, copy it again") from None
     check_finite(tensors.items(), file)
     factors: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = KEY.fullmatch(key)
         if match is None:
-            raise LoadError(f"{file} holds {key}, which is no part of a plain LORA: merge it with PEFT")
+            raise LoadError(f"{file} holds {key}, which is not part of a plain LORA: merge it with PEFT")
         factors.setdefault(match[1], {})[match[2]] = tensor
     for name, pair in factors.items():
         if len(pair) < 2:

@@ -60,7 +60,7 @@ def given_draft_model(draft_source: Any, target: LanguageModel, tokenizer: Any |
     check_handed_in(draft_source)
     name = type(draft_source).__name__
     if draft_source is target:
-        raise ValueError(f"this {name} is the target itself, whose texts are its own: give its .model to draft with it")
+        raise ValueError(f"this {name} is the target itself: give its .model to draft with it")
     draft = draft_source if isinstance(draft_source, LanguageModel) else wrap(draft_source)
     check_vocabularies(target, draft, name)
     if tokenizer is not None and not isinstance(draft_source, LanguageModel):

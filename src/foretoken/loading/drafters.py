@@ -37,7 +37,7 @@ from foretoken.registry import construct, find, parse_spec, read_spec, rows, spl
 
 Part = str | Drafter | LanguageModel | nn.Module
 """Anything that a drafter can be made from."""
-FORESIGHT = "let the property foresight give an object that has it"
+FORESIGHT = "return an object that has it from the property foresight"
 NOW_DATA = {
     "minimum_budget": FORESIGHT,
     "predicted_from": FORESIGHT,
@@ -91,7 +91,7 @@ class LoadingContext(BuildContext):
         except Exception as error:
             blame = blamed(error)
             if blame is error:
-                raise DrafterError(f"{place} cannot be made: {error}") from error
+                raise DrafterError(f"{place} cannot be built: {error}") from error
             raise blame from error
         if not isinstance(built, Drafter):
             raise DrafterError(f"{place}.build returned {type(built).__name__}, not a drafter")
@@ -115,12 +115,12 @@ class LoadingContext(BuildContext):
         if isinstance(spec, type) and issubclass(spec, Drafter):
             raise DrafterError(fault_of(spec, Drafter, "drafter"))
         if isinstance(spec, Path):
-            raise ValueError(f"a path is no drafter: give model:{spec} for a draft model, or NAME:{spec}")
+            raise ValueError(f"a path is not a drafter: give model:{spec} for a draft model, or NAME:{spec}")
         if isinstance(spec, LanguageModel) or (isinstance(spec, nn.Module) and not isinstance(spec, type)):
             draft = given_draft_model(spec, self.target, self.tokenizer)
             return (ModelDrafter if mask_token(draft) is None else PardDrafter)(draft, target=self.target)
         raise ValueError(
-            f"{with_article(type(spec).__name__)} is no drafter: "
+            f"{with_article(type(spec).__name__)} is not a drafter: "
             'give a spec string ("ngram,k=8", "model:PATH"), a drafter, a draft model, a list of these, or None'
         )
 
@@ -180,11 +180,11 @@ def _check_facts(drafter: Drafter) -> None:
         raise DrafterError(f'{place} has taps = {drafter.taps!r}: write a tuple, ("{drafter.taps}",)')
     for name, replacement in NOW_DATA.items():
         if hasattr(cls, name) and not (replacement is FORESIGHT and drafter.foresight is not None):
-            raise DrafterError(f"{place} has a method {name}, which nobody asks any more: {replacement}")
+            raise DrafterError(f"{place} has a method {name}, which is no longer called: {replacement}")
     if isinstance(drafter, ModelDrafter) and drafter.draws_together:
         for name in ("_expand", "_add_children", "_candidates"):  # rounds of several requests would bypass it
             if getattr(cls, name) is not getattr(ModelDrafter, name):
-                raise DrafterError(f"{place} draws in a way of its own ({name}): write draws_together = False")
+                raise DrafterError(f"{place} overrides {name}: write draws_together = False")
     if not isinstance(drafter.traits, Traits):
         raise DrafterError(f"{place} has traits of type {type(drafter.traits).__name__}: write Traits(...)")
     for name in ("max_depth", "max_nodes"):

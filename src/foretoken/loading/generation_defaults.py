@@ -87,7 +87,9 @@ def read_defaults(source: Any) -> GenerationDefaults:
     except (OSError, ValueError):
         values = None
     if not isinstance(values, Mapping):
-        raise LoadError(f"{file} is damaged (it is no JSON object): copy it again, or load with generation_config=None")
+        raise LoadError(
+            f"{file} is damaged (it is not a JSON object): copy it again, or load with generation_config=None"
+        )
     return _defaults(values, str(file), FILE)
 
 
@@ -174,6 +176,6 @@ def _check_ends(value: Any, place: str) -> None:
 
 def _wrong(name: str, value: Any, place: str) -> str:
     return (
-        f"{place}: {name} is {ascii(value)[:60]}, which cannot be: correct the file, or load with "
+        f"{place}: {name} is {ascii(value)[:60]}, which is not valid: correct the file, or load with "
         "generation_config=None"
     )

@@ -20,18 +20,18 @@ from foretoken.core.io.checkpoints import is_gguf as is_gguf
 BACKENDS = ("auto", "native", "llama.cpp")
 """Backends for a GGUF file.  ``auto`` is our own reader if it covers the file, else llama.cpp."""
 REASONS = {
-    "dtype": "its weights are stored as they run; choose a file with other weights",
+    "dtype": "its weights run as they are stored; choose a file with other weights",
     "device": "it runs where llama.cpp was built for",
     "exact": "its kernels round as they do (docs/gguf.md says how much)",
-    "inflate": "inflate the model that it was made of, and convert that (docs/gguf.md)",
+    "inflate": "inflate the model that it was converted from, and convert that (docs/gguf.md)",
     "quantize": "llama.cpp's own tools quantise such files (docs/gguf.md)",
     "pack": "llama.cpp arranges its weights itself",
 }
 """Reasons why llama.cpp's models do not take an option."""
 OWN_REASONS = {
     "device": "its weights are multiplied on the cpu; leave device out",
-    "inflate": "inflate the model that it was made of, and convert that (docs/gguf.md)",
-    "quantize": "its weights keep the bits that they have; take a file with fewer",
+    "inflate": "inflate the model that it was converted from, and convert that (docs/gguf.md)",
+    "quantize": "its weights keep their bits; use a file with fewer",
 }
 """The same for our own reader."""
 USUAL = (None, "", "auto", False)
@@ -44,7 +44,7 @@ def check_backend(backend: str, source: Any) -> None:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
     if backend != "auto" and not is_gguf(source):
         description = source if isinstance(source, str | Path) else with_article(type(source).__name__)
-        raise ValueError(f"backend={backend} is for GGUF files, and {description} is none: leave backend out")
+        raise ValueError(f"backend={backend} is for GGUF files, and {description} is not one: leave backend out")
 
 
 def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
@@ -124,7 +124,7 @@ def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
     except UncoveredError as error:
         if backend == "native" or not has_llama_cpp():
             raise LoadError(f"{error}: pass tokenizer=FOLDER, or {remedy(backend)}") from None
-        refusal("GGUF tokenizer", str(error), "llama.cpp's own takes its place")
+        refusal("GGUF tokenizer", str(error), "llama.cpp's own is used instead")
     except GgufError as error:
         raise LoadError(str(error)) from None
     except Exception as error:  # a damaged vocabulary fails in many ways, some with custom exceptions

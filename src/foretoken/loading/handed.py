@@ -41,9 +41,11 @@ def check_handed_in(source: Any) -> None:
         raise LoadError(_kind_of(source))
     name = type(source).__name__
     if name == "FullyShardedDataParallel":
-        raise LoadError(f"{with_article(name)} keeps a part of every weight here: save it, and load its path")
+        raise LoadError(
+            f"{with_article(name)} holds only a part of every weight in this process: save it, and load its path"
+        )
     if not hasattr(getattr(source, "config", None), "get_text_config"):
-        raise LoadError(f"{with_article(name)} is no Transformers model (it has no configuration): {EXPECTED}")
+        raise LoadError(f"{with_article(name)} is not a Transformers model (it has no configuration): {EXPECTED}")
     network: Any = source
     if getattr(network.config, "is_encoder_decoder", False) and network.get_output_embeddings() is None:
         raise LoadError(f"{name} has no vocabulary projection: give the model for conditional generation")
@@ -51,7 +53,7 @@ def check_handed_in(source: Any) -> None:
     shared = next((type(weight).__name__ for weight in source.parameters() if hasattr(weight, "device_mesh")), "")
     if shared:
         raise LoadError(
-            f"{with_article(name)} keeps a part of every weight in each of several processes ({shared}): save it, and "
+            f"{with_article(name)} is sharded over several processes ({shared}): save it, and "
             "load its path, with tensor_parallel=N to split it here"
         )
     _check_adapters(source, name)
@@ -66,14 +68,14 @@ def check_place(source: Any, dtype: str | torch.dtype | None, device: str | torc
     if None not in (requested_dtype, model_dtype) and requested_dtype != model_dtype:
         as_it_is = str(model_dtype).removeprefix("torch.")
         raise ValueError(
-            f"a model that is handed in stays as it is, in {as_it_is}: call model.to({requested_dtype}) first"
+            f"a model passed as an object keeps its dtype, {as_it_is}: call model.to({requested_dtype}) first"
         )
     model_device: Any = device_of(source) if isinstance(source, nn.Module) else getattr(source, "device", None)
     if str(device) == "auto" or place is None or model_device is None:
         return
     if place.type != model_device.type or place.index not in (None, model_device.index):
         raise ValueError(
-            f"a model that is handed in stays where it is, on {model_device}: call model.to({str(place)!r}) first"
+            f"a model passed as an object keeps its device, {model_device}: call model.to({str(place)!r}) first"
         )
 
 
@@ -84,14 +86,14 @@ def _kind_of(source: Any) -> str:
     if isinstance(source, type):
         return f"{source.__name__} is a class: give {source.__name__}.from_pretrained(PATH), or the path itself"
     if isinstance(getattr(source, "model", None), nn.Module):
-        return f"{kind} is no model, but it has one: give its .model, with tokenizer=(its .tokenizer)"
+        return f"{kind} is not a model, but has one: give its .model, with tokenizer=(its .tokenizer)"
     if hasattr(source, "convert_ids_to_tokens"):
         return f"{kind} is a tokenizer: give it as tokenizer=..., and as the model the path it was loaded from"
     if hasattr(source, "get_text_config"):
         return f"{kind} has no weights: give the model, or the path that the configuration was loaded from"
     if isinstance(source, Mapping):
-        return f"{kind} of weights or settings is no model: give a model that has them, or save it and give its path"
-    return f"{kind} is no model: {EXPECTED}"
+        return f"{kind} of weights or settings is not a model: give a model that has them, or save it and give its path"
+    return f"{kind} is not a model: {EXPECTED}"
 
 
 def _check_adapters(model: nn.Module, name: str) -> None:
@@ -101,12 +103,12 @@ def _check_adapters(model: nn.Module, name: str) -> None:
         kind = str(getattr(kind, "value", kind))
         if getattr(settings, "is_prompt_learning", False):
             raise LoadError(
-                f"{name} puts learnt rows before every text ({kind}), which is not supported: merge a LoRA instead, or "
-                "give the model without its adapter"
+                f"{name} prepends learned rows to every sequence ({kind}), which is not supported: merge a LoRA "
+                "instead, or give the model without its adapter"
             )
         if getattr(settings, "is_adaption_prompt", False) or kind == "ADAPTION_PROMPT":
             raise LoadError(
-                f"{name} wraps a model whose attention has learnt rows ({kind}): give that model, its get_base_model()"
+                f"{name} wraps a model whose attention has learned rows ({kind}): give its get_base_model()"
             )
 
 

@@ -64,7 +64,7 @@ def check_supported(
         "beam search (num_beams > 1)": (config.num_beams or 1) > 1,
         "synced_gpus": synced_gpus or bool(call.get("synced_gpus")),
         "assistant_model (pass it as drafter=)": call.get("assistant_model") is not None,
-        "cache_implementation='quantized', which makes other texts": config.cache_implementation == "quantized",
+        "cache_implementation='quantized', which changes the output": config.cache_implementation == "quantized",
     }
     if config.return_dict_in_generate:
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
@@ -112,7 +112,7 @@ def _inputs_that_would_be_dropped(arguments: Mapping[str, Any], input_ids: Tenso
         if name in CACHE_NAMES:
             # ``generate`` creates an empty one if none was passed.
             if getattr(value, "_is_user_defined", False) or int(value.get_seq_length()) > 0:
-                yield f"{name}= (it keeps a cache of its own: pass all token ids and no cache)"
+                yield f"{name}= (it keeps its own cache: pass all token ids and no cache)"
         elif name == "position_ids":
             if not _are_usual(value, arguments.get("attention_mask"), input_ids.shape[1]):
                 yield "position_ids= that do not count the tokens from 0"
@@ -140,7 +140,7 @@ def _ways_of_its_own(model: Any) -> Iterator[str]:
         kind = str(getattr(kind, "value", kind)).replace("_", " ").lower()
         yield f"PEFT's {kind}, whose trained prompt it would leave out"
     elif getattr(prepare, "__func__", prepare) is not getattr(type(model), "prepare_inputs_for_generation", None):
-        yield "a prepare_inputs_for_generation that was written on the model"
+        yield "a prepare_inputs_for_generation that was set on the model"
     if any(_name_of(hook) in PEFT_HOOKS for m in model.modules() for hook in m._forward_pre_hooks.values()):
         yield "PEFT's adapter_names= or alora_offsets=, which count the rows of a batch"
 

@@ -110,7 +110,7 @@ def tell_row_by_row(hooks: Iterable[Any], rows: int) -> None:
 @cache
 def _tell_row_by_row(name: str) -> None:
     logging.getLogger("foretoken").warning(
-        "%s is asked row by row, with ids [1, n] of one text: use a batch of one if it treats rows differently", name
+        "%s is called one row at a time, with ids [1, n]: use a batch of one if it treats rows differently", name
     )
 
 
@@ -120,6 +120,7 @@ def holds(criterion: Any, ids: Tensor) -> bool:
     answer = torch.as_tensor(criterion(ids, None))
     if answer.numel() != 1:
         raise ValueError(
-            f"{name_of(criterion)} returned {answer.numel()} rows for one: it is asked row by row; use a batch of one"
+            f"{name_of(criterion)} returned {answer.numel()} rows for one: it is called one row at a time; use a batch "
+            "of one"
         )
     return bool(answer)

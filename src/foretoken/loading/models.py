@@ -85,7 +85,9 @@ def load_model(
     if quantize is not None:
         check_kind(quantize)
         if is_object and inflate is None:
-            raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")
+            raise ValueError(
+                "quantize=... changes weights, and a model passed as an object is not changed: give its path"
+            )
     if is_object:
         check_place(source, dtype, device)
     if isinstance(source, LanguageModel):

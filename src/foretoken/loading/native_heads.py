@@ -63,10 +63,10 @@ def _absence(source: str, announced: int) -> str:
     name = source or "the target"
     if announced:
         return (
-            f"{name} declares {announced} multi-token prediction layer(s) in config.json and holds none of their "
-            f"tensors (files that Transformers saved have lost them): take the original files, {instead}"
+            f"{name} declares {announced} multi-token prediction layer(s) in config.json and has none of their "
+            f"tensors (Transformers drops them when saving): use the original files, {instead}"
         )
-    return f"{name} has no multi-token prediction head of its own: {instead}"
+    return f"{name} has no multi-token prediction head: {instead}"
 
 
 def _files(source: str) -> dict[Path, list[str]]:

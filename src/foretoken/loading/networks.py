@@ -41,7 +41,7 @@ def from_pretrained(
     place = f"{path} (quantised with {quantisation['quant_method']})" if quantisation.get("quant_method") else path
     has_encoder = _has_encoder(path)
     if has_encoder and split is not None:
-        raise LoadError(f"{path} is an encoder and a decoder, which cannot be split: leave tensor_parallel out")
+        raise LoadError(f"{path} is an encoder-decoder model, which cannot be split: leave tensor_parallel out")
     # Some encoder-decoder models have a causal class too, which would load half of them.
     auto: Any = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
 

@@ -57,7 +57,7 @@ class PartProcess:
     def _last_words(self) -> str:
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else "it said nothing"
+        return lines[-1].strip() if lines else "it printed nothing"
 
     def send(self, line: str) -> None:
         if self.process.stdin is None:
@@ -70,7 +70,7 @@ class PartProcess:
         line = self.process.stdout.readline() if self.process.stdout is not None else ""
         if not line:
             self.process.wait(END_S)
-            raise LoadError(self.ended() or f"process {self.rank} of the split model says nothing")
+            raise LoadError(self.ended() or f"process {self.rank} of the split model does not respond")
         message: dict[str, Any] = json.loads(line)
         if "error" in message:
             raise LoadError(str(message["error"]))
@@ -173,7 +173,7 @@ def _check_source(source: Any, count: int, others: dict[str, Any]) -> str:
     path = resolve(source, "target")
     local = Path(path).expanduser()
     if is_adapter(local):
-        raise ValueError(f"{source} is an update of another model: merge it before it is split")
+        raise ValueError(f"{source} is an adapter of another model: merge it before splitting")
     if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
         check_folder(local)
         path = str(local)

@@ -32,7 +32,9 @@ def read_profile(file: str | Path, *, runs_code: bool = False) -> dict[str, Any]
     if not isinstance(profile, dict):
         raise ValueError(f"the profile {file} must be a JSON object with drafter, verifier and controller")
     if profile.get("format", 1) != 1:
-        raise ValueError(f"the profile {file} has format {profile['format']}, and 1 is known: run foretoken tune again")
+        raise ValueError(
+            f"the profile {file} has format {profile['format']}, and only 1 is supported: run foretoken tune again"
+        )
     specs = {key: profile[key] for key in ("drafter", "verifier", "controller") if key in profile}
     for key, spec in specs.items():
         if not isinstance(spec, str) and not (key == "drafter" and spec is None):

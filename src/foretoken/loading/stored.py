@@ -18,7 +18,7 @@ from torch import nn
 from foretoken.core.io import hub_ids
 from foretoken.core.io.checkpoints import LoadError, header_of, shards_of
 
-REMEDY = "take the full checkpoint (bfloat16 or float16), a GGUF file of it, or one whose quantization_config is there"
+REMEDY = "use the full checkpoint (bfloat16 or float16), a GGUF file of it, or one with a quantization_config"
 NARROW = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2", "I8", "U8"}
 """Safetensors' names of types of 8 bits and fewer; ``BOOL`` is for masks."""
 
@@ -50,7 +50,7 @@ def check_method(quantisation: Any, place: str) -> None:
     if method and not is_read:
         raise LoadError(
             f"{place} is quantised with {method}, which Transformers {transformers.__version__} does not read: "
-            "take the full checkpoint, a GGUF file of it, or one that was quantised in another way"
+            "use the full checkpoint, a GGUF file of it, or one that is quantised with another method"
         )
 
 
@@ -69,8 +69,8 @@ def check_storage(network: Any, path: str, unread: Iterable[str]) -> None:
             owner, _, leaf = name.rpartition(".")
             remedy = "copy it from the same checkpoint" if leaf == "bias" else REMEDY
             raise LoadError(
-                f"{path} has {name}, and {owner} has no place for it in the model of config.json, whose text would be "
-                f"another one without it: {remedy}"
+                f"{path} has {name}, which {owner} in the model of config.json does not have, and without it the "
+                f"output would differ: {remedy}"
             )
 
 
@@ -79,8 +79,8 @@ def _check_narrow(file: Path) -> None:
     for name, entry in header_of(file).items():
         if entry["dtype"] in NARROW and not name.endswith("bias"):  # masks of older models have this name
             raise LoadError(
-                f"{name} in {file} is stored as {entry['dtype']}, and config.json has no quantization_config that says "
-                f"what the numbers stand for: {REMEDY}"
+                f"{name} in {file} is stored as {entry['dtype']}, and config.json has no quantization_config to decode "
+                f"it: {REMEDY}"
             )
 
 

@@ -111,7 +111,7 @@ def _damaged(folder: Path) -> str:
     try:
         (folder / TEMPLATE).read_text(encoding="utf-8")
     except ValueError:
-        return f"{TEMPLATE} is damaged (it is no text), copy it again"
+        return f"{TEMPLATE} is damaged (it is not text), copy it again"
     except OSError:
         pass
     return _no_vocabulary(folder)
@@ -123,7 +123,7 @@ def _no_vocabulary(folder: Path) -> str:
         return ""
     file = folder / "tokenizer.json"
     if not file.exists():
-        return f"{file.name} is missing, copy it from where the model is from"
+        return f"{file.name} is missing, copy it from the model's source"
     from tokenizers import Tokenizer
 
     try:

@@ -25,5 +25,5 @@ def check_target(tree: str, target: LanguageModel) -> None:
         return
     measured = json.loads(file.read_text(encoding="utf-8")).get("target")
     if isinstance(measured, dict) and measured.get("fingerprint") != fingerprint_of(target):
-        text = f"the tree in {file} was measured for another target, {measured.get('source')}: its places may not be"
+        text = f"the tree in {file} was measured for another target, {measured.get('source')}: its nodes may not be"
         warnings.warn(f"{text} the best ones here; run foretoken tune tree for a new one", TreeWarning, stacklevel=3)

@@ -219,7 +219,7 @@ class LanguageModel(ABC):
     forward_name: str = "public"
     stored_as: str = ""
     exactness: str = "rounding"
-    exactness_why: str = "this kind of model was not tried"
+    exactness_why: str = "this kind of model was not tested"
     refused: tuple[Refusal, ...] = ()
     context_why: str = ""
     answer_start: tuple[int, ...] = ()
@@ -252,7 +252,7 @@ class LanguageModel(ABC):
             "exactness_why": self.exactness_why,
             "threads": self.threads,
             "refused": [asdict(refusal) for refusal in self.refused],
-            "graphs_off": getattr(self, "graphs_off", f"{type(self).__name__} runs no fixed shapes"),
+            "graphs_off": getattr(self, "graphs_off", f"{type(self).__name__} does not support fixed shapes"),
         }
 
     def follow(self) -> None:  # noqa: B027
@@ -289,7 +289,7 @@ class LanguageModel(ABC):
         Raises:
             CapabilityError: the model has no snapshots.
         """
-        raise CapabilityError(f"{type(self).__name__} cannot take over what another text has left")
+        raise CapabilityError(f"{type(self).__name__} cannot reuse another sequence's KV cache")
 
     @property
     def weight_bytes(self) -> int:
@@ -359,7 +359,7 @@ class LanguageModel(ABC):
         Raises:
             CapabilityError: the model cannot undo what it has read.
         """
-        raise CapabilityError(f"{type(self).__name__} cannot give back committed tokens")
+        raise CapabilityError(f"{type(self).__name__} cannot roll back committed tokens")
 
     @abstractmethod
     def release(self, sequence: SequenceState) -> None:

@@ -96,7 +96,7 @@ def measure_target(
     most = batch * (target.context_length - len(text)) if rollback else batch
     usable = sorted({n for n in (batch, *counts) if batch <= n <= most})
     if not usable:
-        raise ValueError(f"no room to measure {batch} node(s) behind {len(text)} tokens of text")
+        raise ValueError(f"the context is too short to measure {batch} node(s) after {len(text)} tokens")
     times: dict[int, list[float]] = {count: [] for count in usable}
     trees = {len(shape): shape for shape in shapes}
     with opened(target, *[text] * batch) as sequences:

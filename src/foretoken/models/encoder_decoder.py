@@ -70,7 +70,7 @@ class EncoderDecoderModel(TreeRunner):
         forwards = DecoderForward(model, exact)
         super().__init__(forwards, TreeCache(forwards.num_layers, forwards.context_length + SCRATCH_ROOM))
         self.answer_start = forwards.answer_start
-        self.graphs_off = "an encoder-decoder model runs no fixed shapes"
+        self.graphs_off = "an encoder-decoder model does not support fixed shapes"
         self._peak_input_bytes = 0
         with lock_of(model):
             with alone(model):
@@ -150,7 +150,7 @@ class EncoderDecoderModel(TreeRunner):
 
     def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
         if after is not None:
-            raise CapabilityError("nodes hang from the end of an answer only, where an encoder has read the prompt")
+            raise CapabilityError("nodes must follow the end of the answer in an encoder-decoder model")
         return RowPlan(self._slots(sequence), sequence.scratch_parents, sequence.scratch_depths, new)
 
     # -- reading -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ def window_inputs(feeds: Sequence[Feed], plan: LayerPlan) -> list[Tensor]:
         return []
     states = [feed.states for feed in feeds if feed.states is not None and len(feed.states) == len(feed.tokens)]
     if len(states) < len(feeds):
-        raise ValueError(f"layers from {plan.start} on need the states that they go on from, one per token")
+        raise ValueError(f"layers from {plan.start} on need their input states, one per token")
     return states
 
 

@@ -89,7 +89,7 @@ class TreeRunner(ModuleModel):
     def separate(self, cache: TreeCache) -> None:
         """Switch to an empty cache with separate sequences and counters."""
         self.cache = cache
-        self.graphs, self.graphs_off = None, "this copy of a model has a cache of its own"
+        self.graphs, self.graphs_off = None, "this copy of a model has its own cache"
         self.run_s, self.run_rows = 0.0, 0
 
     # -- sequences ---------------------------------------------------------------------------------------------------
@@ -126,7 +126,9 @@ class TreeRunner(ModuleModel):
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
         if sequence.regime != snapshot.regime:
-            raise ValueError("this text was kept of a text of another length, whose rotary embeddings differ: read it")
+            raise ValueError(
+                "this prefix is from a sequence of another length, with other rotary embeddings: prefill it"
+            )
         self.pool.make_room(sequence, length)
         for layer, pair in enumerate(snapshot.layers):
             if pair is not None:
@@ -169,7 +171,7 @@ class TreeRunner(ModuleModel):
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Commit one scratch path (gathered to contiguous slots) and drop the rest."""
         if sequence.provisional and len(path):
-            raise ValueError("these nodes were run by a part of the layers: run all before keeping them")
+            raise ValueError("only some layers were run on these nodes: run all before committing them")
         sequence.cache.keep(sequence.row, self._slots(sequence), path)
         sequence.tokens.extend(sequence.scratch_tokens[node] for node in path)
         sequence.clear_scratch()

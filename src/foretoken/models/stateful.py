@@ -79,7 +79,7 @@ class StatefulModel(OneByOneModel):
         self.num_forwards = 0
         self._states: dict[int, StateCache] = {}
         self._parameters = frozenset(parameters_of(model))
-        self.joined_off = "" if joined else "every text was to run alone"
+        self.joined_off = "" if joined else "sequences were requested to run one by one"
         fault = self._choose(replay)
         if fault is not None:
             raise CapabilityError(f"{self.config.model_type} cannot be rolled back: {fault}")
@@ -123,7 +123,9 @@ class StatefulModel(OneByOneModel):
             faults[key] = joined_fault(self)
         self.joined_off = faults[key] or ""
         if self.joined_off:
-            self.refused = (refusal("one forward for the texts of a batch", self.joined_off, "they run one by one"),)
+            self.refused = (
+                refusal("one forward for the sequences of a batch", self.joined_off, "they run one by one"),
+            )
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class Answer(ABC):
         with self._refusals():
             if (getattr(self.body, "priority", None) or 0) < 0 and not self.place.caller.priority:
                 raise bad(
-                    "a priority below 0 comes before other requests, which this key may not: leave it out",
+                    "a priority below 0 is not allowed for this key: leave it out",
                     "priority",
                     "priority_not_allowed",
                 )

@@ -161,7 +161,7 @@ def choice_of(body: ChatRequest) -> ToolChoice:
         choice = ToolChoice() if chosen == "none" else ToolChoice(tools, (), most)
     form = body.response_format
     if choice.forced and (body.structured_outputs is not None or (form is not None and form.type != "text")):
-        raise bad("a call of a tool is forced, so the answer has no other form: leave the one or the other out", FIELD)
+        raise bad("a forced tool call and a response format exclude each other: leave one of them out", FIELD)
     return choice
 
 
@@ -189,12 +189,12 @@ def _tools_of(tools: Sequence[Tool], chosen: Sequence[Any]) -> list[Tool]:
             raise bad('tool_choice names a function as {"type": "function", "function": {"name": ...}}', FIELD)
         matching = [tool for tool in tools if tool.function.name == name]
         if not matching:
-            raise bad(f"tool_choice names {name[:64]!r}, which is none of the tools", FIELD)
+            raise bad(f"tool_choice names {name[:64]!r}, which is not one of the tools", FIELD)
         allowed += matching
     return _some(allowed)
 
 
 def _some(tools: Sequence[Tool]) -> list[Tool]:
     if not tools:
-        raise bad("a call cannot be forced without tools: give some, or leave tool_choice out", FIELD)
+        raise bad("tool_choice cannot force a call without tools: give tools, or leave tool_choice out", FIELD)
     return list(tools)

@@ -59,9 +59,9 @@ class _Completions(Choices):
         if body.suffix:
             raise bad("this model cannot fill in the middle: leave suffix out", "suffix")
         if body.best_of is not None and body.best_of != (body.n or 1):
-            raise bad("best_of must be n: all choices are returned", "best_of")
+            raise bad("best_of must equal n: all choices are returned", "best_of")
         if body.max_tokens == 0 and not body.echo:
-            raise bad("max_tokens 0 needs echo: there would be nothing to return", "max_tokens")
+            raise bad("max_tokens 0 needs echo: nothing else is returned", "max_tokens")
         if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
             raise bad("logprobs of a prompt are not streamed: leave stream out, or what asks for them", "stream")
 

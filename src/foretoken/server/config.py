@@ -132,7 +132,7 @@ class ServerSettings:
         if self.key_queued < -1:
             raise ValueError(f"key_queued must be at least 0, or -1 for no limit, not {self.key_queued}")
         if self.key_queued >= 0 and not self.key_running:
-            raise ValueError("key_queued needs key_running: say how many of a key's requests may run")
+            raise ValueError("key_queued needs key_running: give the number of a key's requests that may run")
         if (self.key_running or self.key_queued >= 0 or self.key_tokens_per_minute) and not self.api_keys:
             raise ValueError("key_running, key_queued and key_tokens_per_minute need keys: give an --api-key")
         self.keys  # noqa: B018 (wrong entries are refused now)
@@ -142,7 +142,7 @@ class ServerSettings:
             self.online_drafter  # noqa: B018 (a drafter that cannot learn is refused now)
         if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_keys and not self.insecure:
             raise ValueError(
-                f"--host {self.host} can be reached by others: give an --api-key, or say --insecure if that is meant"
+                f"--host {self.host} can be reached by others: give an --api-key, or --insecure to allow that"
             )
 
     @property
@@ -185,10 +185,10 @@ def parse_bytes(text: str) -> int | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(text).strip())
     if match is None or match[2].lower() not in UNITS:
-        raise ValueError(f"{text!r} is no size: write it as 2GiB, 500MB or a number of bytes")
+        raise ValueError(f"{text!r} is not a size: write it as 2GiB, 500MB or a number of bytes")
     size = int(float(match[1]) * UNITS[match[2].lower()])
     if size < 1:
-        raise ValueError(f"{text!r} is no size: it must be at least one byte")
+        raise ValueError(f"{text!r} is not a size: it must be at least one byte")
     return size
 
 
@@ -201,7 +201,7 @@ def settings_from(
     values: dict[str, Any] = {}
     for name, value in _read(file).items():
         if name not in by_name:
-            raise ValueError(f"{file} has {name!r}, which is no setting: known are {', '.join(by_name)}")
+            raise ValueError(f"{file} has {name!r}, which is not a setting: use one of {', '.join(by_name)}")
         values[name] = _value(name, value, str(file))
     if any(not environ.get(name, "key").strip(", ") for name in ("FORETOKEN_API_KEY", "FORETOKEN_API_KEYS")):
         raise ValueError("FORETOKEN_API_KEY is set and empty: unset it to serve without a key, or put the key in it")

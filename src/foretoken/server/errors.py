@@ -150,7 +150,7 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
 
 def no_json(reason: str = "") -> ApiError:
     """Error 400 for an unreadable body; ``reason`` states the cause and the remedy."""
-    return bad(f"the body is no valid JSON{': ' if reason else ''}{reason}", code="json_invalid")
+    return bad(f"the body is not valid JSON{': ' if reason else ''}{reason}", code="json_invalid")
 
 
 def shutting_down() -> ApiError:
@@ -175,7 +175,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineDead):
         return ApiError(503, "the engine has stopped", code="engine_dead", headers={"Retry-After": "30"})
     if isinstance(error, DeadlineExceeded):
-        return ApiError(504, "the request took longer than it may", code="deadline_exceeded")
+        return ApiError(504, "the request exceeded its time limit", code="deadline_exceeded")
     if isinstance(error, RequestFailed) and error.reason == "out_of_memory":
         return ApiError(
             503, "out of memory: try again, or ask for less", code="out_of_memory", headers={"Retry-After": "1"}
@@ -243,9 +243,9 @@ def _unreadable(request: Request, cause: ValueError | None = None) -> ApiError:
     if isinstance(cause, UnicodeDecodeError) and cause.object.startswith(b"\x1f\x8b"):
         packed = "gzip"
     if packed.lower() != "identity":
-        return no_json(f"it is compressed ({packed}): send it as it is")
+        return no_json(f"it is compressed ({packed}): send it uncompressed")
     if isinstance(cause, UnicodeDecodeError):
-        return no_json(f"byte {cause.start} is no text in UTF-8: send it in UTF-8")
+        return no_json(f"byte {cause.start} is not UTF-8 text: send it in UTF-8")
     if cause is not None:  # Python's limit: parsing a longer number takes quadratic time
         return no_json(f"a whole number has more than {sys.get_int_max_str_digits()} digits")
     return no_json()

@@ -29,7 +29,7 @@ def check_fields(body: CompletionBody, serving: Serving) -> None:
         if name in REFUSED and value not in (None, False, [], {}):
             raise bad(f"{name} is not served: {REFUSED[name]}", name, "unsupported_parameter")
     if body.skip_special_tokens is False:
-        raise bad("special tokens are never part of the text: ask for return_token_ids", "skip_special_tokens")
+        raise bad("special tokens are never part of the text: use return_token_ids", "skip_special_tokens")
     if body.n is not None and body.n > 1 and not _temperature(body, serving):
         raise bad("n above 1 needs a temperature above 0: all choices would be the same", "n")
     if body.stream_options is not None and not body.stream:
@@ -94,7 +94,7 @@ def check_fits(text: str, serving: Serving, field: str) -> None:
     context, least = serving.llm.target.context_length, serving.lengths.least(text)
     if least > context:
         raise bad(
-            f"the text has {len(text)} characters, which are {least} tokens at least, and the model's context is "
+            f"the text has {len(text)} characters, at least {least} tokens, and the model's context is "
             f"{context}{_because(serving)}",
             field,
             "context_length_exceeded",
@@ -191,9 +191,7 @@ def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body
             "context_length_exceeded",
         )
     if options.get("min_tokens", 0) > max_tokens:
-        raise bad(
-            f"min_tokens is {options['min_tokens']}, more than the {max_tokens} that may be written", "min_tokens"
-        )
+        raise bad(f"min_tokens is {options['min_tokens']}, more than max_tokens, {max_tokens}", "min_tokens")
 
 
 def _options(body: CompletionBody, serving: Serving, tenant: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,7 +292,7 @@ async def constraints_of(
         raise bad("the grammar takes too long to compile: make it smaller", param, "grammar_too_complex") from None
     except ValueError as error:
         # Each schema is valid by itself: the error would describe a grammar that the client has never seen
-        together = "the schemas of these tools are too large or too costly together: force fewer tools, or smaller ones"
+        together = "the schemas of these tools are too large together: force fewer or smaller tools"
         raise bad(together if calls else str(error), param, "invalid_grammar") from error
 
 

@@ -54,7 +54,7 @@ class Keys:
         names = [caller.name for _, caller in self._callers]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"two API keys have the name {twice!r}: give each its own")
+            raise ValueError(f"two API keys have the name {twice!r}: give each a different name")
 
     def __len__(self) -> int:
         return len(self._callers)
@@ -79,18 +79,18 @@ def parsed(entry: str, number: int, standard: Caller) -> tuple[str, Caller]:
     key, *options = entry.split()
     if key.partition("=")[0] in OPTIONS and "=" in key:
         raise ValueError(
-            f"API key {number} is the option {key.partition('=')[0]!r}: write options behind their key, in a line of "
+            f"API key {number} is the option {key.partition('=')[0]!r}: write options after their key, in a line of "
             "--api-key-file"
         )
     values: dict[str, Any] = {"name": f"key-{number}"}
     for option in options:
         name, equals, value = option.partition("=")
         if name not in OPTIONS or not (equals or name == "priority"):
-            raise ValueError(f"API key {number} has an unknown option: known are {', '.join(OPTIONS)}, as NAME=VALUE")
+            raise ValueError(f"API key {number} has an unknown option: use {', '.join(OPTIONS)}, as NAME=VALUE")
         values[name] = _value(number, name, value if equals else "true")
     caller = replace(standard, **values)
     if caller.queued is not None and not caller.running:
-        raise ValueError(f"API key {number} limits queued and not running: say how many may run")
+        raise ValueError(f"API key {number} limits queued but not running: give running too")
     return key, caller
 
 
@@ -105,7 +105,7 @@ def _value(number: int, name: str, text: str) -> Any:
         return text == "true"
     least = 0 if name == "queued" else 1
     if not (text.isascii() and text.isdigit() and least <= int(text[:18]) < 2**31):
-        raise ValueError(f"API key {number}: {name} must be a whole number from {least} on, not {text[:32]!r}")
+        raise ValueError(f"API key {number}: {name} must be a whole number of at least {least}, not {text[:32]!r}")
     return int(text)
 
 

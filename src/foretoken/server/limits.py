@@ -240,7 +240,7 @@ def checked(body: bytes) -> bytes:
         try:
             body = body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
-            raise no_json(f"its bytes are no {encoding.upper()}") from None
+            raise no_json(f"its bytes are not {encoding.upper()}") from None
     if deeper_than(body, DEEPEST):
         raise bad(f"the JSON document is nested more than {DEEPEST} levels deep", code="json_too_deep")
     return body
@@ -313,7 +313,7 @@ class Hosts:
             return
         raise ApiError(
             421,
-            f"this server is not called {name[:64]!r}: start it with --allowed-host {name[:64]}, or ask it by the "
+            f"the host {name[:64]!r} is not allowed: start the server with --allowed-host {name[:64]}, or use the "
             "address that it listens on",
             code="unknown_host",
         )

@@ -72,7 +72,7 @@ class LineWriter(logging.Handler):
                 with self._counting:
                     lost, self._lost = self._lost, 0
                 if lost:
-                    notice = f"{lost} lines of the log were lost: stderr was not read"
+                    notice = f"{lost} log lines were dropped: stderr was not read"
                     self._write(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, notice, None, None)))
             self._lines.task_done()
         self._lines.task_done()

@@ -27,9 +27,9 @@ from foretoken.server.schemas import (
 
 MOST_MESSAGES, MOST_BLOCKS = 2048, 256
 UNSERVED = {
-    "container": "no code is run here",
-    "mcp_servers": "no server is asked here: offer its tools",
-    "inference_geo": "there is one place",
+    "container": "this server runs no code",
+    "mcp_servers": "this server calls no MCP servers: offer their tools",
+    "inference_geo": "this server has one region",
 }
 """Fields that cannot be honoured, with the reason."""
 
@@ -135,7 +135,8 @@ def chat_request(body: CountRequest) -> ChatRequest:
     refuse(body, UNSERVED)
     if body.thinking is not None and body.thinking.type == "enabled":
         raise bad(
-            "this server writes no thinking blocks: leave thinking out (Claude Code: MAX_THINKING_TOKENS=0)", "thinking"
+            "this server returns no thinking blocks: leave thinking out (Claude Code: MAX_THINKING_TOKENS=0)",
+            "thinking",
         )
     request: dict[str, Any] = {"model": body.model, "messages": list(_messages(body))}
     if request["messages"][-1]["role"] == "assistant":  # a prefill that the answer continues

@@ -37,12 +37,12 @@ class Places:
         if self.most is None:
             return
         if self.open + count > self.most:
-            raise QueueFull(f"{self.open} choices run, wait or are being read, of {self.most}", 1.0)
+            raise QueueFull(f"{self.open} of at most {self.most} choices are open", 1.0)
         of_key = self._by_key[caller.name]
         if of_key and self.open + count > self.most - self.reserved:
             raise QueueFull(
-                f"{self.open} choices run, wait or are being read, {of_key} of this key, and the last "
-                f"{self.reserved} of {self.most} places are for keys that have none",
+                f"{self.open} of at most {self.most} choices are open, {of_key} of this key, and the "
+                f"last {self.reserved} are for keys without open choices",
                 1.0,
             )
 
@@ -60,7 +60,7 @@ class Places:
             _check_size(count, most, "this key may have")
             if self._by_key[caller.name] + count > most:
                 raise _too_many(
-                    f"this key has {self._by_key[caller.name]} choices open, of {most}", "key_queue_full", 1
+                    f"this key has {self._by_key[caller.name]} of at most {most} choices open", "key_queue_full", 1
                 )
         rate = caller.tokens_per_minute / 60
         owed = self._owed(caller)
@@ -123,7 +123,7 @@ def place_of(scope: Scope) -> Place:
 def _check_size(count: int, most: int, whose: str) -> None:
     if count > most:
         raise bad(
-            f"{count} choices are asked for (prompts times n), and {whose} {most} at once: ask for fewer",
+            f"{count} choices are requested (prompts times n), and {whose} {most} at once: request fewer",
             "n",
             "too_many_choices",
         )

@@ -160,7 +160,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are no request, and oversized headers."""
-        error = bad("this is no valid HTTP request, or its headers are too long", code="bad_http")
+        error = bad("this is not a valid HTTP request, or its headers are too long", code="bad_http")
         body = json.dumps(error.body).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)

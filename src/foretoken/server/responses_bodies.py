@@ -30,12 +30,12 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDES = (LOGPROBS, "reasoning.encrypted_content")
 """Values that ``include`` may name; there is no reasoning here, so nothing of it is missing."""
 UNSERVED = {
-    "previous_response_id": "no answers are kept: send the whole conversation as input",
-    "conversation": "no conversations are kept: send the whole conversation as input",
-    "background": "answers are not kept: leave it out, or stream",
-    "prompt": "no templates of prompts are kept: send the prompt itself",
-    "context_management": "nothing is left out of a conversation here",
-    "moderation": "nothing is moderated here",
+    "previous_response_id": "responses are not stored: send the whole conversation as input",
+    "conversation": "conversations are not stored: send the whole conversation as input",
+    "background": "responses are not stored: leave it out, or stream",
+    "prompt": "prompt templates are not stored: send the prompt itself",
+    "context_management": "this server truncates no conversations",
+    "moderation": "this server does not moderate",
 }
 """Fields that cannot be honoured, with the reason."""
 FIELDS = {
@@ -188,7 +188,7 @@ def _check(body: ResponsesRequest) -> None:
                 f"include may name {' or '.join(INCLUDES)}, not {item[:64]!r}", "include", "unsupported_parameter"
             )
     if body.truncation == "auto":
-        raise bad("nothing is left out of a conversation here: truncation must be disabled", "truncation")
+        raise bad("this server truncates no conversations: truncation must be disabled", "truncation")
 
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:

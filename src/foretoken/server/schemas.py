@@ -34,7 +34,7 @@ def encodable(text: Any) -> Any:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ValueError("the text holds half a surrogate pair, which is no character") from None
+            raise ValueError("the text contains half a surrogate pair, which is not a character") from None
     return text
 
 
@@ -62,7 +62,7 @@ def _prompt(value: Any) -> Any:
     if isinstance(value, str):
         return _texts([value])[0]
     if not isinstance(value, list) or not value:
-        raise ValueError("the prompt must be a text, token ids, or a list of these, and not empty")
+        raise ValueError("the prompt must be text, token ids, or a list of these, and not empty")
     if isinstance(value[0], str):
         return _texts(value)
     if isinstance(value[0], list):
@@ -84,7 +84,7 @@ def _texts(value: list[Any]) -> list[str]:
 
 def _ids(value: Any) -> list[int]:
     if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= BIG for token in value):
-        raise ValueError("a prompt of token ids is a list of whole numbers from 0 on")
+        raise ValueError("a prompt of token ids is a list of whole numbers >= 0")
     return value
 
 
@@ -123,7 +123,7 @@ def option(name: str) -> Any:
     """Type of a body's field for an option of :data:`foretoken.options.FIELDS`, or ``None``."""
     field = FIELDS[name]
     if field.served is None or field.kind not in (bool, int, float):
-        raise LookupError(f"the server does not take {name} as it is")
+        raise LookupError(f"{name} is not an option of server requests")
     if field.kind is bool:
         return StrictBool | None
     low, high = field.served.low, field.served.high
@@ -388,10 +388,10 @@ REFUSED = {
     "guided_grammar": "use structured_outputs",
     "guided_choice": "use structured_outputs",
     "audio": "only text is served",
-    "web_search_options": "there is no search",
+    "web_search_options": "this server does not search the web",
     "prompt_embeds": "only text and token ids are served",
     "lora_request": "one model is served",
-    "use_beam_search": "beams are not sampled",
-    "length_penalty": "beams are not sampled",
+    "use_beam_search": "beam search is not supported",
+    "length_penalty": "beam search is not supported",
 }
 """Fields with a meaning elsewhere: a request that relies on them must not get a different answer instead."""

@@ -227,7 +227,7 @@ class Serving:
         if status.dead is not None:
             return status.dead
         if status.heartbeat_age_s > self.settings.watchdog:
-            return f"the engine has shown no sign of life for {status.heartbeat_age_s:.0f} s"
+            return f"the engine has not responded for {status.heartbeat_age_s:.0f} s"
         return None
 
     @property
@@ -272,7 +272,7 @@ class Serving:
         if name is not None and name not in (self.settings.name, self.settings.model):
             raise ApiError(
                 404,
-                f"there is no such model here: {self.settings.name} is served",
+                f"the model does not exist: this server has {self.settings.name}",
                 param="model",
                 code="model_not_found",
             )

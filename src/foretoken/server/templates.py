@@ -56,7 +56,7 @@ async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
     messages = [_plain(message, template) for message in conversation.messages]
     if not has_template(tokenizer):
         if conversation.tools:
-            raise bad("this model has no chat template, so it cannot be told of tools", "tools")
+            raise bad("this model has no chat template, which tools need", "tools")
         return _without_template(messages, conversation.generate and not conversation.continues)
     try:
         return await in_thread(TEMPLATES, lambda: _rendered(tokenizer, messages, conversation), RENDER_S)
@@ -76,7 +76,7 @@ def _check(conversation: Conversation) -> None:
     last = conversation.messages[-1]
     if conversation.continues and (last.role != "assistant" or last.tool_calls or not _text_of(last).strip()):
         raise bad(
-            "continue_final_message needs a last message of the assistant with text to go on with",
+            "continue_final_message needs a last message of the assistant with text to continue",
             "continue_final_message",
         )
 
@@ -100,7 +100,7 @@ def _rendered(tokenizer: Any, plain_messages: Sequence[Mapping[str, Any]], conve
 
     prompt = text(plain_messages, functions or None)
     if functions and prompt == text(plain_messages, None):
-        raise bad("this model's chat template has no place for tools, so it cannot be told of them", "tools")
+        raise bad("this model's chat template does not support tools: leave them out", "tools")
     marked, names = _marked(plain_messages)
     try:
         marked_prompt = text(marked, functions or None) if names else ""
@@ -108,7 +108,7 @@ def _rendered(tokenizer: Any, plain_messages: Sequence[Mapping[str, Any]], conve
         return prompt
     if any(name not in marked_prompt for name in names):
         raise bad(
-            "this model's chat template has no place for calls of tools, so it cannot be told of earlier ones",
+            "this model's chat template does not support earlier tool calls: leave them out",
             "messages",
         )
     return prompt
@@ -193,7 +193,7 @@ def _id(call_id: str, template: str) -> str:
 def _without_template(messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
     """The dialogue as plain text.  Raises ``ApiError`` 400 for tool calls, which it cannot show."""
     if any(message.get("tool_calls") for message in messages):
-        raise bad("this model has no chat template, so it cannot be told of earlier calls of tools", "messages")
+        raise bad("this model has no chat template, which earlier tool calls need", "messages")
     names = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
     lines = [
         f"{names[message['role']]}: {message['content']}" if message["role"] in names else str(message["content"])

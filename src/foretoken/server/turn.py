@@ -57,7 +57,7 @@ class ChatTurn(Answer):
         if body.top_logprobs is not None and not body.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
         if body.reasoning_effort is not None and not takes_effort(self.serving.llm.tokenizer):
-            raise bad("this model's template takes no reasoning effort: leave it out", "reasoning_effort")
+            raise bad("this model's chat template does not support reasoning effort: leave it out", "reasoning_effort")
         if body.stream and body.prompt_logprobs is not None:
             raise bad("logprobs of a prompt are not streamed: leave stream out, or what asks for them", "stream")
         if body.modalities not in (None, ["text"]):
@@ -66,7 +66,7 @@ class ChatTurn(Answer):
             raise bad("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
         if body.continue_final_message and body.add_generation_prompt:
             raise bad(
-                "continue_final_message goes on with a message, so no other begins: leave one of them out",
+                "continue_final_message excludes add_generation_prompt: leave one of them out",
                 "add_generation_prompt",
             )
 

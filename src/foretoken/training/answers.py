@@ -86,7 +86,7 @@ def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
         others = [file for file in below if kind_of(file) != ROWS]
         if others:
             log.warning(
-                "files that are not JSONL ask no questions and are passed over: %d, the first one %s",
+                "files that are not JSONL contain no questions and are skipped: %d, the first is %s",
                 len(others),
                 others[0],
             )
@@ -154,8 +154,8 @@ class AnswerFile:
             others = [key for key in identity if stored.get(key) != json.loads(json.dumps(identity[key]))]
             if others:
                 raise ValueError(
-                    f"{folder} holds answers of another run ({' and '.join(others)}): give the same to go on with "
-                    "them, or another --out"
+                    f"{folder} contains answers of another run ({' and '.join(others)}): give the same to continue "
+                    "with them, or another --out"
                 )
         write_json(card, identity)
 
@@ -173,7 +173,7 @@ class AnswerFile:
             rows = [json.loads(line) for line in data[:whole].splitlines()]
             return {int(row["id"]): row for row in rows}
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{file} is damaged: delete it, and the answers are written again") from None
+            raise ValueError(f"{file} is damaged: delete it to generate the answers again") from None
 
     def write(
         self,

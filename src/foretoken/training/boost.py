@@ -76,7 +76,9 @@ class Boost:
         self, shop: Workshop, draft: str | Path, out: Path, length: int, held: tuple[Tensor, int] | None = None
     ) -> None:
         if shop.config.text != "teacher":
-            raise ValueError(f"boost-tuning learns from what the target writes: text=teacher, not {shop.config.text}")
+            raise ValueError(
+                f"boost-tuning learns from the target's output: it needs text=teacher, not {shop.config.text}"
+            )
         if length < 1:
             raise ValueError(f"length must be at least 1, not {length}")
         self.shop, self.draft, self.out, self.length = shop, draft, out, length

@@ -65,7 +65,7 @@ class FeatureStore:
         stored = json.loads(card.read_text(encoding="utf-8")) if card.exists() else identity
         others = _differences(stored, json.loads(json.dumps(identity)))
         if others:
-            raise ValueError(f"{folder} holds features of {' and of '.join(others)}: use another folder")
+            raise ValueError(f"{folder} contains features of {' and of '.join(others)}: use another folder")
         write_json(card, identity)
 
     def features(self, step: int, taps: Sequence[str]) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ class FeatureStore:
                 with safe_open(file, "pt") as shard:
                     states[tap] = shard.get_slice("states")[place].to(self.parts.device)
             except SafetensorError:
-                raise ValueError(f"{file} is damaged: delete it, and it is made again") from None
+                raise ValueError(f"{file} is damaged: delete it to make it again") from None
         return states
 
     def _tokens(self, index: int) -> Tensor:

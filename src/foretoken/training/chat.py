@@ -32,7 +32,10 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = checked(row["messages"] if "messages" in row else from_sharegpt(row["conversations"]))
     for number, message in enumerate(messages, 1):
         if message["role"] not in ROLES:
-            raise ValueError(f"message {number} has the role {message['role'][:32]!r}: known are {', '.join(ROLES)}")
+            raise ValueError(
+                f"message {number} has the role {message['role'][:32]!r}, which is unknown: use one of "
+                f"{', '.join(ROLES)}"
+            )
         if message.get("weight") not in (None, 0, 1):
             raise ValueError(f"message {number} has the weight {message['weight']!r}: it is learned (1) or not (0)")
     return messages
@@ -93,7 +96,7 @@ def check_calls(messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: An
             continue
         if whole == without:
             raise ValueError(
-                f"message {i + 1} calls a tool, which the chat template does not write: leave the row out, or give "
+                f"message {i + 1} calls a tool, which the chat template does not render: leave the row out, or give "
                 'the message "weight": 0'
             )
 

@@ -79,7 +79,7 @@ def check_same(path: Path, identity: Mapping[str, Any]) -> None:
         )
     if unknown:
         missing = ", ".join(unknown)
-        warnings.warn(f"{path} is of an earlier version and was not compared by: {missing}", stacklevel=3)
+        warnings.warn(f"{path} is of an earlier version, without these to compare: {missing}", stacklevel=3)
 
 
 def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:

@@ -45,7 +45,7 @@ def no_text(paths: Sequence[str | Path]) -> str:
     faults = [fault for path in paths if (fault := _fault(Path(path)))]
     if len(faults) == len(paths):
         return "; ".join(faults)
-    return f"no text found below {', '.join(map(str, paths))}: give .py, .txt, .md or .jsonl"
+    return f"no text found in {', '.join(map(str, paths))}: give .py, .txt, .md or .jsonl"
 
 
 def _fault(file: Path) -> str:

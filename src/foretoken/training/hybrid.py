@@ -33,7 +33,7 @@ def build_hybrid(config: LmConfig, eos_token_id: int) -> Any:
 
     if config.layers % 2:
         raise ValueError(
-            f"a hybrid has a full-attention layer behind every recurrent one: layers={config.layers} is odd"
+            f"a hybrid has a full-attention layer after every recurrent one: layers={config.layers} must be even"
         )
     head_dim = config.hidden // config.heads
     return Qwen3_5ForCausalLM(
@@ -78,7 +78,9 @@ def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
     hybrid, other = model.config, llama.config
     for key in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"):
         if other.model_type != "llama" or getattr(hybrid, key) != getattr(other, key):
-            raise ValueError(f"{source} is no Llama with {key}={getattr(hybrid, key)}: a hybrid cannot start from it")
+            raise ValueError(
+                f"{source} is not a Llama with {key}={getattr(hybrid, key)}: a hybrid cannot start from it"
+            )
     if hybrid.num_hidden_layers != 2 * other.num_hidden_layers:
         raise ValueError(f"a hybrid that starts from {source} must have {2 * other.num_hidden_layers} layers")
     model.model.embed_tokens.weight.copy_(llama.model.embed_tokens.weight)

@@ -81,7 +81,7 @@ class Loop:
             step = int(read_meta(latest)["step"])
             if step > config.steps:
                 raise ValueError(
-                    f"{latest} is trained further than --steps {config.steps}: give at least {step}, or another --out"
+                    f"{latest} was trained for more than --steps {config.steps}: give at least {step}, or another --out"
                 )
             self.meta = load_checkpoint(latest, trained, optimizers)
         self.start = int(self.meta.get("step", 0))

@@ -45,6 +45,6 @@ def _check_own(out: Path) -> None:
     others = [name for name in results if (out / name).exists()]
     if others and not (out / "checkpoints").is_dir():
         raise ValueError(
-            f"{out} holds {', '.join(others)} and no checkpoint to go on from: give --out a new folder, or move "
-            "what is there"
+            f"{out} holds {', '.join(others)} and no checkpoint to resume from: give --out a new folder, or move "
+            "its files"
         )

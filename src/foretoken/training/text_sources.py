@@ -78,7 +78,7 @@ class TeacherText(TextSource):
     def __init__(self, rows: Tensor, weights: Tensor, batch: int, seed: int) -> None:
         keep = weights.sum(1) > 0
         if not bool(keep.any()):
-            raise ValueError("no written text is left to learn from")
+            raise ValueError("no generated text is left to learn from")
         self.rows, self.weights = rows[keep], weights[keep]
         self.batch, self.seed = batch, seed
 
@@ -163,9 +163,11 @@ def write_blocks(
     """``count`` blocks, beginnings of corpus blocks continued by ``target`` and stored below ``folder``.  Raises
     ``ValueError`` for blocks longer than the target's context, for less than a batch, and for conversations."""
     if isinstance(corpus, ChatBlocks):
-        raise ValueError("--text target goes on with texts; for conversations use --answers target")
+        raise ValueError("--text target continues texts; for conversations use --answers target")
     if count < corpus.batch:
-        raise ValueError(f"{count} written blocks do not fill a batch of {corpus.batch}: ask for more")
+        raise ValueError(
+            f"{count} generated blocks do not fill a batch of {corpus.batch}: give a larger --written-blocks"
+        )
     # One token in eight of a written block is its prompt, from the corpus
     prompt = max(1, corpus.block // 8)
     steps = range(-(-count // corpus.batch))

@@ -115,7 +115,7 @@ class Trainer:
         self.store: FeatureStore | None = None
         if features is not None:
             if recipe.trains_target:
-                raise ValueError("features cannot be kept of a target that is trained too: leave --features out")
+                raise ValueError("features of a target that is trained too cannot be stored: leave --features out")
             writing = [] if config.text == "fixed" else [config.written_blocks, config.written_temperature]
             self.store = FeatureStore(features, recipe.parts, self.sampler, self.text, writing)
 

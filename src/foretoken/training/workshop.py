@@ -64,8 +64,7 @@ class Workshop:
         self.text = text_identity(folder, self.corpus)
         if self.corpus.get("chat") and config.text != "fixed":
             raise ValueError(
-                f"text={config.text} goes on with texts, not with conversations: those are learned by train "
-                "distill --text fixed"
+                f"text={config.text} continues texts, not conversations: learn those with train distill --text fixed"
             )
         self.blocks = corpus_blocks(folder, self.corpus, tokenizer, config.context, config.batch_size, config.seed)
 

@@ -85,7 +85,7 @@ def test_streams_without_done_or_usage_count_and_are_told(scripted: Any) -> None
     (cell,) = result.cells
     assert cell["completed"] == 3 and cell["new_tokens"] == 13 + 4 + 13
     assert any("without [DONE]" in note for note in result.summary["notes"])
-    assert any("without usage" in note for note in result.summary["notes"])
+    assert any("had no usage" in note for note in result.summary["notes"])
 
 
 def test_chat_deltas_thoughts_and_calls_are_text() -> None:
@@ -274,7 +274,7 @@ def test_addresses() -> None:
         ("h:2/x?y=http://z", "l", "m"),
     ]
     for addresses, words in (
-        (["h:1"], "is no server"),
+        (["h:1"], "is not a server"),
         (["a=http://h:1", "a=http://h:2"], "two servers are called a"),
         (["http://h:1"] * 2, "two servers"),
     ):
@@ -291,7 +291,7 @@ def test_nobody_at_the_address_and_a_wrong_key(scripted: Any) -> None:
     with pytest.raises(ValueError, match="nothing answers"):
         load("http://127.0.0.1:9", ["a"])
     server.key = "secret"
-    with pytest.raises(ValueError, match="wants an API key"):
+    with pytest.raises(ValueError, match="needs an API key"):
         load(url, ["a"])
     with pytest.raises(ValueError, match=r"answers no request \(http_503\): no room"):
         server.key = ""

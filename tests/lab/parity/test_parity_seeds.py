@@ -82,7 +82,7 @@ def test_other_draws_of_a_drafter_change_no_coupled_text_but_that_of_other_rules
     assert {mode for mode, count in differences(report).items() if count} == {"seed"}
     check = report.checks[-1]
     assert (check.verifier, check.prompts) == ("rejection", 2 * len(PROMPTS))
-    assert "the same batch again gives another text, a real difference" in check.notes[0]
+    assert "the same batch gives another text when repeated, a real difference" in check.notes[0]
     assert check.identical + check.differences == check.prompts
 
 

@@ -145,7 +145,7 @@ def test_the_words() -> None:
     hopeless = summary(plan(Assumptions(0.0, 0.4, overhead=0.7), [1]))
     assert "rises above" not in hopeless and "less than" not in hopeless and "would change that" in hopeless
     assert "longest draft considered" in summary(plan(Assumptions(0.9), range(1, 4)))
-    assert summary(plan(Assumptions(0.9), [0])) == "Only plain decoding was asked about."
+    assert summary(plan(Assumptions(0.9), [0])) == "Only plain decoding was requested."
     assert "at batch 8" in summary(plan(Assumptions(0.7, 0.1, v=V), [2], (8,)))
 
 

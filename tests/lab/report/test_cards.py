@@ -63,9 +63,9 @@ def test_a_card_is_read_back_however_it_is_laid_out(tmp_path: Path) -> None:
         ('"speedup": 1.5', '"speedup": 9.5', "was edited after it was written"),
         ('"cpu": "A <CPU>"', '"cpu": "another"', "was edited after it was written"),
         ('"version": 1,', '"version": 2,', "is a card of version 2, and this foretoken reads version 1"),
-        ('"kind": "foretoken benchmark card"', '"kind": "a letter"', "is no benchmark card"),
-        ('"speedup": 1.5', '"speedup": NaN', "is no JSON, so no card"),
-        ('"speedup": 1.5,', '"speedup": 1.5', "is no JSON (line "),
+        ('"kind": "foretoken benchmark card"', '"kind": "a letter"', "is not a benchmark card"),
+        ('"speedup": 1.5', '"speedup": NaN', "is not JSON, so not a card"),
+        ('"speedup": 1.5,', '"speedup": 1.5', "is not JSON (line "),
     ],
 )
 def test_changed_and_broken_cards_are_one_line(tmp_path: Path, old: str, new: str, words: str) -> None:
@@ -90,10 +90,10 @@ def change(body: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
     ("where", "value", "words"),
     [
         ("figures", [], "a list of 'figures'"),
-        ("model/fingerprint", None, "model has no right 'fingerprint'"),
+        ("model/fingerprint", None, "model has no valid 'fingerprint'"),
         ("machine/matrix", [3], "'matrix' and 'gpus' are lists of names"),
-        ("machine/cores", True, "machine has no right 'cores'"),
-        ("figures/0/speedup", "fast", "figure 1 has no right 'speedup'"),
+        ("machine/cores", True, "machine has no valid 'cores'"),
+        ("figures/0/speedup", "fast", "figure 1 has no valid 'speedup'"),
         ("figures/0/tokens_per_s", -1, "figure 1 has a speed that is not above 0"),
         ("figures/0/speedup_ci95", [1.0], "'speedup_ci95' is two numbers"),
         ("figures/0/equality", {"identical": 3}, "'equality' counts identical, ties, differences"),
@@ -131,7 +131,7 @@ def test_bad_cards_are_left_out_by_name_and_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no cards"):
         read_cards(tmp_path / "empty")
     put(tmp_path / "empty", "one", "[]")
-    with pytest.raises(ValueError, match=r"one\.json is no benchmark card"):
+    with pytest.raises(ValueError, match=r"one\.json is not a benchmark card"):
         write_page(tmp_path / "empty", out)
 
 

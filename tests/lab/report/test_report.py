@@ -581,12 +581,12 @@ def test_an_unfinished_run_says_nothing_of_what_it_did_not_reach(tmp_path: Path)
     first, last = remarks(run).items()
     assert first[0].startswith(f"Fastest so far (greedy, batch 1): {FAST}")
     assert last == (
-        "Output equals plain decoding's in all 1 compared cells; this run was broken off, and the prompts that it did "
-        "not reach are not known.",
+        "Output equals plain decoding's in all 1 compared cells; this run was interrupted, and its remaining "
+        "prompts are unknown.",
         "even",
     )
     short = read_run(written(tmp_path, cell("plain"), cell(FAST), summary(cells=4)))
-    assert "was broken off" in list(remarks(short))[-1]
+    assert "was interrupted" in list(remarks(short))[-1]
 
 
 def test_an_unfinished_run_may_have_measured_no_arm_yet(tmp_path: Path) -> None:
@@ -595,7 +595,7 @@ def test_an_unfinished_run_may_have_measured_no_arm_yet(tmp_path: Path) -> None:
     partial.add(UnitResult("plain", 0.0, 1, "code", 0, [0], [[1, 2, 3, 4]], 2.0, 4, 0.1, drafts=4))
     partial.close()
     assert list(remarks(read_run(out))) == [
-        "This run has measured no arm beside plain decoding yet: it was broken off, so there is nothing to compare."
+        "This run has measured no arm beside plain decoding yet: it was interrupted, so there is nothing to compare."
     ]
     plain = read_run(written(tmp_path, cell("plain"), summary(arms=["plain"])))
     assert list(remarks(plain)) == ["This run has no arm beside plain decoding, so there is nothing to compare."]
@@ -611,7 +611,7 @@ def test_an_interrupted_run_is_reported_as_far_as_it_goes(tmp_path: Path) -> Non
     parsed = Page(out.read_text(encoding="utf-8"))
     assert {"speedup", "table"} <= parsed.ids and not {"positions", "rounds", "trace"} & parsed.ids
     words = "".join(parsed.words)
-    assert "interrupted: it has 8 cells and no summary" in words and "Line 9 was cut off" in words
+    assert "interrupted: it has 8 cells and no summary" in words and "Line 9 is incomplete" in words
 
 
 def test_a_partial_file_is_reported_too(tmp_path: Path) -> None:
@@ -656,13 +656,13 @@ def test_cells_of_another_engine_may_lack_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["not json\n"], "line 1 of .* is no JSON object"),
-        ([cell(FAST), "{broken\n", cell(SLOW)], "line 2 of .* is no JSON object"),
-        ([cell(FAST), "[1, 2]\n"], "line 2 of .* is no JSON object"),
-        ([cell(FAST), {"name": "x"}], "line 2 of .* is no bench cell, it lacks an arm"),
-        ([cell(FAST, temperature="hot")], "line 1 of .* temperature or batch is no number"),
-        ([summary()], "holds no cells"),
-        ([""], "holds no cells"),
+        (["not json\n"], "line 1 of .* is not a JSON object"),
+        ([cell(FAST), "{broken\n", cell(SLOW)], "line 2 of .* is not a JSON object"),
+        ([cell(FAST), "[1, 2]\n"], "line 2 of .* is not a JSON object"),
+        ([cell(FAST), {"name": "x"}], "line 2 of .* is not a bench cell, it lacks an arm"),
+        ([cell(FAST, temperature="hot")], "line 1 of .* temperature or batch is not a number"),
+        ([summary()], "contains no cells"),
+        ([""], "contains no cells"),
     ],
 )
 def test_what_is_no_run_is_named(tmp_path: Path, lines: list[Any], words: str) -> None:
@@ -673,10 +673,10 @@ def test_what_is_no_run_is_named(tmp_path: Path, lines: list[Any], words: str) -
 
 
 def test_missing_and_binary_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no run"):
+    with pytest.raises(ValueError, match=r"the run .*none\.jsonl does not exist"):
         write_report(tmp_path / "none.jsonl", tmp_path / "x.html")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="is no text"):
+    with pytest.raises(ValueError, match="is not text"):
         write_report(tmp_path / "binary", tmp_path / "x.html")
 
 
@@ -701,7 +701,7 @@ def test_the_command(full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["bench", "report", str(full), "--out", str(out), "--plots", str(folder)]) == 2
     assert capsys.readouterr().err.startswith("error: plots cannot be written to")
     assert main(["bench", "report", str(out), "--out", str(tmp_path / "x.html")]) == 2
-    assert capsys.readouterr().err.startswith(f"error: line 1 of {out} is no JSON object")
+    assert capsys.readouterr().err.startswith(f"error: line 1 of {out} is not a JSON object")
 
 
 # -- plots -----------------------------------------------------------------------------------------------------------

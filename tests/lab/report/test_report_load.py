@@ -119,5 +119,5 @@ def test_a_test_without_a_summary_or_with_gaps_is_reported(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("more", [{"load": "storm"}, {"level": "high"}, {"level": None}])
 def test_cells_of_no_load_test_are_named(tmp_path: Path, more: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"line 2 of .* is no cell of a load test"):
+    with pytest.raises(ValueError, match=r"line 2 of .* is not a cell of a load test"):
         read_run(write(tmp_path, [cell("plain", 2.0), {**cell("fast", 2.0), **more}], summary()))

@@ -134,7 +134,7 @@ def test_of_a_tree_only_the_measured_depth_is_known() -> None:
         (rounds_of(0.6, 0.02), False, ("too expensive", "target calls")),
         (rounds_of(0.05, 0.0002), False, ("rarely accepted", "5%")),
         (rounds_of(0.6, 0.0001, nodes=64), True, ("grow", "65 nodes cost 7.40 times one")),
-        (rounds_of(0.1, 0.03, asks=0.1), False, ("rarely guesses", "10%")),
+        (rounds_of(0.1, 0.03, asks=0.1), False, ("rarely drafts", "10%")),
     ],
 )
 def test_why_a_drafter_loses(rounds: list[RaceRound], trees: bool, words: tuple[str, ...]) -> None:

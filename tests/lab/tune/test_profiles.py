@@ -67,7 +67,7 @@ def test_a_profile_of_another_target_is_measured_again(tmp_path: Path, monkeypat
     fast = TargetCost({1: 0.001, 64: 0.002})
     monkeypatch.setattr(profiles, "measured_target", lambda *args, **more: fast)
     noting = Noting()
-    with pytest.warns(ProfileWarning, match=r"of another target, \./x\).*measured again"):
+    with pytest.warns(ProfileWarning, match=r"for another target, \./x\).*measured again"):
         load(llama(seed=5), controller=noting, profile=written(tmp_path))
     assert noting.costs is not None and noting.costs.target == fast
     cost = noting.costs.drafters["ngram"]

@@ -294,7 +294,7 @@ def test_a_prompt_that_is_answered_by_one_token_ends_no_search() -> None:
 
 
 def test_prompts_that_are_all_answered_by_one_token_are_named() -> None:
-    with pytest.raises(ValueError, match="answers to all prompts end after a token or two") as error:
+    with pytest.raises(ValueError, match="outputs for all prompts end after a token or two") as error:
         tune(job(World(GOOD, short=tuple(map(tuple, PROMPTS)))))
     assert "--minutes" not in str(error.value) and "chat template" in str(error.value)
 
@@ -338,7 +338,7 @@ def test_the_answers_to_the_first_prompts_are_too_short_to_measure_on() -> None:
 def test_answers_that_are_too_short_are_no_lack_of_time() -> None:
     world = World(GOOD, answer=3, short=(tuple(PROMPTS[1]),))
     work = Workload(Subject(TARGET, "./x"), PROMPTS[:2], 48)
-    with pytest.raises(ValueError, match="no drafter could be measured: ngram: the answers to all prompts together"):
+    with pytest.raises(ValueError, match="no drafter could be measured: ngram: the outputs for all prompts together"):
         tune(replace(job(world, drafters=("ngram",)), work=work))
 
 

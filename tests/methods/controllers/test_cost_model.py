@@ -175,7 +175,7 @@ def test_buckets(size: int, expected: int) -> None:
 def test_costs_survive_json() -> None:
     costs = RoundCosts(TargetCost({1: 0.5, 4: 0.6}), {"d": DrafterCost(0.1, 0.2, (0.5,), 0.9)}, 0.01)
     assert RoundCosts.from_dict(costs.as_dict()) == replace(costs, drafters={"d": DrafterCost(0.1, 0.2, [0.5], 0.9)})
-    with pytest.raises(ValueError, match="no measured costs"):
+    with pytest.raises(ValueError, match="not measured costs"):
         RoundCosts.from_dict({"target_s": {}})
 
 

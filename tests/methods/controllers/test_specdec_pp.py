@@ -279,9 +279,9 @@ def test_a_stored_head_comes_back(folder: Path) -> None:
 def test_a_head_of_another_draft_model_is_refused(folder: Path) -> None:
     target, draft = llamas()
     controller = build_controller(f"specdec_pp:{folder}")
-    with pytest.raises(ValueError, match=r"trained for another draft model .the shapes agree, but the weights are"):
+    with pytest.raises(ValueError, match=r"trained for another draft model .the shapes agree, but the weights differ"):
         engine(target, ModelDrafter(target), None, controller)
-    with pytest.raises(ValueError, match="hidden_size is 192 there and 16 here"):
+    with pytest.raises(ValueError, match="hidden_size was 192 in training and is 16 here"):
         engine(target, ModelDrafter(draft), None, build_controller("specdec_pp"))
 
 
@@ -300,7 +300,7 @@ def test_wrong_folders(folder: Path, tmp_path: Path) -> None:
     described = json.loads((folder / "drafter.json").read_text())
     for change, words in (
         ({"config": {"hidden_size": 8}}, "must be"),
-        ({"config": {"layers": 8}}, "describes no such stop head"),
+        ({"config": {"layers": 8}}, "does not describe a valid stop head"),
         ({"format": 99}, "train it again"),
         ({"target": None}, "damaged"),
     ):

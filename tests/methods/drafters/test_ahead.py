@@ -208,10 +208,10 @@ def test_what_is_refused() -> None:
     _, draft = llamas()
     with pytest.raises(ValueError, match="fanout >= 1, not 0"):
         AheadDrafter(draft, fanout=0)
-    with pytest.raises(ValueError, match="256 are the most: not k=4, fanout=100000"):
+    with pytest.raises(ValueError, match="at most 256, not k=4, fanout=100000"):
         AheadDrafter(draft, fanout=100_000)
     with pytest.raises(ValueError, match="draw must be iid or greedy"):
         AheadDrafter(draft, draw="without_replacement")
-    with pytest.raises(CapabilityError, match="has no second cache to draft ahead in: use model instead"):
+    with pytest.raises(CapabilityError, match="has no second cache to draft ahead in: use the drafter model"):
         AheadDrafter(tables()[1])
     assert not AheadDrafter(draft).traits.rewinds  # nor does it work inside another drafter

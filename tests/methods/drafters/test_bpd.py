@@ -419,7 +419,7 @@ def test_blocks_that_are_too_short() -> None:
 
 def test_errors_of_the_command(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for spec, words in (
-        (f"bpd:{tmp_path / 'none'}", "there is no file or folder"),
+        (f"bpd:{tmp_path / 'none'}", "no such file or folder"),
         (f"bpd:{tmp_path}", "no trained drafter"),
         (f"bpd:{folder},k=4", "k from 2 to 3"),
         (f"medusa:{folder}", "trained as 'bpd'"),

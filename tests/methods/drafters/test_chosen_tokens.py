@@ -104,12 +104,12 @@ def test_files(content: Any, ids: list[int], tmp_path: Path, target: LanguageMod
     [
         (None, "neither a number of tokens nor a file: give a JSON list of token ids"),
         ("{", r"cannot be read as a draft vocabulary \(JSONDecodeError\): it must hold a JSON list"),
-        ("5", "is no draft vocabulary: it must hold a JSON list"),
-        ('["a"]', "is no draft vocabulary"),
-        ("[1, true]", "is no draft vocabulary"),
-        ('{"tokens": [1]}', "is no draft vocabulary"),
-        ('{"counts": {"a": 1}}', "is no draft vocabulary"),
-        ('{"counts": {"1": -1}}', "is no draft vocabulary"),
+        ("5", "is not a draft vocabulary: it must hold a JSON list"),
+        ('["a"]', "is not a draft vocabulary"),
+        ("[1, true]", "is not a draft vocabulary"),
+        ('{"tokens": [1]}', "is not a draft vocabulary"),
+        ('{"counts": {"a": 1}}', "is not a draft vocabulary"),
+        ('{"counts": {"1": -1}}', "is not a draft vocabulary"),
         ("[]", "names no token: a draft vocabulary holds at least one"),
         ('{"counts": {"1": 0}}', "names no token"),
         (f"[1, {VOCAB}]", f"names token {VOCAB}, and the vocabulary has {VOCAB}: it was made for another model"),
@@ -131,7 +131,7 @@ def test_a_file_of_none_of_the_trained_tokens(tmp_path: Path, target: LanguageMo
     file = tmp_path / "vocab.json"
     file.write_text("[7, 8, 9]")
     assert ids_of(str(file), target, [9, 1, 7]) == [7, 9]
-    with pytest.raises(ValueError, match="names none of the 2 tokens that this drafter was trained to guess"):
+    with pytest.raises(ValueError, match="names none of the 2 tokens that this drafter was trained to predict"):
         ids_of(str(file), target, [1, 3])
 
 
@@ -143,9 +143,11 @@ def test_what_is_counted_from_texts(tmp_path: Path, target: LanguageModel) -> No
     assert chosen_ids(str(file), context_of(target, tokenizer), VOCAB).tolist() == [5, 0, 1, 2, 3, 4]  # type: ignore[union-attr]
     save_vocabulary(file, [[5, 5, 7, 7, 7, 3]], tokenizer, size=2)
     assert json.loads(file.read_text())["ids"] == [7, 5]
-    with pytest.raises(ValueError, match="made with another tokenizer than the target's: count its own texts"):
+    with pytest.raises(
+        ValueError, match="made with another tokenizer than the target's: count texts with the target's tokenizer"
+    ):
         chosen_ids(str(file), context_of(target, Letters("c")), VOCAB)
-    with pytest.raises(ValueError, match="counted from texts, and these have no token"):
+    with pytest.raises(ValueError, match="counted from texts, and these have no tokens"):
         save_vocabulary(file, [[]])
 
 

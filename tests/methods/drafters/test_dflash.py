@@ -290,7 +290,7 @@ def test_random_weights_keep_the_greedy_text(changes: dict[str, Any]) -> None:
         ({"reach": "1,2,3"}, "one number, or one for each of 2 layers"),
         ({"causal": "no"}, "one number, or one for each of 2 layers"),
         ({"draft_vocab": 33}, "draft_vocab must be from 0"),
-        ({"kv_heads": 3}, "share keys evenly"),
+        ({"kv_heads": 3}, "heads must be a multiple of kv_heads"),
         ({"causal": "2"}, "causal='2' must be 0 or 1"),
         ({"head_dim": 0}, "head_dim must be even and at least 2"),
         ({"ffn": 0}, "ffn at least 1"),
@@ -305,7 +305,7 @@ def test_bad_shapes(changes: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"depth": 4}, "depth from 1 to 3, which its block guesses"),
+        ({"depth": 4}, r"depth from 1 to 3 \(the size of its block\)"),
         ({"nodes": 0}, "nodes >= 1"),
         ({"width": 0}, "width >= 1"),
         ({"draw": "often"}, "draw=iid, without_replacement or greedy"),

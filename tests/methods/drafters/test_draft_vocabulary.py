@@ -59,7 +59,7 @@ def test_logits_are_those_of_the_ids() -> None:
     everything = DraftHead(parts)
     assert everything.size == 32 and torch.equal(everything(states), everything.widened(whole))
     for wrong in ([], [1, 32], [-1]):
-        with pytest.raises(ValueError, match="outside the target's 32: copy the drafter again"):
+        with pytest.raises(ValueError, match="outside the target's vocabulary of 32: copy the drafter again"):
             DraftHead(parts, torch.tensor(wrong, dtype=torch.int64))
 
 
@@ -133,7 +133,7 @@ def test_the_ids_are_stored_with_the_drafter(method: str, monkeypatch: pytest.Mo
         return count
 
     assert (size(), size(",vocab=5"), size(",vocab=32")) == (12, 5, 32)
-    with pytest.raises(ValueError, match="vocab is how many tokens can be guessed"):
+    with pytest.raises(ValueError, match="vocab is the number of tokens that can be drafted"):
         size(",vocab=20")
 
 

@@ -149,7 +149,7 @@ def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
     ("changes", "options", "words"),
     [
         ({"head": "lstm"}, {}, "head=vanilla or head=gated or head=rnn"),
-        ({"confidence": "no"}, {}, "confidence=state, both or nothing"),
+        ({"confidence": "no"}, {}, "confidence=state, both or neither"),
         ({}, {"stop": 1.0}, "stop from 0 to below 1"),
         ({}, {"stop": math.nan}, "stop from 0 to below 1"),
         ({"confidence": ""}, {"stop": 0.5}, "no confidence head to stop by"),

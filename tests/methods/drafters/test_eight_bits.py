@@ -100,7 +100,7 @@ def lose_weights(tensors: dict[str, Tensor]) -> None:
     ("damage", "words"),
     [
         (cut_scales, f"{SCALES} in .* does not fit"),
-        (lose_scales, "is stored as int8, and only full weights are read"),
+        (lose_scales, "is stored as int8, and only unquantised weights are supported"),
         (break_scales, "holds NaN or inf"),
         (lose_weights, "lacks the tensor"),
     ],

@@ -277,8 +277,8 @@ def test_verifiers_are_right_for_all_that_members_propose() -> None:
     ("spec", "words"),
     [
         ("ensemble,drafters=(ngram|nonsense)", "unknown drafter 'nonsense': choose one of"),
-        ("ensemble,drafters=(ngram|)", "empty place in its list"),
-        ("ensemble,drafters=()", "empty place in its list"),
+        ("ensemble,drafters=(ngram|)", "empty item in its list"),
+        ("ensemble,drafters=()", "empty item in its list"),
         ("ensemble,drafters=(ngram|none)", "cannot hold 'none'"),
         ("ensemble,drafters=(ngram,x=1)", "unknown option 'x' of drafter 'ngram'"),
         ("ensemble,drafters=ngram,n=3", "unknown option 'n' of drafter 'ensemble': valid ones: drafters"),

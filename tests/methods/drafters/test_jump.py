@@ -107,7 +107,7 @@ def test_a_window_on_true_states_is_the_whole_network(lean: bool) -> None:
     for row, part in zip(whole, parts, strict=True):
         assert torch.allclose(row.logits, part.logits, atol=1e-10)
     for states in (None, whole[0].taps["layer:2"][:1]):
-        with pytest.raises(ValueError, match="layers from 2 on need the states that they go on from, one per token"):
+        with pytest.raises(ValueError, match="layers from 2 on need their input states, one per token"):
             target.forward_part([replace(feeds[0], states=states)], LayerPlan(start=2))
 
 
@@ -242,7 +242,7 @@ def test_layers_by_default_and_by_setting() -> None:
     target = model()
     config = JumpRecipe(target, TargetParts(target), {"start": "2", "stop": "4"}).config
     assert (config.start, config.stop, config.state) == (2, 4, 4)
-    with pytest.raises(ValueError, match="reads out behind layer 6, and the target has 5"):
+    with pytest.raises(ValueError, match="reads the output of layer 6, and the target has 5"):
         JumpRecipe(target, TargetParts(target), {"start": "5"})
     for settings, words in (
         ({"start": "3", "stop": "3"}, "1 <= start < stop, not start=3 and stop=3"),
@@ -264,9 +264,9 @@ def test_options_and_targets() -> None:
     for options, words in (({"k": 0}, "k"), ({"draw": "best"}, "draw must be"), ({"tree": "2y2"}, "child counts")):
         with pytest.raises(ValueError, match=words):
             drafter_for(target, **options)
-    with pytest.raises(ValueError, match="reads out behind layer 7, and the target has 5"):
+    with pytest.raises(ValueError, match="reads the output of layer 7, and the target has 5"):
         drafter_for(target, JumpNet(JumpConfig(TargetParts(target).hidden_size, 6, 7, 7)))
-    with pytest.raises(ValueError, match="jump is 8 wide, and the target's embeddings are"):
+    with pytest.raises(ValueError, match="jump has width 8, and the target's embeddings have"):
         drafter_for(target, JumpNet(JumpConfig(8, 2, 3, 3)))
     with pytest.raises(CapabilityError, match="layers can be run one by one"):
         JumpDrafter(tables()[0], net_for(target))
@@ -289,7 +289,7 @@ def test_folders(tmp_path: Path) -> None:
     save_drafter(tmp_path / "mtp", "mtp", config, net, fingerprint)
     for folder, words in (
         ("none", "not a folder"),
-        ("deep", "behind layer 6, and the target has 5"),
+        ("deep", "output of layer 6, and the target has 5"),
         ("order", "state from start=2 to stop=3, not 1"),
         ("other", "another target"),
         ("narrow", "must be"),

@@ -119,7 +119,7 @@ def test_targets_that_cannot_are_refused() -> None:
         LayerSkipDrafter(tables()[0])
     with pytest.raises(CapabilityError, match="no separate MLP"):
         LayerSkipDrafter(HuggingFaceModel(new_model("opt", num_hidden_layers=4)))
-    with pytest.raises(ValueError, match="say what, for example attention=1"):
+    with pytest.raises(ValueError, match="give the layers, for example attention=1"):
         LayerSkipDrafter(llamas()[0])
 
 

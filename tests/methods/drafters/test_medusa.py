@@ -122,7 +122,7 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"lacks the tensor {name}"):
         load_weights(tmp_path, net)
     save_file({**tensors, "more": tensors[name].clone()}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="does not know"):
+    with pytest.raises(ValueError, match="that this drafter does not have"):
         load_weights(tmp_path, net)
     (tmp_path / "model.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match="half-written"):
@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 def test_errors_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for spec, words in (
-        (f"medusa:{tmp_path / 'none'}", "there is no file or folder"),
+        (f"medusa:{tmp_path / 'none'}", "no such file or folder"),
         (f"medusa:{tmp_path}", "no trained drafter"),
     ):
         assert main(["generate", "--drafter", spec, "--max-new-tokens", "4", "x"]) == 2

@@ -110,7 +110,7 @@ def test_self_drafters_grow_trees_too() -> None:
 
 def test_what_is_drawn_is_not_chosen_by_confidence() -> None:
     target, draft = llamas()
-    with pytest.raises(ValueError, match="what is drawn must not: leave out draw"):
+    with pytest.raises(ValueError, match="drawn trees must not: leave out draw"):
         ModelDrafter(draft, 4, "eagle2", "without_replacement", target)
     with pytest.raises(ValueError, match=r"one of .*sequoia.*eagle2"):
         ModelDrafter(draft, 4, "nonsense")

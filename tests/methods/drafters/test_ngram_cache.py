@@ -232,7 +232,7 @@ def test_bad_files(tmp_path: Path) -> None:
         (good[:60], "truncated"),
         (good[:20], "truncated"),
         (b"", "empty"),
-        (b"x" * 100, "no file of foretoken"),
+        (b"x" * 100, "not a foretoken file"),
         (good[:-70] + bytes([good[-70] ^ 1]) + good[-69:], "corrupt"),
         (good[:70] + bytes([good[70] ^ 1]) + good[71:], "corrupt"),
         (good[:8] + b"\x09" + good[9:], "version 9"),

@@ -162,7 +162,7 @@ def test_a_full_context_ends_the_draft() -> None:
 def test_what_is_no_mask() -> None:
     draft = HuggingFaceModel(deepcopy(llama()))
     assert mask_token(draft) is None and mask_token(tables()[1]) is None
-    with pytest.raises(ValueError, match="was not taught to fill masks: its configuration has no pard_token"):
+    with pytest.raises(ValueError, match="was not trained on mask tokens: its configuration has no pard_token"):
         PardDrafter(draft)
     with pytest.raises(ValueError, match="must be one of the draft model's 32 tokens, not 32"):
         PardDrafter(draft, mask=32)

@@ -256,8 +256,8 @@ def test_every_weight_is_trained() -> None:
         ({"places": "0"}, "places from 1 to 64"),
         ({"num_layers": "0"}, "num_layers >= 1"),
         ({"mask_token": "32"}, "mask_token must be a token of the target"),
-        ({"heads": "0"}, "heads that share keys evenly"),
-        ({"kv_heads": "0"}, "heads that share keys evenly"),
+        ({"heads": "0"}, "heads must be a multiple of kv_heads"),
+        ({"kv_heads": "0"}, "heads must be a multiple of kv_heads"),
         ({"head_dim": "3"}, "head_dim must be even"),
         ({"ffn": "0"}, "ffn at least 1"),
         ({"keep": "0.1"}, "0 < least <= keep <= 1"),
@@ -275,7 +275,7 @@ def test_bad_options_and_short_texts() -> None:
         with pytest.raises(ValueError, match=words):
             new_drafter(target, **options)
     recipe = toy_recipe()
-    with pytest.raises(ValueError, match="too short for 4 places: use a larger --context"):
+    with pytest.raises(ValueError, match="too short for 4 positions: use a larger --context"):
         recipe.loss(toy_batch(recipe, 4), torch.Generator())
 
 

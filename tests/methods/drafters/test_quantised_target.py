@@ -85,7 +85,7 @@ def test_heads_of_another_model_are_refused_quantised_or_not(folder: Path) -> No
             if "norm" in name:
                 weight.mul_(1.25)
     for target in (HuggingFaceModel(copy.deepcopy(other)), quantised(net=other), quantised(net=network(seed=5))):
-        with pytest.raises(ValueError, match="another target: the shapes agree, but the weights are others"):
+        with pytest.raises(ValueError, match="another target: the shapes agree, but the weights differ"):
             build_drafter(f"medusa:{folder}", target)
 
 

@@ -412,9 +412,9 @@ def test_the_view_keeps_to_the_targets_sequences() -> None:
     sequence = target.open()
     assert view.open_beside(sequence) is sequence
     view.forward([Feed(sequence, [1, 2])])
-    with pytest.raises(ValueError, match="cannot be kept"):
+    with pytest.raises(ValueError, match="cannot be committed"):
         view.commit(sequence, [0])
-    with pytest.raises(ValueError, match="run all before keeping"):
+    with pytest.raises(ValueError, match="run all before committing"):
         target.commit(sequence, [0])
     view.commit(sequence, [])
     with pytest.raises(ValueError, match="no second weights 'x'"):

@@ -184,7 +184,7 @@ def test_bad_files(tmp_path: Path) -> None:
         (good + b"x", "truncated"),
         (good[:12], "truncated"),
         (b"", "empty"),
-        (b"PK\x03\x04" * 40, "no file of foretoken"),
+        (b"PK\x03\x04" * 40, "not a foretoken file"),
         (good[:-3] + bytes([good[-3] ^ 4]) + good[-2:], "corrupt"),
         (good[:50] + bytes([good[50] ^ 4]) + good[51:], "corrupt"),
     ):

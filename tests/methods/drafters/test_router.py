@@ -379,7 +379,10 @@ def test_costs_of_a_spec() -> None:
         ("router:./path", "takes no path"),
         ("router,rule=best", "router needs rule=cost, expected or match, not 'best'"),
         ("router,drafters=(ngram|suffix),rule=match,least=-1", "router needs least >= 0, not -1"),
-        ("router,drafters=(ngram|suffix),least=1", "least and bias need rule=expected or match"),
+        (
+            "router,drafters=(ngram|suffix),least=1",
+            "ignores least and bias with rule=cost: they need rule=expected or match",
+        ),
         ("router,drafters=(ngram|suffix),rule=expected,bias=0|1", "router needs rule=match for bias"),
         ("router,drafters=(ngram|suffix),rule=match,bias=1", "a bias >= 0 for each of its 2 drafters"),
         ("router,drafters=(ngram|suffix),rule=match,bias=a|b", "bias='a|b' must be one number per drafter"),

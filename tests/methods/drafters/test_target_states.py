@@ -182,9 +182,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no matrix target_proj\.weight"):
         read_projection(tmp_path / FILE)
     wide = HuggingFaceModel(with_projection(llama(noise=0.3), tmp_path, weight=WEIGHT[:, :16].contiguous()))
-    with pytest.raises(ValueError, match=r"projects 16 numbers .* 2 x 16: .*; taps=false drafts without them"):
+    with pytest.raises(
+        ValueError, match=r"projects 16 target state values, .* 2 x 16: .*; taps=false drafts without them"
+    ):
         PardDrafter(wide, target=target)
-    with pytest.raises(CapabilityError, match="reads tokens only, and no states beside them"):
+    with pytest.raises(CapabilityError, match="takes tokens only, without hidden states"):
         ConditionedModel(tables()[1])
     conditioned = ConditionedModel(draft)
     with pytest.raises(ValueError, match="every token of a feed needs a state, or none does"):

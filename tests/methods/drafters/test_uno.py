@@ -458,14 +458,14 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match=words):
             drafter_for(target, **options)  # type: ignore[arg-type]
     other = llamas(vocab=8)[0]
-    with pytest.raises(ValueError, match="updates are for 32 tokens, and the target has 8"):
+    with pytest.raises(ValueError, match="updates are for a vocabulary of 32, and the target has 8"):
         UnoDrafter(other, net_for(target))
     wide = HuggingFaceModel(new_model("llama", vocab_size=32, hidden_size=64, num_hidden_layers=2))
     words = r"the update of self_attn.q_proj is \[16, 16\], and the target's layer \[64, 64\]"
     with pytest.raises(ValueError, match=words):
         UnoDrafter(wide, net_for(target))
     deep = HuggingFaceModel(new_model("llama", vocab_size=32, num_hidden_layers=3))
-    with pytest.raises(ValueError, match="of 2 layers, and the target has 3"):
+    with pytest.raises(ValueError, match="for 2 layers, and the target has 3"):
         UnoDrafter(deep, net_for(target))
     with pytest.raises(CapabilityError, match="a draft with updates needs a target that is a network of layers"):
         UnoDrafter(tables(vocab=32)[0], net_for(target))  # type: ignore[arg-type]
@@ -525,5 +525,5 @@ def test_folders(tmp_path: Path) -> None:
         build_drafter(f"uno:{tmp_path}", llamas(vocab=8)[0], target_source="x")
     del config["mask_token"]
     save_drafter(tmp_path, "uno", config, net, parts.fingerprint())
-    with pytest.raises(ValueError, match="describes no such drafter, copy it again: uno needs a mask_token"):
+    with pytest.raises(ValueError, match="does not describe a valid drafter, copy it again: uno needs a mask_token"):
         build_drafter(f"uno:{tmp_path}", target, target_source="x")

@@ -26,8 +26,8 @@ def check(name: str, kind: Kind, is_tree: bool = False, allow_lossy: bool = Fals
         ("point", Kind.IID, False, "kind point"),
         ("without_replacement", Kind.IID, True, "without_replacement"),
         ("kseq", Kind.POINT, True, "kind iid"),
-        ("rejection", Kind.IID, True, "takes chains"),
-        ("block", Kind.POINT, True, "takes chains"),
+        ("rejection", Kind.IID, True, "supports chains only"),
+        ("block", Kind.POINT, True, "supports chains only"),
         ("greedy", Kind.POINT, False, "temperature 0 only"),
         ("typical", Kind.POINT, False, "allow_lossy=True"),
         ("lenient", Kind.IID, False, "allow_lossy=True"),
@@ -46,7 +46,7 @@ def test_wrong_pairs(name: str, kind: Kind, is_tree: bool, reason: str) -> None:
 def test_allow_lossy_allows_lossy_rules_but_not_wrong_ones() -> None:
     check("typical", Kind.POINT, allow_lossy=True)
     check("lenient", Kind.IID, allow_lossy=True)
-    with pytest.raises(ValueError, match="takes chains"):
+    with pytest.raises(ValueError, match="supports chains only"):
         check("lenient", Kind.IID, is_tree=True, allow_lossy=True)
     with pytest.raises(ValueError, match="kind point or iid"):
         check("multi_round", Kind.WITHOUT_REPLACEMENT, is_tree=True, allow_lossy=True)
@@ -58,7 +58,7 @@ def test_at_temperature_0_all_lossless_rules_are_right() -> None:
         for kind in Kind:
             if verifier.lossless:
                 check(row.name, kind, greedy=True)
-    with pytest.raises(ValueError, match="takes chains"):
+    with pytest.raises(ValueError, match="supports chains only"):
         check("block", Kind.POINT, is_tree=True, greedy=True)
     with pytest.raises(ValueError, match="lossy by design"):
         check("top_k", Kind.POINT, greedy=True)

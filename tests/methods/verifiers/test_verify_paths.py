@@ -134,7 +134,7 @@ def test_probes_are_never_walked() -> None:
 @pytest.mark.parametrize("name", ["rejection", "block", "lenient"])
 def test_chain_rules_refuse_branches(name: str) -> None:
     tree = TokenTree((0, 1, 2), (-1, 0, 0))
-    with pytest.raises(ValueError, match="takes chains, but node 0 has 2 children"):
+    with pytest.raises(ValueError, match="supports chains only, but node 0 has 2 children"):
         rule(name).verify(tree, scores_of(tree, Tables(3)), Rng(0))
 
 

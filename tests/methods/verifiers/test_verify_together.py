@@ -89,7 +89,7 @@ def test_a_rule_with_a_verify_of_its_own_is_asked() -> None:
 def test_what_draws_twice_does_not_draw_last() -> None:
     coins = LateCoins(Rng(0))
     assert coins.draw(torch.ones(4)) == LateCoins.UNKNOWN
-    with pytest.raises(AssertionError, match="does not draw last"):
+    with pytest.raises(AssertionError, match="cannot defer its draw"):
         coins.draw(torch.ones(4))
 
 

@@ -30,7 +30,7 @@ def bert(is_decoder: bool) -> Any:
 
 
 def test_a_model_that_looks_ahead_is_refused_in_one_line() -> None:
-    with pytest.raises(CapabilityError, match="bert is no causal language model") as caught:
+    with pytest.raises(CapabilityError, match="bert is not a causal language model") as caught:
         ft.load(bert(is_decoder=False), "ngram")
     assert "\n" not in str(caught.value)
 
@@ -118,7 +118,7 @@ def test_a_quantised_model_that_looks_ahead_is_refused_as_one() -> None:
         if isinstance(module, torch.nn.Linear):
             module.forward = rounded_by_token(module)  # type: ignore[method-assign]
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
-    with pytest.raises(CapabilityError, match="bert is no causal language model"):
+    with pytest.raises(CapabilityError, match="bert is not a causal language model"):
         wrap(model)
 
 

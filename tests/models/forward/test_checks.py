@@ -299,4 +299,4 @@ def test_bits_that_depend_on_company_are_noticed(company: str, monkeypatch: pyte
 
     monkeypatch.setattr(Network, "run_all", disturbed)
     wrapped = HuggingFaceModel(model, exact="bitwise")
-    assert wrapped.exactness == "rounding" and f"a {company} gave other bits" in wrapped.exactness_why
+    assert wrapped.exactness == "rounding" and f"a {company} gave different bits" in wrapped.exactness_why

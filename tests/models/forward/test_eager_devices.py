@@ -34,7 +34,7 @@ def test_a_model_that_accelerate_has_dispatched_runs_eagerly() -> None:
     assert model.graphs is None and model.graphs_off == "its layers are on several devices, and a graph runs on one"
     assert [refusal.path for refusal in model.refused if refusal.path == "CUDA graphs"] == ["CUDA graphs"]
     assert outputs(engine(model), REQUESTS) == expected
-    with pytest.raises(ValueError, match="graphs=True cannot be had: its layers are on several devices"):
+    with pytest.raises(ValueError, match="graphs=True is not possible: its layers are on several devices"):
         with_graphs(model, True, Recordings())
 
 

@@ -171,8 +171,8 @@ def test_a_fault_is_caught_at_load(owner: Any, name: str, fault: Any, monkeypatc
     monkeypatch.setattr(owner, name, fault)
     model = HuggingFaceModel(llama())
     with_graphs(model, "auto", Recordings())
-    assert model.graphs is None and "gave other logits" in model.graphs_off
-    with pytest.raises(ValueError, match="gave other logits"):
+    assert model.graphs is None and "gave different logits" in model.graphs_off
+    with pytest.raises(ValueError, match="gave different logits"):
         with_graphs(model, True, Recordings())
     assert not isinstance(model.cache, FixedCache) and not model._sequences
 
@@ -208,7 +208,7 @@ def test_a_forward_that_waits_for_the_device() -> None:
 
 
 def test_on_a_cpu_there_are_none() -> None:
-    message = "graphs=True cannot be had: they need a CUDA device, and the model is on cpu; leave graphs at 'auto'"
+    message = "graphs=True is not possible: they need a CUDA device, and the model is on cpu; leave graphs at 'auto'"
     with pytest.raises(ValueError) as error:
         ft.load(drafter=None, graphs=True)
     assert str(error.value) == message
@@ -231,15 +231,15 @@ def test_a_model_that_is_handed_in_stays_as_it_is() -> None:
 def test_wrong_choices() -> None:
     with pytest.raises(ValueError, match="graphs must be True, False or 'auto', not 'on'"):
         ft.load(drafter=None, graphs="on")
-    with pytest.raises(ValueError, match="graphs=True cannot be had: TableModel runs no fixed shapes"):
+    with pytest.raises(ValueError, match="graphs=True is not possible: TableModel does not support fixed shapes"):
         with_graphs(TableModel.random(4), True)
-    with pytest.raises(ValueError, match="SequentialModel runs no fixed shapes"):
+    with pytest.raises(ValueError, match="SequentialModel does not support fixed shapes"):
         with_graphs(SequentialModel(new_model("bloom", n_layer=2, n_head=4)), True)
     with pytest.raises(ValueError, match="a context of 16 tokens is too short"):
         with_graphs(HuggingFaceModel(llama(context=16)), True, Eager())
     with fake_cuda_graphs():
         model = SequentialModel(new_model("bloom", n_layer=2, n_head=4).to("cuda"))
-        with pytest.raises(CapabilityError, match="SequentialModel runs no fixed shapes"):
+        with pytest.raises(CapabilityError, match="SequentialModel does not support fixed shapes"):
             with_graphs(model, True)
 
 
@@ -266,7 +266,7 @@ def test_new_weights_and_new_rows_reach_the_steps() -> None:
 def test_a_sibling_has_none() -> None:
     model = graphed(llama())
     other = model.sibling()
-    assert other.graphs is None and "cache of its own" in other.graphs_off and model.graphs is not None
+    assert other.graphs is None and "its own cache" in other.graphs_off and model.graphs is not None
     a, b = model.open(), other.open()
     assert torch.allclose(model.forward([Feed(a, [1, 2])])[0].logits, other.forward([Feed(b, [1, 2])])[0].logits)
 

@@ -204,8 +204,8 @@ def test_what_is_not_covered_says_why() -> None:
         return model.native_off
 
     assert "sinks" in why(net_of("dflash", sinks=True))
-    assert "groups of 8 channels" in why(net_of("dflash2", group=8))
-    assert "12 numbers a head" in why(net_of("dflash", head_dim=12, heads=4))
+    assert "must be a multiple of 16 channels, not 8" in why(net_of("dflash2", group=8))
+    assert "head dimension 12" in why(net_of("dflash", head_dim=12, heads=4))
     hooked = net_of("dflash")
     hooked.fc.register_forward_hook(lambda *_: None)
     assert "hooks" in why(hooked)

@@ -234,7 +234,7 @@ def test_a_native_forward_with_other_numbers_is_refused(fault: Fault, monkeypatc
     ("model", "reason"),
     [
         (lambda: network("gemma2", attn_logit_softcapping=5.0), "soft cap"),
-        (lambda: network("llama", head_dim=12), "12 numbers a head"),
+        (lambda: network("llama", head_dim=12), "head dimension 12"),
         (lambda: network("mixtral"), "MLPs are not gated"),
         (lambda: network("llama", hidden_act="relu"), "activation is ReLU"),
         (lambda: network("llama").float(), "states are float32"),

@@ -267,9 +267,9 @@ def test_what_is_not_covered_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         assert model.native is None and model.forward_name == ("public" if model.forwards.head is None else "lean")
         return model.native_off
 
-    assert "12 numbers a head" in why(net_of("eagle").float())
-    assert "of another kind" in why(NativeModule(target.model))
-    assert "projection is of its own kind" in why(network("eagle"), parts.logits)
+    assert "head dimension 12" in why(net_of("eagle").float())
+    assert "of an unsupported kind" in why(NativeModule(target.model))
+    assert "projection is of an unsupported kind" in why(network("eagle"), parts.logits)
     with InFloat64():
         assert "float64" in why(net_of("mtp", shape=WIDE))
     monkeypatch.setattr("foretoken.models.forward.heads.native.why_not", lambda: "no compiler")

@@ -97,7 +97,7 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "words"),
-    [(1, "versions 2 and 3 are read, not 1"), (4, "not 4"), (3 << 24, "written for another byte order")],
+    [(1, "versions 2 and 3 are supported, not 1"), (4, "not 4"), (3 << 24, "written for another byte order")],
 )
 def test_other_versions(tmp_path: Path, good: Path, version: int, words: str) -> None:
     data, file = good.read_bytes(), tmp_path / "m.gguf"
@@ -168,21 +168,27 @@ def some_biases(header: Header, tensors: Tensors) -> None:
         (with_value("llama.embedding_length", "wide"), "header .* convert the model again"),
         (with_value("llama.attention.head_count_kv", 3), "head_count_kv 3 for 4 heads: convert the model again"),
         (with_value("llama.expert_count", "many"), "header .* convert the model again"),
-        (with_value("llama.embedding_length", 128), "its header makes it .*: convert the model again"),
+        (with_value("llama.embedding_length", 128), "is .*, and must be .*: convert the model again"),
         (with_value("llama.block_count", 3), "lacks .*: it is incomplete, copy it again"),
         (with_value("llama.block_count", 2**31), "lacks .*: it is incomplete, copy it again"),
-        (with_value("llama.block_count", 1), "has blk.1.attn_k.weight, for which llama models have no place: "),
-        (with_value("llama.rope.dimension_count", 8), "rotates 8 of 16 dimensions of a head, which is not read here: "),
-        (with_value("llama.rope.scaling.type", "odd"), "scales rotary positions by 'odd', which is not read here: "),
+        (with_value("llama.block_count", 1), "has blk.1.attn_k.weight, which llama models do not have: "),
+        (
+            with_value("llama.rope.dimension_count", 8),
+            "rotates 8 of 16 dimensions of a head, which is not supported here: ",
+        ),
+        (
+            with_value("llama.rope.scaling.type", "odd"),
+            "scales rotary positions by 'odd', which is not supported here: ",
+        ),
         (with_value("llama.attention.head_count", [4, 2]), "has layers with different attention.head_count"),
         (with_value("split.count", "two"), "is cut off or damaged .*split.count"),
         (with_value("general.alignment", "wide"), "is cut off or damaged .*general.alignment"),
-        (with_value("general.alignment", 24), "is cut off or damaged .*general.alignment is 24, no power of two"),
-        (own_yarn, "has llama.rope.scaling.yarn_attn_factor 2.0, which is not read here: "),
-        (some_biases, "has biases in some products of attention only, which is not read here: "),
+        (with_value("general.alignment", 24), "is cut off or damaged .*general.alignment is 24, not a power of two"),
+        (own_yarn, "has llama.rope.scaling.yarn_attn_factor 2.0, which is not supported here: "),
+        (some_biases, "has biases in only some attention projections, which is not supported here: "),
         (renamed, f"lacks 1 tensors .first: {DOWN}.: it is incomplete, copy it again"),
-        (narrower, rf"{DOWN} in .* is \[64, 32\], and its header makes it \[64, 256\]: convert the model again"),
-        (one_more, "has blk.1.attn_sinks.weight, for which llama models have no place: .*llama.cpp"),
+        (narrower, rf"{DOWN} in .* is \[64, 32\], and must be \[64, 256\]: convert the model again"),
+        (one_more, "has blk.1.attn_sinks.weight, which llama models do not have: .*llama.cpp"),
     ],
 )
 def test_headers_that_do_not_fit(
@@ -193,7 +199,7 @@ def test_headers_that_do_not_fit(
 
 def test_an_unknown_architecture(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = changed(tmp_path, model, with_value("general.architecture", "starcoder2"))
-    message = "is of the architecture 'starcoder2', and llama, qwen2, .* are read here: "
+    message = "has the architecture 'starcoder2', and only llama, qwen2, .* are supported here: "
     for installed, backend, remedy in (
         (False, "auto", r"llama.cpp may run it \(pip install 'foretoken\[gguf\]', .*\), or give a Transformers folder"),
         (False, "native", r"backend=llama.cpp may run it \(pip install"),
@@ -217,7 +223,9 @@ def test_types_that_are_not_read(tmp_path: Path, model: Any, monkeypatch: pytest
     for installed in (False, True):
         monkeypatch.setattr(loading, "has_llama_cpp", lambda installed=installed: installed)
         refused(
-            file, f"{DOWN} in .* is stored as {kind}, which is not read here: .*backend=llama.cpp", backend="native"
+            file,
+            f"{DOWN} in .* has the type {kind}, which is not supported here: .*backend=llama.cpp",
+            backend="native",
         )
 
 
@@ -245,9 +253,7 @@ def test_numbers_that_are_none(tmp_path: Path, model: Any, kind: str, value: flo
         raw[7, :2] = np.array([value], np.float16).view(np.uint8)
         tensors[name] = Stored(raw, Quant[kind])
 
-    refused(
-        changed(tmp_path, model, change), f"{name} in .* holds NaN or inf: copy the file again, or take another one"
-    )
+    refused(changed(tmp_path, model, change), f"{name} in .* holds NaN or inf: copy the file again, or use another one")
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])
@@ -342,7 +348,7 @@ def test_places_between_the_steps_of_the_file(tmp_path: Path, good: Path) -> Non
     place = data.index(name) + len(name) + 4 + 2 * 8 + 4  # behind the dimensions and the type
     (offset,) = struct.unpack("<Q", data[place : place + 8])
     file.write_bytes(data[:place] + struct.pack("<Q", offset - 2) + data[place + 8 :])
-    refused(file, f"is cut off or damaged .*{DOWN} is at {offset - 2}, no multiple of 32", backend="native")
+    refused(file, f"is cut off or damaged .*{DOWN} is at {offset - 2}, not a multiple of 32", backend="native")
 
 
 @pytest.mark.usefixtures("no_llama_cpp")
@@ -370,7 +376,7 @@ def test_an_embedding_that_is_not_finite_is_named(tmp_path: Path, model: Any) ->
 def test_backends(good: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"backend must be one of auto, native, llama\.cpp, not 'exllama'"):
         ft.load(good, backend="exllama")
-    with pytest.raises(ValueError, match="backend=native is for GGUF files, and builtin is none: leave backend out"):
+    with pytest.raises(ValueError, match="backend=native is for GGUF files, and builtin is not one: leave backend out"):
         ft.load("builtin", backend="native")
 
 
@@ -378,8 +384,8 @@ def test_backends(good: Path, tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"dtype": "float64"}, "takes no dtype=float64: .* use dtype=float32"),
-        ({"inflate": "1b"}, "takes no inflate=1b: inflate the model that it was made of"),
-        ({"quantize": "int4"}, "takes no quantize=int4: its weights keep the bits that they have"),
+        ({"inflate": "1b"}, "takes no inflate=1b: inflate the model that it was converted from"),
+        ({"quantize": "int4"}, "takes no quantize=int4: its weights keep their bits"),
         ({"device": "cuda"}, "takes no device=cuda: "),
     ],
 )

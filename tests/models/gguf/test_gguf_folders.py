@@ -68,7 +68,7 @@ def test_logits_have_the_folders_bits(tmp_path: Path, dtype: torch.dtype) -> Non
     assert torch.equal(*logits)
 
 
-@pytest.mark.skipif(why_not() is not None, reason=f"no kernels of our own: {why_not()}")
+@pytest.mark.skipif(why_not() is not None, reason=f"no native kernels: {why_not()}")
 @pytest.mark.parametrize("kind", ["BF16", "Q4_0", "Q8_0"])
 def test_default_texts_are_bitwise(tmp_path: Path, kind: str) -> None:
     llm = ft.load(write_model(tmp_path / "m.gguf", new_model("llama", **SIZES), kind), drafter="ngram")

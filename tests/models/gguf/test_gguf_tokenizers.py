@@ -219,10 +219,13 @@ def refused(file: Path, words: str) -> None:
 def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "t.gguf"
     remedy = ": pass tokenizer=FOLDER, or "
-    refused(write_bytes(file, "never-heard-of"), "splits words as 'never-heard-of' .*, which is not read here" + remedy)
+    refused(
+        write_bytes(file, "never-heard-of"),
+        "has the pre-tokenizer 'never-heard-of' .*, which is not supported here" + remedy,
+    )
     writer = gguf.GGUFWriter(file, "t5")
     writer.add_tokenizer_model("t5")
-    refused(_end(writer, file, {}), "has a vocabulary of the kind 't5', which is not read here" + remedy)
+    refused(_end(writer, file, {}), "has a vocabulary of type 't5', which is not supported here" + remedy)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +234,7 @@ def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
         (lambda writer: writer.add_tokenizer_model("gpt2"), "lacks tokenizer.ggml.tokens: convert the model again, or"),
         (lambda writer: _tokens(writer, "gpt2"), "lacks tokenizer.ggml.merges: convert the model again, or pass"),
         (lambda writer: _tokens(writer, "llama"), "lacks tokenizer.ggml.scores of its 2 tokens"),
-        (lambda writer: _tokens(writer, "gpt2", [1]), "has 2 tokens and kinds of 1: convert the model again"),
+        (lambda writer: _tokens(writer, "gpt2", [1]), "has 2 tokens and 1 token types: convert the model again"),
         (lambda writer: _numbers(writer), "holds a vocabulary that cannot be read .*: convert the model again, or"),
     ],
 )

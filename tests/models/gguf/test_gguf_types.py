@@ -21,7 +21,7 @@ HALF_STEP = 2.0**-8
 """Of a bfloat16 number."""
 TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
 WIDTH = 512
-needs_it = pytest.mark.skipif(why_not() is not None, reason=f"no kernels of our own: {why_not()}")
+needs_it = pytest.mark.skipif(why_not() is not None, reason=f"no native kernels: {why_not()}")
 
 
 def sample(kind: str, out: int = 70, width: int = WIDTH, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -351,7 +351,7 @@ def test_trained_drafters_find_a_packed_head(measured: str) -> None:
     ("network", "complaint"),
     [
         (lambda: half_model(torch.float64), "float64 weights on cpu cannot be packed"),
-        (lambda: nn.Sequential(nn.Embedding(3, 3)), "is no Transformers model"),
+        (lambda: nn.Sequential(nn.Embedding(3, 3)), "is not a Transformers model"),
         (lambda: half_model(torch.bfloat16).to("meta"), "has no weights"),
     ],
 )

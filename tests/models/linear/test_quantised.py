@@ -201,7 +201,7 @@ def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: py
     assert choose(32, 64, 32, "8") is Int8Product
 
 
-@pytest.mark.skipif(not BYTES, reason=f"no kernels of our own: {why_not()}")
+@pytest.mark.skipif(not BYTES, reason=f"no native kernels: {why_not()}")
 def test_activations_of_8_bits_are_for_who_asks_and_for_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

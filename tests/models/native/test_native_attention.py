@@ -16,7 +16,7 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.native import why_not
 from foretoken.models.native.attention import SIZES, attention, fits
 
-needs_it = pytest.mark.skipif(why_not() is not None, reason=f"no kernels of our own: {why_not()}")
+needs_it = pytest.mark.skipif(why_not() is not None, reason=f"no native kernels: {why_not()}")
 HIDDEN = torch.finfo(torch.bfloat16).min
 SHAPES = [(1, 6, 2, 1, 1), (1, 6, 2, 5, 37), (3, 4, 4, 2, 130), (2, 8, 1, 7, 300), (1, 40, 2, 3, 70), (2, 14, 2, 9, 96)]
 """Texts, heads, heads of keys, rows, slots."""

@@ -14,7 +14,7 @@ from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight
 from foretoken.models.native import integers8, library, why_not
 
 HALF_STEP = 2.0**-8
-needs_it = pytest.mark.skipif(why_not() is not None, reason=f"no kernels of our own: {why_not()}")
+needs_it = pytest.mark.skipif(why_not() is not None, reason=f"no native kernels: {why_not()}")
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

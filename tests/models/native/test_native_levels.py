@@ -25,7 +25,7 @@ from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight
 from foretoken.models.native import bfloat16, library
 from foretoken.models.native.attention import attention
 
-pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no kernels of our own: {library.why_not()}")
+pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no native kernels: {library.why_not()}")
 EIGHTS, SIXTEENS = ("portable", "avx2", "avx2-vnni"), ("avx512", "avx512-vnni")
 """Numbers of a vector; what multiplies bfloat16 numbers (``avx512-bf16``) rounds their products in its own way."""
 Run = Callable[[], Tensor]

@@ -143,7 +143,7 @@ def test_a_machine_that_has_neither_says_what_it_lacks(machine: Path, monkeypatc
     monkeypatch.setattr(library.platform, "system", lambda: "Linux")
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(compiling, "compiler", lambda: None)
-    assert library.why_not() == ("the kernels could not be compiled: no C++ compiler (g++, c++, or what CXX names)")
+    assert library.why_not() == ("the kernels could not be compiled: no C++ compiler (g++, c++, or the one in CXX)")
     assert hardware()["kernels"] == library.why_not()
 
 

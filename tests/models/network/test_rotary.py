@@ -305,7 +305,7 @@ def test_two_borders_of_one_model_end_its_context() -> None:
     model.config.original_max_position_embeddings = 50
     wrapped = wrap(model)
     assert wrapped.context_length == 50
-    with pytest.raises(ValueError, match="reads a text again at 50 tokens"):
+    with pytest.raises(ValueError, match="prefills a sequence again at 50 tokens"):
         engine(wrapped).add(Request(prompt_of(60)))
 
 

@@ -204,7 +204,7 @@ def test_many_leaves_and_spare_ids(file: Path) -> None:
 
 def test_too_many_paths_is_one_line(model: LlamaCppModel) -> None:
     sequence = started(model, tokens(10))
-    with pytest.raises(CapabilityError, match=r"tells 256 paths apart.*draft smaller trees") as error:
+    with pytest.raises(CapabilityError, match=r"supports 256 paths.*draft smaller trees") as error:
         model.forward([Feed(sequence, [1] * 300, [-1] * 300)])
     assert "\n" not in str(error.value)
     assert differs(model, sequence) < ROUNDING
@@ -244,7 +244,7 @@ def test_attributes(model: LlamaCppModel, file: Path) -> None:
     assert (model.vocab_size, model.context_length, model.dtype) == (32, 128, "all F32")
     assert 0 < model.weight_bytes < file.stat().st_size
     assert model.capabilities.tree_mask and not model.capabilities.taps and not model.capabilities.layer_windows
-    with pytest.raises(CapabilityError, match="hands out logits only"):
+    with pytest.raises(CapabilityError, match="returns logits only"):
         model.forward([Feed(model.open(), [1])], taps=("last",))
     with pytest.raises(ValueError, match="context_length must be at least 1"):
         LlamaCppModel(file, context_length=0)

@@ -96,9 +96,9 @@ def test_the_view_keeps_to_the_targets_sequences() -> None:
     sequence = target.open()
     assert view.open_beside(sequence) is sequence
     view.forward([Feed(sequence, [1, 2])])
-    with pytest.raises(ValueError, match="nodes of a draft with updates cannot be kept: run the target on them"):
+    with pytest.raises(ValueError, match="nodes of a draft with updates cannot be committed: run the target on them"):
         view.commit(sequence, [0])
-    with pytest.raises(ValueError, match="run all before keeping"):
+    with pytest.raises(ValueError, match="run all before committing"):
         target.commit(sequence, [0])
 
 

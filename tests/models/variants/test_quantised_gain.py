@@ -33,7 +33,7 @@ def target() -> Any:
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     if not available():
-        pytest.skip("this build of PyTorch has no products of quantised weights")
+        pytest.skip("this build of PyTorch has no quantised matrix products")
     monkeypatch.setattr(quantised_gain, "SMALLEST", 0)
     monkeypatch.setattr(quantised_gain, "_step_s", lambda model: 0.0)
 

@@ -24,7 +24,7 @@ from models.checkpoints import new_model
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """How often the weight of each projection is asked for."""
     if not available():
-        pytest.skip("this build of PyTorch has no products of quantised weights")
+        pytest.skip("this build of PyTorch has no quantised matrix products")
     counts: Counter[int] = Counter()
     real = Projection.weight.fget
 

@@ -346,9 +346,9 @@ def test_tokens_that_were_committed_stay_behind_the_subset() -> None:
     sparse.rewind(often, 41)
     got = sparse.forward([Feed(often, [1, 4, 1, 5, 9])])[0].logits[-1]
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
-    with pytest.raises(CapabilityError, match="cannot give back"):
+    with pytest.raises(CapabilityError, match="cannot roll back"):
         sparse.rewind(often, 39)
-    with pytest.raises(ValueError, match="from its end only"):
+    with pytest.raises(ValueError, match="must follow its end"):
         sparse.forward([Feed(often, [1], after=3)])
 
 

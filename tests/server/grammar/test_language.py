@@ -36,7 +36,7 @@ FINITE: list[tuple[str, Any, Sequence[str]]] = [
 ]
 BAD: list[tuple[str, Any, str]] = [
     ("regex", "[0-9]{5}", "not finite, or too large"),  # 10^5 strings
-    ("choice", [f"word {i}" for i in range(100_000)], "characters, and 65536 are allowed"),
+    ("choice", [f"word {i}" for i in range(100_000)], "characters, more than the limit of 65536"),
     ("choice", [f"{i}" for i in range(3000)], "not finite, or too large"),
     ("regex", "a*", "not finite, or too large"),
     ("regex", "a*b", "not finite, or too large"),
@@ -46,10 +46,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("grammar", 'start: "(" start ")" | "x"', "not finite, or too large"),
     ("regex", r"[^\s\S]", "no text fits it"),
     ("json_schema", {"enum": []}, "cannot be compiled"),
-    ("choice", [], "at least one text"),
-    ("choice", ["a", 5], "a list of texts"),
+    ("choice", [], "at least one non-empty string"),
+    ("choice", ["a", 5], "a list of strings"),
     ("choice", ["a", "<|endoftext|>"], "it is the special token 0"),
-    ("grammar", 'start: "a" <[5]>', "takes texts only"),
+    ("grammar", 'start: "a" <[5]>', "supports strings only"),
     ("regex", "(unclosed", "cannot be compiled"),
 ]
 

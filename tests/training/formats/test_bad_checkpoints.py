@@ -73,7 +73,7 @@ def test_tensors(method: str, format: str, name: str, target: Path, tmp_path: Pa
     save_file({key: value for key, value in whole.items() if key != name}, file)
     refused(source, target, f"lacks the tensor {name}")
     save_file({**whole, "more.weight": torch.zeros(2)}, file)
-    refused(source, target, "more.weight that our network has no place for")
+    refused(source, target, "more.weight that this network does not have")
     save_file({**whole, name: torch.zeros(3, 7, dtype=torch.bfloat16)}, file)
     refused(source, target, f"{name} is \\[3, 7\\] and must be|lacks the tensor {name}")
 
@@ -81,7 +81,7 @@ def test_tensors(method: str, format: str, name: str, target: Path, tmp_path: Pa
 @pytest.mark.parametrize(("method", "format", "_name"), LAYOUTS)
 def test_another_target(method: str, format: str, _name: str, target: Path, other_target: Path, tmp_path: Path) -> None:
     source = checkpoint(method, format, target, tmp_path)
-    refused(source, other_target, "another target: the shapes agree, but the weights are others")
+    refused(source, other_target, "another target: the shapes agree, but the weights differ")
     (source / "foretoken.json").unlink()
     narrow = save_target(tmp_path / "narrow", hidden_size=16)
     refused(source, narrow, f"(for a hidden size|target of hidden size) .*{SIZE}.*16")
@@ -100,13 +100,13 @@ def test_another_target(method: str, format: str, _name: str, target: Path, othe
             "fuses the layers .1, 2, 9., and the target has depths 0 to 4",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight reads 96 numbers, and 2 layers have 32 each"),
-        ({"num_hidden_layers": 2}, "has 2 layers, and our network has one"),
+        ({"num_hidden_layers": 2}, "has 2 layers, and this network has one"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "of the type 'llama3'"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"intermediate_size": FFN + 8}, r"must be \[56, 32\] for this target and config.json"),
         ({"num_attention_heads": None}, "lacks num_attention_heads"),
-        ({"num_attention_heads": "four"}, "'four', which is no number"),
+        ({"num_attention_heads": "four"}, "'four', which is not a number"),
         ({"target_hidden_size": 48}, "target of hidden size 48"),
         ({"draft_vocab_size": 31}, r"d2t is \[30\] and must be \[31\]"),
     ],
@@ -139,7 +139,7 @@ def test_vocabulary_maps(target: Path, tmp_path: Path) -> None:
     save_file({**whole, "d2t": whole["d2t"] + torch.arange(30)}, file)  # ids instead of offsets
     refused(source, target, "it holds offsets")
     save_file({key: value for key, value in whole.items() if key != "d2t"}, file)
-    refused(source, target, "lacks the tensor d2t, which says which 30 tokens")
+    refused(source, target, "lacks the tensor d2t, the ids of its 30 draft tokens")
 
 
 def test_tables_of_another_target(target: Path, other_target: Path, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_tables_of_another_target(target: Path, other_target: Path, tmp_path: Pa
 def test_attention_biases_of_their_own(target: Path, tmp_path: Path) -> None:
     source = checkpoint("eagle", "vllm", target, tmp_path)
     change(source, lambda tensors: tensors["layers.0.self_attn.q_proj.bias"].add_(1.0))
-    refused(source, target, "q_proj.bias is a bias of its own")
+    refused(source, target, "q_proj.bias is a bias, and this layer has none")
 
 
 def test_truncated_medusa(target: Path, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_unknown_layouts(target: Path, tmp_path: Path) -> None:
         empty, target, r"\(DFlashDraftModel\) is in no layout .* eagle3, peagle, dflash, .*eagle, medusa, pard, model"
     )
     refused(empty, target, "in no layout that can be imported as medusa", method="medusa")
-    refused(empty, target, "no other project reads a drafter 'ngram'", method="ngram")
+    refused(empty, target, "no other project supports drafters of the method 'ngram'", method="ngram")
     drafter = save_net("medusa", tmp_path / "mine", target)
     refused(drafter, target, "is a drafter already: use it with --drafter medusa:")
 

@@ -157,7 +157,7 @@ def test_neighbours_that_are_turned_become_halves(target: Path, tmp_path: Path) 
         ({}, {"block_size": 1}, "a block has 2 to 256 rows, not 1"),
         ({}, {"block_size": 400}, "a block has 2 to 256 rows, not 400"),
         ({}, {"mask_token_id": None}, "names no mask token"),
-        ({}, {"mask_token_id": VOCAB}, f"mask token {VOCAB} is none of the target's {VOCAB} tokens"),
+        ({}, {"mask_token_id": VOCAB}, f"mask token {VOCAB} is not one of the target's {VOCAB} tokens"),
         ({}, {"target_layer_ids": [0, 3]}, "target_layer_ids must be from 0 to 2 for a target of 4 layers"),
         ({}, {"target_layer_ids": [-1, 2]}, "target_layer_ids must be from 0 to 2"),
         ({}, {"target_layer_ids": [0, 1, 2]}, "fc.weight reads 64 numbers, and 3 layers have 32 each"),
@@ -173,7 +173,7 @@ def test_neighbours_that_are_turned_become_halves(target: Path, tmp_path: Path) 
         ({}, {"output_multiplier": 2.0}, "scales its logits by 2.0"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, {}, r"quantised \(compressed-tensors\)"),
         ({"intermediate_size": 48}, {}, "mlp.gate_proj.weight is .40, 32. and must be .48, 32."),
-        ({"draft_vocab_size": 30}, {}, "lacks the tensor d2t, which says which 30 tokens"),
+        ({"draft_vocab_size": 30}, {}, "lacks the tensor d2t, the ids of its 30 draft tokens"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit(

@@ -92,7 +92,8 @@ def test_an_engine_chooses_the_layout(
 BAD = [
     (
         ("ngram",),
-        "no other project reads a drafter 'ngram': choose one of eagle3, peagle, dflash, dflash2, dspark, eagle, "
+        "no other project supports drafters of the method 'ngram': choose one of eagle3, peagle, dflash, dflash2, "
+        "dspark, eagle, "
         "medusa, pard, model",
     ),
     (("nosuch",), "unknown drafter 'nosuch'"),
@@ -126,7 +127,7 @@ def test_errors_of_import(target: Path, tmp_path: Path, capsys: pytest.CaptureFi
     for arguments, words in (
         ((tmp_path / "none",), "no such folder"),
         ((empty,), "in no layout that can be imported"),
-        ((empty, "--method", "nosuch"), "no other project reads a drafter 'nosuch'"),
+        ((empty, "--method", "nosuch"), "no other project supports drafters of the method 'nosuch'"),
     ):
         code, text, error = run(capsys, "import", *arguments, "--out", tmp_path / "out", "--target", target)
         assert (code, text) == (2, "") and error.count("\n") == 1 and words in error

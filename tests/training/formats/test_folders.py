@@ -96,13 +96,13 @@ def test_what_may_be_written_to(tmp_path: Path) -> None:
     for out, force, words in (
         (tmp_path / "file", True, "is a file"),
         (photos, False, "is not empty: give another --out, or --force"),
-        (photos, True, "something else than a drafter"),
-        (nested, True, "something else than a drafter"),
+        (photos, True, "does not contain a drafter"),
+        (nested, True, "does not contain a drafter"),
     ):
         with pytest.raises(ValueError, match=words), new_folder(out, force):
             pass
     for source in (photos, photos / "below"):
-        with pytest.raises(ValueError, match="is read from"), new_folder(photos, True, [source]):
+        with pytest.raises(ValueError, match="is the source"), new_folder(photos, True, [source]):
             pass
     with new_folder(tmp_path / "empty") as folder:
         (folder / "x").write_text("x")
@@ -114,7 +114,7 @@ def test_the_drafter_itself_is_never_replaced(target: Path, tmp_path: Path) -> N
     drafter = save_net("medusa", tmp_path / "mine", target)
     before = {file.name: file.read_bytes() for file in drafter.iterdir()}
     for out in (drafter, target):
-        with pytest.raises(ValueError, match="is read from: --out must be another folder"):
+        with pytest.raises(ValueError, match="is the source: --out must be another folder"):
             export_drafter(f"medusa:{drafter}", out, "vllm", target, force=True)
     assert {file.name: file.read_bytes() for file in drafter.iterdir()} == before
 

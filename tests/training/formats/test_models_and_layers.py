@@ -75,7 +75,7 @@ def test_a_padded_vocabulary_is_said(target: Path, tmp_path: Path) -> None:
 
 def test_models_that_are_refused(target: Path, tmp_path: Path) -> None:
     for spec, words in (
-        ("model", "say which draft model"),
+        ("model", "give the draft model to export"),
         (f"model:{tmp_path / 'none'}", "not a folder with a model"),
         (f"model:{target},k=4", "options of a draft model are not exported: leave out k"),
     ):
@@ -134,7 +134,7 @@ def test_an_exit_layer_that_others_wrote(target: Path, tmp_path: Path) -> None:
     assert import_drafter(source, tmp_path / "one", target)["drafter"] == "early_exit,layer=3"
     read = import_drafter(source / "generation_config.json", tmp_path / "two", target)
     assert read["drafter"] == "early_exit,layer=3"
-    for text, words in (("4", "exit layer from 1 to 3"), ('"two"', "names no exit layer")):
+    for text, words in (("4", "exit layer from 1 to 3"), ('"two"', "has no exit layer")):
         (source / "generation_config.json").write_text(f'{{"assistant_early_exit": {text}}}')
         with pytest.raises(ValueError, match=words):
             import_drafter(source, tmp_path / "three", target)

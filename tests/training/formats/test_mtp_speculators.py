@@ -91,7 +91,7 @@ def changed(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, Any] 
         ({"mtp_layers.0.self_attn.q_proj.weight": None}, {}, "lacks the tensor layer.self_attn.q_proj.weight"),
         ({"mtp_layers.0.input_proj.weight": torch.ones(32, 32)}, {}, r"is \[32, 32\] and must be \[32, 64\]"),
         ({"mtp_layers.1.input_proj.weight": torch.ones(32, 64)}, {}, "several prediction modules"),
-        ({"other.weight": torch.ones(1)}, {}, "a tensor other.weight that our network has no place for"),
+        ({"other.weight": torch.ones(1)}, {}, "a tensor other.weight that this network does not have"),
         ({}, {"transformer_layer_config": None}, "config.json lacks transformer_layer_config"),
         ({}, {"transformer_layer_config": {"hidden_size": 64}}, "is for a hidden size of 64, the target's is 32"),
     ],

@@ -42,7 +42,7 @@ def test_a_model_with_a_mask_drafts_in_parallel(pard: Path, target: Path) -> Non
 
 
 def test_a_tree_of_levels_is_refused(pard: Path, target: Path) -> None:
-    with pytest.raises(ValueError, match="guesses all places in one pass: give parallel=false with tree="):
+    with pytest.raises(ValueError, match="predicts all positions in one pass: give parallel=false with tree="):
         foretoken.load(target, drafter=f"model:{pard},tree=2x2")
     assert isinstance(foretoken.load(target, drafter=f"model:{pard},tree=2x2,parallel=false").drafter, ModelDrafter)
 
@@ -88,7 +88,7 @@ def test_its_acceptance_is_checked(tmp_path: Path) -> None:
     report = import_drafter(pard, tmp_path / "out", target, check=AcceptanceCheck(2.0))
     by_position = report["acceptance"]["by_position"]
     assert len(by_position) == 8 and by_position[0] > 0.95 and by_position[1] < 0.9
-    with pytest.raises(ValueError, match=r"6 are expected, .*: likely causes are another target"):
+    with pytest.raises(ValueError, match=r"of the expected 6, .*: likely causes are another target"):
         import_drafter(pard, tmp_path / "again", target, check=AcceptanceCheck(6.0))
     assert not (tmp_path / "again").exists()
 
@@ -122,5 +122,5 @@ def test_pard_2_comes_with_its_projection(pard: Path, target: Path, tmp_path: Pa
 def test_pard_2_of_another_target_is_refused(pard: Path, target: Path, tmp_path: Path) -> None:
     checkpoint = with_mask(tmp_path / "theirs", pard, pard2=True, pard2_target_layers=[-1, 1, 0])
     with_states(checkpoint, checkpoint / "warp_model.safetensors")
-    with pytest.raises(ValueError, match="it was trained for another one; taps=false drafts without them"):
+    with pytest.raises(ValueError, match="it was trained for another target; taps=false drafts without them"):
         foretoken.load(target, drafter=f"pard:{checkpoint}")

@@ -79,7 +79,7 @@ def test_other_numbers_of_places(target: Path, tmp_path: Path) -> None:
         assert json.loads((tmp_path / str(number) / "drafter.json").read_text())["config"]["places"] == read
         assert warned == (["the checkpoint drafts 65 tokens, and this drafter 64 at most"] if places else [])
     change(source, num_speculative_tokens="many")
-    with pytest.raises(ValueError, match=r"num_speculative_tokens in config\.json is 'many', which is no number"):
+    with pytest.raises(ValueError, match=r"num_speculative_tokens in config\.json is 'many', which is not a number"):
         import_drafter(source, tmp_path / "no", target)
 
 
@@ -111,13 +111,18 @@ def test_the_targets_embedding_is_shared_again(target: Path, tmp_path: Path) -> 
     ("format", "edit", "config", "words"),
     [
         ("speculators", lambda t: t.pop("mask_hidden"), {}, "lacks the tensor mask_hidden"),
-        ("speculators", None, {"mask_token_id": None}, "names no mask token: it needs one of mask_token_id"),
+        ("speculators", None, {"mask_token_id": None}, "has no mask token: it needs one of mask_token_id"),
         ("plain", None, {"mask_token_id": VOCAB}, f"mask_token must be a token of the target, from 0 to {VOCAB - 1}"),
         ("plain", None, {"mask_token_id": "7"}, "mask_token_id"),
         ("plain", None, {"num_hidden_layers": 4}, "has tensors of 3 layers, and config.json says 4"),
         ("plain", lambda t: t.pop("layers.1.mlp.up_proj.weight"), {}, "lacks the tensor layers.1.mlp.up_proj.weight"),
         ("plain", lambda t: t.update(mask_hidden=torch.zeros(1, 1, SIZE)), {}, "mask_hidden is"),
-        ("plain", lambda t: t.update({"layers.1.self_attn.q_norm.weight": torch.zeros(8)}), {}, "no place for"),
+        (
+            "plain",
+            lambda t: t.update({"layers.1.self_attn.q_norm.weight": torch.zeros(8)}),
+            {},
+            "this network does not have",
+        ),
         ("plain", None, {"norm_before_fc": True}, "norm_before_fc, a variant"),
     ],
 )

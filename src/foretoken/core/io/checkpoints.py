@@ -195,6 +195,6 @@ def _check_shard(shard: Path) -> None:
             header_size = int.from_bytes(file.read(8), "little")
         end = 8 + header_size + max(entry["data_offsets"][1] for entry in header_of(shard).values())
     except (ValueError, KeyError, TypeError, MemoryError, OverflowError):
-        raise LoadError(f"{shard} is no safetensors file: it is damaged or half-written, copy it again") from None
+        raise LoadError(f"{shard} is not a safetensors file: it is damaged or half-written, copy it again") from None
     if size < end:
         raise LoadError(f"{shard} has {size} of {end} bytes: it was half-written, copy it again")

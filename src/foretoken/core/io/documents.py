@@ -68,7 +68,7 @@ def iter_records(paths: Sequence[str | Path]) -> Iterator[Record]:
             raise ValueError(f"no such file or folder: {root}")
         if root.is_file() and not kind_of(root):
             kinds = ", ".join((*TEXT_SUFFIXES, ROWS))
-            raise ValueError(f"{root} is of a kind that is not read: give {kinds}, or one of them as .zst or .gz")
+            raise ValueError(f"{root} has an unsupported file type: give {kinds}, or one of them as .zst or .gz")
     broken: list[Path] = []
     for root in roots:
         is_single = root.is_file()
@@ -85,7 +85,7 @@ def iter_records(paths: Sequence[str | Path]) -> Iterator[Record]:
                 continue
             yield from (Record(piece, str(file)) for piece in _pieces(text))
     if broken:
-        _warn(f"{_count(broken, 'file')} not UTF-8 text and passed over, the first one {broken[0]}")
+        _warn(f"{_count(broken, 'file')} not UTF-8 text and skipped, the first is {broken[0]}")
 
 
 def kind_of(file: Path) -> str:
@@ -120,7 +120,7 @@ def _rows_of(file: Path, is_single: bool) -> Iterator[Record]:
         if record is not None and record.content:
             yield record
     if others:
-        _warn(f"{_count(others, 'row')} of another shape and passed over, the first one {others[0]}")
+        _warn(f"{_count(others, 'row')} of another shape and skipped, the first is {others[0]}")
 
 
 def _record(row: Any, place: str) -> Record | None:
@@ -165,7 +165,7 @@ def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if not questions:
         return None
     if len(answers) > 1:
-        raise ValueError(f"a question has one answer, and this one has {' and '.join(map(repr, answers))}")
+        raise ValueError(f"a question must have one answer, and this one has {' and '.join(map(repr, answers))}")
     more = {"tools": row["tools"]} if row.get("tools") else {}
     return {"messages": [*questions, *_turns(row, answers[0], "assistant")], **more}
 
@@ -180,10 +180,10 @@ def asked_of(row: Mapping[str, Any]) -> list[Any]:
     if not keys:
         return []
     if len(keys) > 1:
-        raise ValueError(f"a row asks one thing, and this one has {' and '.join(map(repr, keys))}")
+        raise ValueError(f"a row must have one question, and this one has {' and '.join(map(repr, keys))}")
     beside = [key for key in ("input", "context", "history") if row.get(key)]
     if beside and (keys[0] != "instruction" or "history" in beside):
-        raise ValueError(f"what {beside[-1]!r} is to {keys[0]!r} is not known: give 'messages'")
+        raise ValueError(f"{beside[-1]!r} beside {keys[0]!r} is ambiguous: give 'messages'")
     first = next((_turns(row, key, "system") for key in ("system", "system_prompt") if row.get(key)), [])
     questions = _turns(row, keys[0], "user")
     for key in beside:
@@ -199,7 +199,7 @@ def _turns(row: Mapping[str, Any], key: str, role: str) -> list[Any]:
         return [{"role": role, "content": value}]
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         return list(value)
-    raise ValueError(f"{key!r} must be a text that is not empty, or a list of messages")
+    raise ValueError(f"{key!r} must be non-empty text, or a list of messages")
 
 
 def iter_rows(file: Path) -> Iterator[tuple[str, str, Any]]:

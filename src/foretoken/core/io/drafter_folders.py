@@ -61,7 +61,7 @@ def block_kind(names: Collection[str]) -> str | None:
 def drafter_kind(folder: Path) -> str | None:
     """Kind of the drafter in a folder, ours or another project's; ``None`` without one."""
     if (folder / OURS).is_file():
-        return str(_object(folder / OURS).get("method") or "of a kind that its damaged drafter.json does not tell")
+        return str(_object(folder / OURS).get("method") or "unknown")
     config, names = _object(folder / "config.json"), tensor_names(folder)
     kind = config.get("speculators_model_type")
     return str(kind) if kind else _kind(config, names)
@@ -80,6 +80,8 @@ def not_a_model(folder: Path) -> str | None:
         return None
     message = f"{folder} is a drafter ({kind}){_target_of(folder)}, not a model: "
     if (folder / OURS).is_file():
+        if kind == "unknown":
+            return f"{folder} is a drafter with a damaged {OURS}, not a model: copy the folder again"
         return f"{message}give it with --drafter {kind}:{folder}"
     if kind in IMPORTED:
         return f"{message}import it, `foretoken import MODEL {folder} --out OUT`, and give it with --drafter {kind}:OUT"

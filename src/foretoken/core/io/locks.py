@@ -23,5 +23,5 @@ def lock(descriptor: int, path: Path, kind: str = "file", wait: bool = False) ->
         raise ValueError(f"another run writes to {path}: wait for it, or choose another {kind}") from None
     except OSError as error:  # some network file systems
         logging.getLogger("foretoken").warning(
-            "%s cannot be locked (%s): see to it that no other run writes to it", path, error.strerror
+            "%s cannot be locked (%s): make sure that no other run writes to it", path, error.strerror
         )

@@ -113,7 +113,7 @@ class ForeignArm(Arm):
 
     def __init__(self, name: str, shared: ArmSetup) -> None:
         if any(shared.filters.get(key, neutral) != neutral for key, neutral in NO_FILTERS.items()):
-            raise ValueError(f"{name} compares by temperature alone: leave out --top-k, --top-p and --min-p")
+            raise ValueError(f"{name} supports temperature only: leave out --top-k, --top-p and --min-p")
         self.name, self.shared = name, shared
 
     @abstractmethod

@@ -128,13 +128,17 @@ def _begins_with_magic(path: Path) -> bool:
 def of_place(path: Path, subject: Subject) -> list[Fit]:
     """Drafters from a folder or file, or the reason why there are none."""
     if set(",()|") & set(str(path)):
-        return [Fit("", str(path), False, "its path has a comma, a bar or a parenthesis, which no spec can hold")]
+        return [
+            Fit(
+                "", str(path), False, "its path has a comma, a bar or a parenthesis, which a spec string cannot contain"
+            )
+        ]
     if (path / CONFIG).exists():
         return [_trained(path, subject)]
     if not path.is_dir():
         return _first_that_works(path, subject) if path.suffix == ".gguf" else _of_file(path, subject)
     if not _is_something(path):
-        return [Fit("", str(path), False, "it holds no model, trained drafter, datastore or GGUF file")]
+        return [Fit("", str(path), False, "it contains no model, trained drafter, datastore or GGUF file")]
     foreign = _foreign(path)
     return _first_that_works(path, subject) if foreign is None else [foreign]
 

@@ -146,7 +146,7 @@ def _kind(dtype: torch.dtype, gguf: Any) -> tuple[Any, int]:
     kinds = gguf.GGMLQuantizationType
     types = {torch.bfloat16: (kinds.BF16, 2), torch.float16: (kinds.F16, 2), torch.float32: (kinds.F32, 4)}
     if dtype not in types:
-        raise ValueError(f"llama.cpp runs no {dtype} weights: load the target with dtype=bfloat16 or float32")
+        raise ValueError(f"llama.cpp does not support {dtype} weights: load the target with dtype=bfloat16 or float32")
     return types[dtype]
 
 

@@ -26,11 +26,11 @@ def check_run_out(out: Path, resume: bool) -> bool:
     if out.is_dir():
         raise ValueError(f"{out} is a folder: --out needs a file name")
     if not out.absolute().parent.is_dir():
-        raise ValueError(f"--out cannot be written: there is no folder {out.absolute().parent}")
+        raise ValueError(f"--out cannot be written: the folder {out.absolute().parent} does not exist")
     unfinished = _holds(partial_of(out))
     if unfinished and not resume:
         raise ValueError(
-            f"{partial_of(out)} holds an unfinished run: add --resume to go on with it, or delete it to start anew"
+            f"{partial_of(out)} contains an unfinished run: add --resume to continue it, or delete it to start anew"
         )
     if resume and not unfinished and _holds(out):
         raise ValueError(f"{out} is finished, there is nothing to resume: leave --resume out to run it again")

@@ -88,7 +88,7 @@ def certify(
     """The certificate of a complete run on a target loaded with ``options``: ``dtype``, ``device``, ``inflate``,
     ``quantize``."""
     if not report.complete:
-        raise ValueError("there is no certificate of a run that was broken off: let it come to its end")
+        raise ValueError("an interrupted run has no certificate: let it finish")
     source = str(settings.target_source)
     specs = dict.fromkeys(check.drafter for check in report.checks if check.drafter != PLAIN)
     return Certificate(
@@ -122,14 +122,14 @@ def read_certificate(file: Path) -> Certificate:
     except OSError as error:
         raise ValueError(f"cannot read the certificate {file}: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise ValueError(f"{file} is no JSON, so no certificate: {REMEDY}") from None
+        raise ValueError(f"{file} is not JSON, so not a certificate: {REMEDY}") from None
     if not isinstance(body, dict) or body.get("kind") != KIND:
-        raise ValueError(f"{file} is no certificate of parity: {REMEDY}")
+        raise ValueError(f"{file} is not a certificate of parity: {REMEDY}")
     if body.pop("version", None) != VERSION:
-        raise ValueError(f"{file} is a certificate of another version than {VERSION}: {REMEDY}")
+        raise ValueError(f"{file} is a certificate of a version other than {VERSION}: {REMEDY}")
     digest = body.pop("digest", None)
     if digest != digest_of({**body, "version": VERSION}):
-        raise ValueError(f"{file} was changed after it was written: its digest does not fit what it says")
+        raise ValueError(f"{file} was changed after it was written: its digest does not match its content")
     del body["kind"]
     try:
         certificate = Certificate(**body)
@@ -138,7 +138,7 @@ def read_certificate(file: Path) -> Certificate:
     except TypeError:
         whole = False
     if not whole:
-        raise ValueError(f"{file} is no whole certificate of parity: {REMEDY}")
+        raise ValueError(f"{file} is an incomplete certificate of parity: {REMEDY}")
     return certificate
 
 
@@ -146,11 +146,11 @@ def check_weights(certificate: Certificate, file: Path, source: str, drafters: S
     """Checksums of the model at ``source``.  Raises ``ValueError`` if it is not on this machine, or if it or a drafter
     differs from the certificate's."""
     checksums = model_checksums(source)
-    _same(certificate.model["checksums"], checksums, f"{file} is about another model than {source}")
+    _same(certificate.model["checksums"], checksums, f"{file} is for another model than {source}")
     if len(drafters) != len(certificate.drafters):
-        raise ValueError(f"{file} is about {len(certificate.drafters)} drafters: give --drafter for each, or for none")
+        raise ValueError(f"{file} is for {len(certificate.drafters)} drafters: give --drafter for each, or for none")
     for drafter, spec in zip(certificate.drafters, drafters, strict=True):
-        _same(drafter["checksums"], drafter_checksums(spec, source), f"{file} is about another drafter than {spec}")
+        _same(drafter["checksums"], drafter_checksums(spec, source), f"{file} is for another drafter than {spec}")
     return checksums
 
 

@@ -240,11 +240,11 @@ def _judge(
     if counts_as_tie and difference.logit_gap is not None:
         check.gaps.append(difference.logit_gap)
     ended = difference.position == min(len(want), len(output.token_ids))
-    no_gap = "one output ends there" if ended else "one token there is impossible"
+    no_gap = "one output ends there" if ended else "one token has probability 0 there"
     gap = no_gap if difference.logit_gap is None else f"logit gap {difference.logit_gap:.3g}"
     kind = f"a real difference (a tie is at most {difference.tolerance:.3g})"
     if difference.is_tie:
-        kind = "a tie, which a target that is exact to the last bit must not have" if broken else "a tie"
+        kind = "a tie, although the target is exact to the last bit" if broken else "a tie"
     check.notes.append(f"{case} differs from token {difference.position} on: {gap}, {kind}")
 
 
@@ -309,7 +309,7 @@ def _check_again(subject: Tested, verifier: Verifier) -> Check | None:
             continue
         check.differences += 1
         check.notes.append(
-            f"prompt {i % len(r.prompts)} with seed {r.seeds[i]}: the same batch again gives another text, "
-            f"a real difference ({verifier.name} draws from the seed alone)"
+            f"prompt {i % len(r.prompts)} with seed {r.seeds[i]}: the same batch gives another text when "
+            f"repeated, a real difference ({verifier.name} draws from the seed alone)"
         )
     return check

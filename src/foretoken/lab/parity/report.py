@@ -175,10 +175,10 @@ class Report:
             of_drafter = [check for check in ended if check.drafter == drafter]
             silent = [check.mode for check in of_drafter if not check.tried]
             if len(silent) == len(of_drafter):
-                where = "on these prompts: it was not tried, and its texts are not counted"
+                where = "on these prompts: it was not tested, and its texts are not counted"
                 lines.append(f"{drafter} drafted nothing {where}")
             elif silent:
-                where = f"in {', '.join(silent)}: it was not tried there, and those texts are not counted"
+                where = f"in {', '.join(silent)}: it was not tested there, and those texts are not counted"
                 lines.append(f"{drafter} drafted nothing {where}")
         return lines
 
@@ -211,7 +211,7 @@ def verdict(report: Report) -> list[Remark]:
         reason = f": this model is {promise}"
         remarks.append(Remark(equality(plain, "plain decoding's", reason)))
     if outside:
-        reason = ": its kernels are others than ours, so that near-ties may differ"
+        reason = ": its kernels differ, so near-ties may differ"
         remarks.append(Remark(equality(outside, "those of transformers.generate", reason)))
     return [*remarks, _outcome(report)]
 
@@ -254,11 +254,11 @@ def _outcome(report: Report) -> Remark:
     if not report.complete:
         so_far = f"{ties} numerical tie{'' if ties == 1 else 's'}" if ties else "no difference"
         far = f"after {report.done} of {report.planned} checks"
-        return Remark(f"stopped before the end, {far}: {so_far} so far, the rest is not known")
+        return Remark(f"stopped before the end, {far}: {so_far} so far, the rest is unknown")
     if not report.checks:
         return Remark("FAILED: nothing could be compared", "bad")
     if not report.tried:
-        return Remark("nothing was drafted on these prompts: whether speculation changes anything was not tried")
+        return Remark("nothing was drafted on these prompts, so speculation was not tested")
     inside = [check for check in texts if check.mode != OUTSIDE]
     ties = sum(check.ties for check in inside)
     if ties:
@@ -270,7 +270,7 @@ def _outcome(report: Report) -> Remark:
     beside = (
         f"; {_differ(outside_ties)} from transformers.generate's texts from numerical ties on" if outside_ties else ""
     )
-    return Remark(f"passed: speculation does not change what this target says{beside}", "good")
+    return Remark(f"passed: speculation does not change this target's output{beside}", "good")
 
 
 def _failure(checks: Sequence[Check]) -> str:
@@ -280,7 +280,7 @@ def _failure(checks: Sequence[Check]) -> str:
     if any(check.differences > check.broken for check in differing):
         reasons.append("there is a difference that rounding does not explain")
     elif differing:
-        reasons.append("this model is said to be exact to the last bit, and is not")
+        reasons.append("this model claims to be exact to the last bit, and is not")
     if any(check.broke_off for check in checks):
-        reasons.append("a drafter broke off")
+        reasons.append("a drafter failed")
     return ", and ".join(reasons)

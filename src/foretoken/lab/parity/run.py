@@ -164,7 +164,7 @@ def _subject(spec: str | Drafter, reference: Reference, tokenizer: Any) -> Teste
 def _llm(spec: str | Drafter, target: LanguageModel, tokenizer: Any, settings: Settings) -> Llm:
     resolved = default_drafter(target, settings.target_source) if spec == "auto" else spec
     if resolved is None:
-        raise ValueError("this target's state cannot be rolled back: it can only be decoded plainly")
+        raise ValueError("this target's state cannot be rolled back: it supports plain decoding only")
     drafter = build_drafter(
         resolved, target, target_source=settings.target_source, tokenizer=tokenizer, device=settings.device
     )

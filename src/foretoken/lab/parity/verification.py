@@ -68,17 +68,15 @@ def compare(certificate: Certificate, report: Report, settings: Settings, target
 
 def _outcome(certificate: Certificate, report: Report, ties: int, differences: int, must_be_equal: bool) -> str:
     if not certificate.result["passed"]:
-        return "NOT verified: the run that was certified had failed itself"
+        return "NOT verified: the certified run had failed"
     if not report.passed:
-        return "NOT verified: what passed there fails here"
+        return "NOT verified: a check that passed there fails here"
     if differences:
         return f"NOT verified: {_texts_differ(differences)} in a way that rounding does not explain"
     if ties and must_be_equal:
-        return f"NOT verified: {_texts_differ(ties)}, on a machine on which the same bits were promised"
+        return f"NOT verified: {_texts_differ(ties)}, on a machine for which the same bits were promised"
     lost = certificate.model["exactness"] == "bitwise" != report.exactness
-    holds = "what was checked there holds here" + (
-        ", but up to rounding only: no equal bits are promised" if lost else ""
-    )
+    holds = "all checks hold here" + (", but up to rounding only: equal bits are not promised" if lost else "")
     if ties:
         return f"verified up to rounding: {holds}, and {_texts_differ(ties)} from near-ties on"
     return f"verified: {holds}, and all of plain decoding's texts are equal"

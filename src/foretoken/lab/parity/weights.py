@@ -84,5 +84,5 @@ def _fetched(name: str) -> Path:
         return Path(snapshot_download(name, local_files_only=True))
     except (OSError, ValueError):
         raise ValueError(
-            f"the files of {name} are not on this machine, so they have no checksums: fetch it or give its folder"
+            f"the files of {name} are not on this machine, so their checksums are unknown: fetch it or give its folder"
         ) from None

@@ -65,13 +65,15 @@ def hit_chance(acceptance: Acceptance, k: int, positions: Sequence[float], fanou
     """
     _check_fanout(fanout)
     for chance in positions:
-        theory.check_alpha(chance, "a chance of --positions")
+        theory.check_alpha(chance, "a probability of --positions")
     if math.fsum(positions) > 1.0 + SUM_TOLERANCE:
-        raise ValueError(f"the chances of candidates sum to {math.fsum(positions):g} > 1: only one of them is right")
+        raise ValueError(
+            f"the probabilities of candidates sum to {math.fsum(positions):g} > 1: they exclude each other"
+        )
     if len(positions) <= fanout:
         raise ValueError(
-            f"{fanout} guesses besides a rejected token need the chances of {fanout + 1} candidates, not "
-            f"{len(positions)}"
+            f"{fanout} guesses besides a rejected token need the probabilities of {fanout + 1} "
+            f"candidates, not {len(positions)}"
         )
     reached = theory.reached(acceptance, k)
     first = min(positions[0], 1.0)
@@ -99,7 +101,7 @@ def ahead_row(
     if k < 1:
         raise ValueError(f"drafting ahead needs drafts of k >= 1 tokens, not {k}")
     if not (math.isfinite(contention) and contention >= 1.0):
-        raise ValueError(f"a contention factor is a number >= 1 (1: nothing is shared), not {contention:g}")
+        raise ValueError(f"a contention factor must be a number >= 1 (1: nothing is shared), not {contention:g}")
     if positions is None:
         positions = trial_acceptance(theory.reached(assumptions.acceptance, 1)[0], fanout + 1)
     hits = hit_chance(assumptions.acceptance, k, positions, fanout)

@@ -263,7 +263,7 @@ def summary(result: Plan) -> str:
         if best is result.rows[-1] and len(result.rows) > 2:
             text += " It is the longest draft considered: try longer ones."
     elif near is None:
-        text = "Only plain decoding was asked about."
+        text = "Only plain decoding was requested."
     else:
         text = (
             f"Do not draft chains{where}: no length pays. The nearest is k={near.k} with {near.speedups[batch]:.2f}x "
@@ -294,5 +294,5 @@ def _conditions(result: Plan, row: PlanRow, pays: bool) -> str:
             beyond = f" (estimated: v(n) is known up to n = {v.known_to})"
         parts.append(f"the batch reaches {limits.batch}{beyond}")
     if not parts:
-        return "" if pays else " Nothing that acceptance or a faster drafter can do would change that."
+        return "" if pays else " Neither higher acceptance nor a faster drafter would change that."
     return f" k={row.k} {'stops paying' if pays else 'would pay'} when {', or when '.join(parts)}."

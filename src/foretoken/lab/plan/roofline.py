@@ -59,7 +59,7 @@ class Roofline:
         if self.experts:
             experts_touched(self.experts, self.active, 1)
             if not 0 <= self.expert_parameters <= 1:
-                raise ValueError(f"expert_parameters is a share in [0, 1], not {self.expert_parameters}")
+                raise ValueError(f"expert_parameters must be a share in [0, 1], not {self.expert_parameters}")
 
     def seconds(self, nodes: int, batch: int = 1) -> float:
         """Time of one call that scores ``nodes`` tokens of each of ``batch`` requests."""

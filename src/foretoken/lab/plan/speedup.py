@@ -123,7 +123,8 @@ def _check_survival(values: Sequence[float]) -> None:
     for i, (earlier, later) in enumerate(zip([1.0, *values], values, strict=False), 1):
         if not 0.0 <= later <= earlier:
             raise ValueError(
-                f"a survival vector falls from at most 1 to at least 0, but entry {i} is {later:g} after {earlier:g}"
+                f"a survival vector must fall from at most 1 to at least 0, but entry {i} is {later:g} after "
+                f"{earlier:g}"
             )
 
 
@@ -180,7 +181,7 @@ def positional_success(parents: Sequence[int], positional: Sequence[float] | Seq
         row: Any = tables[depths[node] - 1]
         rank = tried[parents[node]]
         if rank >= len(row):
-            raise ValueError(f"the tree tries {rank + 1} siblings, the acceptance table has {len(row)} places")
+            raise ValueError(f"the tree tries {rank + 1} siblings, the acceptance table has {len(row)} columns")
         success.append(float(row[rank]))
         tried[parents[node]] += 1
     return success
@@ -204,15 +205,15 @@ def tree_expected_tokens(parents: Sequence[int], success: Sequence[float]) -> fl
     """
     _depths(parents)
     if len(success) != len(parents):
-        raise ValueError(f"{len(parents)} nodes need as many chances, not {len(success)}")
+        raise ValueError(f"{len(parents)} nodes need as many probabilities, not {len(success)}")
     shares, reached = [0.0] * len(parents), [1.0] * len(parents)
     for node in range(1, len(parents)):
-        check_alpha(success[node], f"the chance of node {node}")
+        check_alpha(success[node], f"the probability of node {node}")
         parent = parents[node]
         shares[parent] += success[node]
         if shares[parent] > 1.0 + SUM_TOLERANCE:
             raise ValueError(
-                f"the children of node {parent} are accepted with chances that sum to {shares[parent]:g} > 1"
+                f"the children of node {parent} are accepted with probabilities that sum to {shares[parent]:g} > 1"
             )
         reached[node] = reached[parent] * success[node]
     return math.fsum(reached)

@@ -122,11 +122,11 @@ def read_run(file: Path) -> Run:
     if not file.exists() and beside.is_file():
         file = beside
     if not file.is_file():
-        raise ValueError(f"there is no run {file}: {NOT_A_RUN}")
+        raise ValueError(f"the run {file} does not exist: {NOT_A_RUN}")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{file} is no text, so no bench run: {NOT_A_RUN}") from None
+        raise ValueError(f"{file} is not text, so not a bench run: {NOT_A_RUN}") from None
     objects, notes = _objects(file, text)
     cells: list[Mapping[str, Any]]
     summary: Mapping[str, Any]
@@ -137,7 +137,7 @@ def read_run(file: Path) -> Run:
         cells = [_cell(row, place, file) for place, row in objects if not row.get("summary")]
         summary = whole = next((row for _, row in objects if row.get("summary")), {})
     if not cells:
-        raise ValueError(f"{file} holds no cells of a bench run: {NOT_A_RUN}")
+        raise ValueError(f"{file} contains no cells of a bench run: {NOT_A_RUN}")
     return Run(file.name, text, _with_equality(cells, summary), summary, [*notes, *_remarks(cells, whole)])
 
 
@@ -150,9 +150,9 @@ def _objects(file: Path, text: str) -> tuple[list[tuple[int, dict[str, Any]]], l
         if row:
             objects.append((place, row))
         elif row is None and place == len(lines) and objects:  # without a line break after it
-            return objects, [f"Line {place} was cut off while it was written and is left out."]
+            return objects, [f"Line {place} is incomplete and is left out."]
         elif row is None:
-            raise ValueError(f"line {place} of {file} is no JSON object: {NOT_A_RUN}")
+            raise ValueError(f"line {place} of {file} is not a JSON object: {NOT_A_RUN}")
     return objects, []
 
 
@@ -168,12 +168,14 @@ def _cell(row: Mapping[str, Any], place: int, file: Path) -> Mapping[str, Any]:
     """A cell with valid key fields; charts omit missing numbers."""
     cell = {"category": "all", "temperature": 0.0, "batch": 1, **row}
     if not isinstance(cell.get("arm"), str) or not isinstance(cell["category"], str):
-        raise ValueError(f"line {place} of {file} is no bench cell, it lacks an arm: {NOT_A_RUN}")
+        raise ValueError(f"line {place} of {file} is not a bench cell, it lacks an arm: {NOT_A_RUN}")
     if number(cell["temperature"]) is None or number(cell["batch"]) is None:
-        raise ValueError(f"line {place} of {file} is no bench cell, its temperature or batch is no number: {NOT_A_RUN}")
+        raise ValueError(
+            f"line {place} of {file} is not a bench cell, its temperature or batch is not a number: {NOT_A_RUN}"
+        )
     # A load test's cells need an arrival pattern and a level
     if "load" in cell and (cell["load"] not in ("rate", "concurrency") or number(cell.get("level")) is None):
-        raise ValueError(f"line {place} of {file} is no cell of a load test, it lacks its level: {NOT_A_RUN}")
+        raise ValueError(f"line {place} of {file} is not a cell of a load test, it lacks its level: {NOT_A_RUN}")
     return cell
 
 
@@ -201,7 +203,7 @@ def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> 
     planned = number(summary.get("cells"))
     notes = [f"Left out: {reason}." for reason in summary.get("skipped") or ()]
     if planned is not None and planned != len(cells):
-        notes.append(f"The summary speaks of {planned:.0f} cells, the file has {len(cells)}.")
+        notes.append(f"The summary lists {planned:.0f} cells, the file has {len(cells)}.")
     return notes
 
 

@@ -74,7 +74,7 @@ def _at_length(run: Run, setting: Setting) -> list[Remark]:
 def _nothing_measured(run: Run, setting: Setting) -> str:
     if not run.rivals:
         return "This run has no arm beside plain decoding, so there is nothing to compare."
-    when = "yet: it was broken off" if run.unfinished else f"at {setting_name(setting)}"
+    when = "yet: it was interrupted" if run.unfinished else f"at {setting_name(setting)}"
     return f"This run has measured no arm beside plain decoding {when}, so there is nothing to compare."
 
 
@@ -172,7 +172,7 @@ def _outputs(run: Run) -> Sequence[Remark]:
     sampled = sum(setting_of(cell)[0] > 0 for cell, _ in judged)
     share = "all" if sampled == len(judged) else f"{sampled} of them"
     compared = f"{len(judged)} compared cells" + (f" ({share} sampled, with the same seeds)" if sampled else "")
-    end = "; this run was broken off, and the prompts that it did not reach are not known." if run.unfinished else "."
+    end = "; this run was interrupted, and its remaining prompts are unknown." if run.unfinished else "."
     if differs:
         return [Remark(f"Output differs from plain decoding's in {differs} of {compared}{end}", "bad")]
     if ties:

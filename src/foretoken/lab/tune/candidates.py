@@ -138,8 +138,8 @@ def why_not(candidate: Candidate, target: TargetCost, rest_s: float) -> str:
     if cost.expected_tokens(len(cost.survival)) < 1.25:
         # Share of rounds below which drafts count as rare
         if cost.proposes < 0.5:
-            return f"rarely guesses: in {cost.proposes:.0%} of the rounds, and in {first:.0%} something is accepted"
-        return f"rarely accepted: the first guess stands in {first:.0%} of the rounds"
+            return f"rarely drafts: in {cost.proposes:.0%} of the rounds, and a token is accepted in {first:.0%}"
+        return f"rarely accepted: the first draft token is accepted in {first:.0%} of the rounds"
     free, flat = without_faults(candidate, target, rest_s)
     if free >= flat:
         return f"too expensive: drafting {depth} deep takes {cost.seconds(depth) / target.of(1):.2f} target calls"

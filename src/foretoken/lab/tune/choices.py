@@ -29,7 +29,7 @@ def parse_names(text: str) -> list[str]:
             specs.append(item.strip())
     if not all(specs):
         raise ValueError(
-            f"--drafters {text!r} has an empty place: write names joined by commas, for example model,ngram"
+            f"--drafters {text!r} has an empty item: write names joined by commas, for example model,ngram"
         )
     for spec in specs:
         if spec == "none":

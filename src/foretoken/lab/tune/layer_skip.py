@@ -70,12 +70,11 @@ class LayerSkipStudy:
         self.num_before = len(trials)
         if trials and not resume:
             raise ValueError(
-                f"{self.journal} holds {len(trials)} trials: add --resume to go on with them, or delete it to begin "
-                "anew"
+                f"{self.journal} holds {len(trials)} trials: add --resume to continue, or delete it to start anew "
             )
         settings = settings_of(work, k)
         if trials and self._study.user_attrs.get("settings") != settings:
-            raise ValueError(f"{self.journal} is of a search with another target, other prompts or other options")
+            raise ValueError(f"{self.journal} is from a search with another target, other prompts or other options")
         self._study.set_user_attr("settings", settings)
         # A new seed for every part of a search: the same one would repeat the random sets.
         self._study.sampler = optuna.samplers.TPESampler(seed=work.seed + len(self._study.trials))
@@ -100,7 +99,7 @@ class LayerSkipStudy:
                 )
             return study, [trial for trial in study.trials if trial.value is not None]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.journal} is damaged ({error}): delete it to begin anew") from None
+            raise ValueError(f"{self.journal} is damaged ({error}): delete it to start anew") from None
 
     def _keep(self, skips: SkipSet, speed: float) -> bool:
         if speed <= self.best_speed:

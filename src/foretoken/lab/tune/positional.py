@@ -121,7 +121,9 @@ def tune(
         cost = scoring[size] + draft.node * len(trees[size]) + draft.level * levels
         costs[size] = SizeCost(cost, expected_length(trees[size], rows))
     if not costs:
-        raise ValueError(f"no tree of {max(sizes)} nodes has a place that was ever right: allow more nodes or prompts")
+        raise ValueError(
+            f"no tree of {max(sizes)} nodes has a node that was ever accepted: allow more nodes or prompts"
+        )
     best = max(costs, key=lambda size: costs[size].rate)
     tell("comparing")
     speeds = compared(work, drafter, trees[best])

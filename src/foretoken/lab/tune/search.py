@@ -150,7 +150,7 @@ class Search:
             self.skipped[name] = (
                 "too slow to be measured in its share of the time: give more --minutes"
                 if self.job.clock() >= until
-                else "the answers to all prompts together are too short: give more or others (--prompts)"
+                else "the outputs for all prompts together are too short: give more or other prompts (--prompts)"
             )
         elif not tried.standing.is_possible:
             self.skipped[name] = _contradiction(tried.standing)
@@ -317,8 +317,8 @@ class Search:
             return "no drafter could be measured: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         if not self._token_s and self.job.clock() < self._end_s:
             return (
-                "nothing can be measured: the answers to all prompts end after a token or two; give "
-                'others (--prompts), to a chat model JSON lines with "messages": lines of text get no chat template'
+                "nothing can be measured: the outputs for all prompts end after a token or two; give other "
+                'prompts (--prompts), for a chat model JSON lines with "messages": lines of text get no chat template'
             )
         before_s = self._started_s - self._began_s
         spent = f"loading took {before_s:.1f} s" + (f", a token {1e3 * self._token_s:.0f} ms" * (self._token_s > 0))

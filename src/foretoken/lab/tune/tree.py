@@ -140,7 +140,7 @@ def measured_accuracies(work: Workload, drafter: HeadsDrafter, texts: Sequence[S
         batches.append(Batch(tokens, parts.features(tokens[:, :-1], recipe.taps), parts))
     accuracies: list[list[float]] = recipe.measure(batches)["accuracies"]
     if not any(map(any, accuracies)):
-        raise ValueError("the heads were right nowhere: give longer prompts, or train them longer")
+        raise ValueError("no token of the heads was accepted: give longer prompts, or train them longer")
     return accuracies
 
 

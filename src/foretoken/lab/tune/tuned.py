@@ -40,7 +40,7 @@ class TuneJob:
         """The drafter of a spec.  Raises ``ValueError`` if it does not fit the target."""
         built = self.work.subject.drafter(spec)
         if built is None:
-            raise ValueError(f"{spec!r} is no drafter")
+            raise ValueError(f"{spec!r} is not a drafter")
         return built
 
     def racer(self, drafter: Drafter | None, controller: str, costs: RoundCosts | None = None) -> EngineRacer:

@@ -49,7 +49,7 @@ def misfits(profile: Mapping[str, Any], target: LanguageModel) -> list[str]:
     profiled = profile.get("target")
     if profiled is not None and profiled["fingerprint"] != fingerprint_of(target):
         source = profiled.get("source")
-        reasons.append(f"it is of another target, {source}" if source else "it is of another target")
+        reasons.append(f"it is for another target, {source}" if source else "it is for another target")
     tuned_on, present = profile.get("machine") or {}, machine_of(target)
     moved = [key for key in COMPARED if key in tuned_on and tuned_on[key] != present[key]]
     return [*reasons, *(f"{key} was {_shown(tuned_on[key])} and is {_shown(present[key])}" for key in moved)]

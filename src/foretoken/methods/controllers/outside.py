@@ -50,7 +50,9 @@ def _check_budget(budget: Any, controller: Controller) -> None:
         ):
             raise _broken(controller, f"returned a Budget with {name} = {value!r}: it must be a whole number")
     if not isinstance(budget.min_confidence, Real):
-        raise _broken(controller, f"returned a Budget with min_confidence = {budget.min_confidence!r}: it is no number")
+        raise _broken(
+            controller, f"returned a Budget with min_confidence = {budget.min_confidence!r}: it must be a number"
+        )
     if budget.stop is not None and not callable(budget.stop):
         raise _broken(controller, f"returned a Budget with stop = {budget.stop!r}, which cannot be called")
     if budget.otherwise is not None:

@@ -106,13 +106,13 @@ class AheadDrafter(ModelDrafter):
             raise ValueError("ahead drafts chains: draw must be iid or greedy")
         super().__init__(model, k, "", draw, target)
         if (k + 1) * fanout > 256:  # each outcome is a row of every call in the second thread
-            raise ValueError(
-                f"ahead drafts behind (k + 1) * fanout outcomes, and 256 are the most: not k={k}, fanout={fanout}"
-            )
+            raise ValueError(f"ahead drafts after (k + 1) * fanout outcomes, at most 256, not k={k}, fanout={fanout}")
         check_growth(model, branches=True)
         sibling = getattr(model, "sibling", None)
         if sibling is None:
-            raise CapabilityError(f"{type(model).__name__} has no second cache to draft ahead in: use model instead")
+            raise CapabilityError(
+                f"{type(model).__name__} has no second cache to draft ahead in: use the drafter model"
+            )
         self.twin: LanguageModel = sibling()
         self.fanout, self.rounds, self.hits = fanout, 0, 0
         self._pool, self._process = ThreadPoolExecutor(1, "ahead") if thread else None, os.getpid()
@@ -269,7 +269,7 @@ class AheadDrafter(ModelDrafter):
             for branch, row in zip(item.branches, logits, strict=True):
                 distribution = distribution_of(item.sampler, row, ())
                 if distribution is None:
-                    raise ValueError("the draft model allows no token: nothing can be drafted ahead")
+                    raise ValueError("the draft model excludes every token: nothing can be drafted ahead")
                 branch.rows.append(distribution)
                 branch.tokens += drawn_at(distribution, [item.uniforms[place]])
             return

@@ -73,7 +73,7 @@ class BlockDrafter(OnePassDrafter):
         self.net: BlockNet = model.model
         most = self.net.config.drafts
         if not 0 <= depth <= most:
-            raise ValueError(f"{self.name} needs depth from 1 to {most}, which its block guesses, or 0, not {depth}")
+            raise ValueError(f"{self.name} needs depth from 1 to {most} (the size of its block) or 0, not {depth}")
         self._shape(nodes, depth or most, width, draw, tree)
         super().__init__(model, wanted=0)
         model.window, model.top = Window(window, sink), self._candidates
@@ -90,7 +90,7 @@ class BlockDrafter(OnePassDrafter):
         """
         net, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         if vocab and net.vocabulary is not None:
-            raise ValueError(f"this {cls.name} has a draft vocabulary of its own: leave vocab out")
+            raise ValueError(f"this {cls.name} has its own draft vocabulary: leave vocab out")
         frequent = measured.get("frequent", ())
         ids = chosen_ids(vocab, context, parts.vocab_size, frequent) if net.vocabulary is None else None
         return cls.sized(context.target, nodes, block_model(net, parts, context.target, ids), **options)

@@ -40,7 +40,7 @@ class BpdDrafter(BatchDrafter):
         trained = heads.config.k
         k = trained if k is None else k
         if not 2 <= k <= trained:
-            raise ValueError(f"bpd needs k from 2 to {trained} (so many heads were trained), not {k}")
+            raise ValueError(f"bpd needs k from 2 to {trained} (the number of trained heads), not {k}")
         self.heads, self.parts, self.k = heads.to(parts.device).eval(), parts, k
         self.max_depth = self.max_nodes = k - 1
 

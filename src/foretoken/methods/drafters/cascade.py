@@ -104,7 +104,9 @@ class CascadeDrafter(BatchDrafter):
     ) -> None:
         for need in ("rollback", "tree_mask", "keep_path"):
             if not getattr(model.capabilities, need):
-                raise CapabilityError(f"this model cannot draft so: {model.capabilities.missing.get(need, need)}")
+                raise CapabilityError(
+                    f"this model cannot be used here as a draft model: {model.capabilities.missing.get(need, need)}"
+                )
         self.model, self.inner, self.late = model, inner, late
         self.target_bytes = 0 if target is None else target.weight_bytes
         self.nested = [inner] if late is None or late is inner else [inner, late]
@@ -133,8 +135,8 @@ class CascadeDrafter(BatchDrafter):
         for drafter in self.nested:
             if not works_nested(drafter):
                 raise ValueError(
-                    f"{name} cannot use {drafter.name!r} inside: it cannot take text back that was only drafted, or it "
-                    "looks into the target; use for example ngram or model"
+                    f"{name} cannot use {drafter.name!r} inside: it cannot roll back draft tokens, or it reads the "
+                    "target; use for example ngram or model"
                 )
 
     @classmethod

@@ -113,7 +113,7 @@ def read_arrays(path: str | Path, kind: str, tokenizer_fingerprint: str | None =
 
 def _read_header(path: Path, data: mmap.mmap, kind: str) -> tuple[dict[str, Any], int]:
     if data[: len(MAGIC)] != MAGIC:
-        raise ValueError(f"{path} is no file of foretoken: build it with 'foretoken datastore build'")
+        raise ValueError(f"{path} is not a foretoken file: build it with 'foretoken datastore build'")
     if len(data) < PREFIX.size:
         raise ValueError(f"{path} is truncated: build it again")
     _, version, size, header_digest, digest = PREFIX.unpack(data[: PREFIX.size])

@@ -57,12 +57,13 @@ def chosen_ids(vocab: str, context: BuildContext, size: int, trained: Sequence[i
         listed = read_ids(Path(vocab).expanduser(), size, context.tokenizer)
         chosen = [token for token in listed if token in able]
         if not chosen:
-            raise ValueError(f"{vocab} names none of the {len(able)} tokens that this drafter was trained to guess")
+            raise ValueError(f"{vocab} names none of the {len(able)} tokens that this drafter was trained to predict")
         return torch.tensor([*chosen, *(end for end in ends if end not in set(chosen))])
     if number < 0 or (len(trained) or size) < number != size:
         stored = f"up to the {len(trained)} that were stored, " if trained else f"up to {size}, "
         raise ValueError(
-            f"vocab is how many tokens can be guessed: 0 (as trained), {stored}or {size} for all; not {number}"
+            f"vocab is the number of tokens that can be drafted: 0 (as trained), {stored}or {size} for all; not "
+            f"{number}"
         )
     return None if number == size else torch.tensor(first_of(trained or range(size), number, ends))
 
@@ -98,10 +99,12 @@ def read_ids(file: Path, size: int, tokenizer: Any | None) -> list[int]:
         ) from None
     made_for = content.get("tokenizer") if isinstance(content, dict) else None
     if made_for is not None and tokenizer is not None and made_for != fingerprint(tokenizer):
-        raise ValueError(f"{file} was made with another tokenizer than the target's: count its own texts")
+        raise ValueError(
+            f"{file} was made with another tokenizer than the target's: count texts with the target's tokenizer"
+        )
     ids = _listed(content)
     if ids is None:
-        raise ValueError(f"{file} is no draft vocabulary: it must hold {LAYOUT}")
+        raise ValueError(f"{file} is not a draft vocabulary: it must hold {LAYOUT}")
     if not ids:
         raise ValueError(f"{file} names no token: a draft vocabulary holds at least one")
     wrong = next((token for token in ids if not 0 <= token < size), None)
@@ -130,7 +133,7 @@ def save_vocabulary(
     """
     counts = Counter(int(token) for text in texts for token in text)
     if not counts:
-        raise ValueError("a draft vocabulary is counted from texts, and these have no token")
+        raise ValueError("a draft vocabulary is counted from texts, and these have no tokens")
     ids = sorted(counts, key=lambda token: (-counts[token], token))
     if size > len(ids):
         others = (token for token in range(size + len(ids)) if token not in counts)

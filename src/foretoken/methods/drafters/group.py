@@ -152,7 +152,7 @@ def check_members(name: str, drafters: Sequence[Drafter]) -> None:
         if not isinstance(member, Drafter):
             raise ValueError(f"a member of {name!r} must be a drafter, not {type(member).__name__}")
     if len(set(map(id, drafters))) < len(drafters):
-        raise ValueError(f"drafter {name!r} has the same object twice among its members: give each its own")
+        raise ValueError(f"drafter {name!r} has the same object twice among its members: give separate objects")
     sizes = {size: member.name for member in drafters if (size := vocabulary_of(member)) is not None}
     if len(sizes) > 1:
         listed = " and ".join(f"{size} ({member})" for size, member in sizes.items())

@@ -84,7 +84,9 @@ def check_growth(model: LanguageModel, branches: bool) -> None:
     """Raise ``CapabilityError`` for a model that cannot draft chains, or trees if ``branches``."""
     for need in ("rollback", "tree_mask", "keep_path")[: 3 if branches else 1]:
         if not getattr(model.capabilities, need):
-            raise CapabilityError(f"this model cannot draft so: {model.capabilities.missing.get(need, need)}")
+            raise CapabilityError(
+                f"this model cannot be used here as a draft model: {model.capabilities.missing.get(need, need)}"
+            )
 
 
 def cut_back(model: LanguageModel, sequence: SequenceState | None, length: int) -> None:

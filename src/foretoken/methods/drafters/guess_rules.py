@@ -46,9 +46,9 @@ class GuessRule:
         if not (math.isfinite(least) and least >= 0):
             raise ValueError(f"router needs least >= 0, not {least}")
         if name == "cost" and (least or bias):
-            raise ValueError("router weighs no guesses with rule=cost: least and bias need rule=expected or match")
+            raise ValueError("router ignores least and bias with rule=cost: they need rule=expected or match")
         if bias and name != "match":
-            raise ValueError("router needs rule=match for bias, which is a length of matches")
+            raise ValueError("router needs rule=match for bias, which is a match length")
         if name == "cost":
             return None
         falls_back = least > 0 or not isinstance(drafters[-1], SourceDrafter)
@@ -56,7 +56,7 @@ class GuessRule:
         if len(weighed) < len(drafters) - falls_back or not weighed:
             names = ", ".join(drafter.name for drafter in drafters)
             raise ValueError(
-                f"router with rule={name} needs members that copy and may end with one other, not {names}: "
+                f"router with rule={name} needs copying drafters, optionally followed by one other, not {names}: "
                 "for example drafters=(suffix|ngram|model)"
             )
         if bias and (len(bias) != len(drafters) or not all(math.isfinite(number) and number >= 0 for number in bias)):

@@ -74,7 +74,7 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
             model.window = Window(window, sink)
             self.reader = FeatureReader(model, wanted=0)
         elif (window, sink) != (USUAL, 0):
-            raise ValueError("these hydra heads read no text but its end: leave window and sink out")
+            raise ValueError("these hydra heads have no prefix layer: leave window and sink out")
 
     @classmethod
     def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:

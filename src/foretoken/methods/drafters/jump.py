@@ -125,7 +125,7 @@ class JumpDrafter(OwnLayersDrafter):
             context.state.pop((self, "states"), None)
             state = self._state_before(context)
             if state is None:
-                raise RuntimeError("a draft begins without the state of the token before its root")
+                raise RuntimeError("the hidden state of the token before the root is missing")
             return state.float()
         drafted: Tensor = context.state[self, "states"]
         return drafted[list(feed.parents)]

@@ -88,7 +88,9 @@ class LayerSkipDrafter(OwnLayersDrafter):
             skips = SkipSet.middle(layers)
             SkipSet.odd(layers).check(target)  # any sublayer may be skipped
         else:
-            raise ValueError(f"with {layers} layers nothing is skipped by default: say what, for example attention=1")
+            raise ValueError(
+                f"with {layers} layers nothing is skipped by default: give the layers, for example attention=1"
+            )
         super().__init__(target, skips.plan, k, tree, draw)
         self.skips, self.adaptive, self.tokenizer = skips, adaptive, tokenizer
 

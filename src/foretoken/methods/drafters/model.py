@@ -80,7 +80,7 @@ class ModelDrafter(BatchDrafter):
         if draw not in KINDS:
             raise ValueError(f"draw must be iid, without_replacement or greedy, not {draw!r}")
         if dynamic and draw == "without_replacement":
-            raise ValueError(f"tree={tree} follows the draft's confidence, and what is drawn must not: leave out draw")
+            raise ValueError(f"tree={tree} grows by the draft's confidence, and drawn trees must not: leave out draw")
         check_growth(model, self.places.branches or dynamic)
         self.model = model
         self.target_bytes = 0 if target is None else target.weight_bytes
@@ -143,7 +143,7 @@ class ModelDrafter(BatchDrafter):
         draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         if parallel and mask_token(draft) is not None:
             if options.get("tree") and options.get("draw") != "without_replacement":
-                raise ValueError("this draft model guesses all places in one pass: give parallel=false with tree=")
+                raise ValueError("this draft model predicts all positions in one pass: give parallel=false with tree=")
             return PardDrafter.over(draft, context, vocab, **options)
         built = cls(draft, target=context.target, **options)
         built.head = reduced_head(vocab, draft, context) or light_head(draft)

@@ -75,7 +75,9 @@ def _check_numbers(tree: TokenTree, drafter: Drafter) -> None:
     members = len(drafter.drafters) or 1
     for member in tree.drafters:
         if not -1 <= member < members and not member < len(drafter.limits.members):
-            raise _broken(drafter, f"named member {member} in drafters: they go from 0 to {members - 1}, -1 is nobody")
+            raise _broken(
+                drafter, f"named member {member} in drafters: they go from 0 to {members - 1}, or are -1 for none"
+            )
 
 
 def _check_kind(tree: TokenTree, drafter: Drafter) -> None:
@@ -86,7 +88,7 @@ def _check_kind(tree: TokenTree, drafter: Drafter) -> None:
         missing.append("draws_trees=True")
     if missing:
         sort = f"a {'chain' if tree.is_chain else 'tree'} of kind {tree.kind.name}"
-        rule = f"proposed {sort}, which its traits do not say: write traits = Traits({', '.join(missing)})"
+        rule = f"proposed {sort}, which its traits do not declare: write traits = Traits({', '.join(missing)})"
         raise _broken(_author(drafter, tree, -1), rule)
 
 
@@ -103,10 +105,10 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
         raise _broken(author, f"gave q of shape {list(q.shape)} and q_rows that do not fit a tree of {len(tree)} nodes")
     # Comparisons with NaN are false, so test what must be true, not what must be false.
     if not bool((q >= 0).all()) or not bool(((q.sum(-1) - 1).abs() <= 1e-3).all()):
-        raise _broken(author, "gave q with rows that are no distributions: none below zero, and a sum of one")
+        raise _broken(author, "gave q with rows that are not distributions: they must be >= 0 and sum to 1")
     chances = q[torch.tensor([rows[n] for n in drawn]), torch.tensor([tree.tokens[n] for n in drawn])]
     if not bool((chances > 0).all()):
-        raise _broken(author, "proposed a token without probability in q: it was not drawn from q")
+        raise _broken(author, "proposed a token with probability 0 in q: it was not drawn from q")
 
 
 def _author(drafter: Drafter, tree: TokenTree, node: int) -> Drafter:

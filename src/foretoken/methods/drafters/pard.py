@@ -187,7 +187,7 @@ def _mask_of(model: LanguageModel, option: int) -> int:
     mask = mask_token(model) if option == -1 else option
     if mask is None:
         raise ValueError(
-            f"this draft model was not taught to fill masks: its configuration has no {MASK}; give mask=ID, "
+            f"this draft model was not trained on mask tokens: its configuration has no {MASK}; give mask=ID, "
             "or draft token by token with model:PATH"
         )
     if not 0 <= mask < model.vocab_size:

@@ -50,7 +50,7 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
         tree: str = "",
     ) -> None:
         if not 0 <= k <= DEEPEST:
-            raise ValueError(f"{self.name} needs k from 1 to {DEEPEST}, or 0 for what was trained, not {k}")
+            raise ValueError(f"{self.name} needs k from 1 to {DEEPEST}, or 0 for the trained depth, not {k}")
         self.net: PeagleNet = model.model
         self._shape(nodes, k or self.net.config.places, width, draw, tree)
         super().__init__(model)

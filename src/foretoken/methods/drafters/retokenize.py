@@ -53,7 +53,8 @@ class RetokenizeDrafter(BatchDrafter):
         check_least(self.name, 1, k=k, lookbehind=lookbehind)
         if not model.capabilities.rollback:
             raise CapabilityError(
-                f"this model cannot draft so: {model.capabilities.missing.get('rollback', 'rollback')}"
+                "this model cannot be used here as a draft model: "
+                f"{model.capabilities.missing.get('rollback', 'rollback')}"
             )
         self.model, self.k, self.lookbehind = model, k, lookbehind
         self.vocabulary, self.target_vocabulary = vocabulary, target_vocabulary

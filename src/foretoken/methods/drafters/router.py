@@ -159,7 +159,7 @@ class RouterDrafter(GroupDrafter):
         choice: Budget | None = budget
         while choice is not None:
             if choice.member is None or not 0 <= choice.member < len(self.drafters):
-                raise ValueError(f"router has no member {choice.member}: it has {len(self.drafters)}, from 0 on")
+                raise ValueError(f"router has no member {choice.member}: its members are 0 to {len(self.drafters) - 1}")
             chosen.append((choice.member, choice))
             choice = choice.otherwise
         return chosen

@@ -53,8 +53,8 @@ class SharedVocabDrafter(ModelDrafter):
         pairs = common_tokens(target_vocabulary, vocabulary)
         if not any(mine not in target_vocabulary.special for mine in pairs):
             raise ValueError(
-                "the draft model's tokenizer has no token in common with the target's: choose a draft model whose "
-                "tokenizer is nearer, or one of the drafters 'retokenize' and 'ngram'"
+                "the draft model's tokenizer has no token in common with the target's: choose a draft model with a "
+                "more similar tokenizer, or one of the drafters 'retokenize' and 'ngram'"
             )
         self._draft_of = [pairs.get(token, -1) for token in range(self.vocab_size)]
         self._ids = torch.tensor(sorted(pairs.items())).T  # [2, common]: target ids, draft ids

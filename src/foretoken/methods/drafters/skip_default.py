@@ -86,9 +86,9 @@ def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
             KEPT.keep(name, entry, worth and not is_busy())
     if choice.speed < 1.0:
         warnings.warn(
-            f"layer_skip: no set of sublayers pays for this model: the best one promises {choice.speed:.2f} of plain "
-            f"decoding's speed (it accepts {choice.acceptance:.0%} of its drafts); use another drafter, or `foretoken "
-            "tune layer-skip`",
+            f"layer_skip: no set of skipped sublayers is faster for this model: the best one reaches an estimated "
+            f"{choice.speed:.2f} of plain decoding's speed ({choice.acceptance:.0%} of its drafts are accepted); use "
+            "another drafter, or `foretoken tune layer-skip`",
             NothingToSkipWarning,
             stacklevel=3,
         )

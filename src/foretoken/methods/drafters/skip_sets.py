@@ -139,8 +139,8 @@ def load_skips(file: Path, target: LanguageModel) -> SkipSet:
         raise ValueError(f"{file} holds no layer-skip set: make one with foretoken tune layer-skip")
     if content.get("version") != VERSION:
         raise ValueError(
-            f"{file} has version {content.get('version')}, and version {VERSION} is known: "
-            "make it again with foretoken tune layer-skip"
+            f"{file} has version {content.get('version')}, and only version {VERSION} is "
+            "supported: make it again with foretoken tune layer-skip"
         )
     mine, theirs = fingerprint(target), content.get("target")
     attention, mlp = content.get("attention"), content.get("mlp")

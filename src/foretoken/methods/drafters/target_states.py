@@ -112,8 +112,8 @@ def projection_of(network: Any, target: LanguageModel) -> StateProjection | None
     hidden = int(config.get_text_config().hidden_size)  # type: ignore[union-attr]
     if tuple(weight.shape) != (hidden, len(taps) * parts.hidden_size):
         raise ValueError(
-            f"this draft model projects {weight.shape[1]} numbers of its target's states, and this target has "
-            f"{len(taps)} x {parts.hidden_size}: it was trained for another one; taps=false drafts without them"
+            f"this draft model projects {weight.shape[1]} target state values, and this target has {len(taps)} "
+            f"x {parts.hidden_size}: it was trained for another target; taps=false drafts without them"
         )
     return StateProjection(
         weight.to(reference.device, dtype),
@@ -169,7 +169,7 @@ class TargetStates(MaskedReader):
 
     def mask_states(self, count: int, last: Tensor | None) -> Tensor:
         if last is None:
-            raise ValueError("a mask stands behind a token that was read")
+            raise ValueError("a mask must follow a token that was read")
         return last.expand(count, -1)
 
     def scored(self, feeds: Sequence[Feed]) -> list[Rows]:

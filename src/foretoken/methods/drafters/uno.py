@@ -122,7 +122,8 @@ class UnoDrafter(ParallelDrafter):
         self.net = (net if device is None else net.to(device)).eval()
         if net.config.vocab_size != target.vocab_size:
             raise ValueError(
-                f"the updates are for {net.config.vocab_size} tokens, and the target has {target.vocab_size}"
+                f"the low-rank updates are for a vocabulary of {net.config.vocab_size}, and the target has "
+                f"{target.vocab_size}"
             )
         self.model, self.head = GatedModel(target, self.net), head
         self.ids = ModelIds(target.vocab_size, head)

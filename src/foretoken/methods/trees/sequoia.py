@@ -75,7 +75,9 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
         ValueError: an empty or invalid acceptance vector, or fewer than one node or level.
     """
     if not acceptance or not all(chance >= 0 for chance in acceptance) or sum(acceptance) > 1 + 1e-6:  # NaN as well
-        raise ValueError(f"a positional acceptance vector holds chances that sum up to at most 1, not {acceptance}")
+        raise ValueError(
+            f"a positional acceptance vector holds probabilities with a sum of at most 1, not {acceptance}"
+        )
     if nodes < 1 or depth < 1:
         raise ValueError(f"sequoia needs nodes >= 1 and depth >= 1, not {nodes} and {depth}")
     sizes = nodes + 2  # m = 0 .. nodes + 1
@@ -166,7 +168,9 @@ class Sequoia(Shape):
         try:
             vector = tuple(map(float, acceptance.split())) or TYPICAL
         except ValueError:
-            raise ValueError(f"acceptance={acceptance!r} must be chances separated by spaces, as 0.6 0.2") from None
+            raise ValueError(
+                f"acceptance={acceptance!r} must be probabilities separated by spaces, for example 0.6 0.2"
+            ) from None
         self.nodes, self.depth = nodes, depth
         self.trees = solve(vector, nodes, depth)
 

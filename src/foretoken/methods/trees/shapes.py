@@ -57,7 +57,7 @@ def choice_parents(choices: Sequence[Choice]) -> list[int]:
         if choice[:-1] not in place:
             raise ValueError(f"the tree lacks the parent of {choice}: list parents before children")
         if choice in place:
-            raise ValueError(f"the tree has {choice} twice: list every place once, and the root () not at all")
+            raise ValueError(f"the tree has {choice} twice: list every node once, and the root () not at all")
         parents.append(place[choice[:-1]])
         place[choice] = node
     return parents
@@ -104,7 +104,7 @@ def read_tree(file: str | Path, method: str, heads: int | None = None) -> list[C
     except OSError as error:
         raise ValueError(f"cannot read the tree {file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{file} holds no tree: make one with `foretoken tune tree`") from None
+        raise ValueError(f"{file} contains no tree: make one with `foretoken tune tree`") from None
     if stored != method:
         raise ValueError(f"the tree in {file} was made for {stored!r}, not for {method!r}")
     choice_parents(choices)

@@ -232,7 +232,9 @@ def chain_nodes(tree: TokenTree, name: str) -> list[int]:
     nodes = [0]
     while children := tree.children[nodes[-1]]:
         if len(children) > 1:
-            raise ValueError(f"the verifier {name!r} takes chains, but node {nodes[-1]} has {len(children)} children")
+            raise ValueError(
+                f"the verifier {name!r} supports chains only, but node {nodes[-1]} has {len(children)} children"
+            )
         nodes.append(children[0])
     return nodes[1:]
 

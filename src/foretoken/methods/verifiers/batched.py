@@ -43,7 +43,7 @@ class LateCoins(Coins):
 
     def draw(self, distribution: Tensor) -> int:
         if self.later is not None:
-            raise AssertionError("a rule that draws twice does not draw last")
+            raise AssertionError("a rule that draws twice cannot defer its draw")
         self.later = (distribution, self._rng.uniform())
         return self.UNKNOWN
 
@@ -123,7 +123,7 @@ def _read_weights(all_scores: Sequence[Scores]) -> None:
     read: list[Tensor] = []
     for scores, x in zip(drawn, drafts[:, None].split(counts), strict=True):
         if scores.batched_p is None or scores.tree.q is None:
-            raise RuntimeError("weights are read of distributions that are made and drawn from")
+            raise RuntimeError("weights are read from distributions that were drawn from")
         read += (scores.batched_p[:-1].gather(1, x), scores.tree.q.gather(1, x))
     weights = iter(torch.cat(read)[:, 0].tolist())
     for scores, count in zip(drawn, counts, strict=True):

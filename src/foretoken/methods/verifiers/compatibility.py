@@ -42,23 +42,23 @@ def check_proposals(
         problem = "it is lossy by design and needs allow_lossy=True"
     if problem is not None:
         right = ", ".join(verifiers_for(sorts, greedy))
-        raise ValueError(f"verifier {verifier.name!r} cannot follow drafter {drafter_name!r}: {problem}. Use {right}.")
+        raise ValueError(f"verifier {verifier.name!r} cannot verify drafter {drafter_name!r}: {problem}. Use {right}.")
 
 
 def objection(kind: Kind, is_tree: bool, rule: type[Verifier], greedy: bool) -> str | None:
     """Why a rule does not support such proposals, or ``None``."""
     if rule.chains_only and is_tree:
-        return "it takes chains, and these drafts can branch"
+        return "it supports chains only, and these drafts can branch"
     if greedy and rule.lossless:
         return None  # the target's distribution is one-hot, so every lossless rule follows the argmax
     if rule.greedy_only:
-        return "it is right at temperature 0 only"
+        return "it is lossless at temperature 0 only"
     # One draw is the same with and without replacement.
     drawn = {Kind.IID, Kind.WITHOUT_REPLACEMENT}
     fitting = {kind} if is_tree or kind not in drawn else drawn
     if not fitting & rule.kinds:
         kinds = " or ".join(k.value for k in Kind if k in rule.kinds)
-        return f"it is right for drafts of kind {kinds}, and these are {kind.value}"
+        return f"it supports drafts of kind {kinds}, and these are {kind.value}"
     return None
 
 

@@ -47,7 +47,7 @@ def check_verdict(verdict: Any, tree: TokenTree, verifier: Verifier, vocab_size:
             valid = f"draft nodes go from 1 to {len(tree) - 1}" if len(tree) > 1 else "nothing was drafted"
             raise _broken(verifier, f"gave a path with node {node}: {valid}, and the root is not listed")
         if tree.parents[node] != last:
-            raise _broken(verifier, f"gave the path {tuple(verdict.path)}: node {node} is no child of node {last}")
+            raise _broken(verifier, f"gave the path {tuple(verdict.path)}: node {node} is not a child of node {last}")
         if tree.probes and tree.probes[node]:
             raise _broken(verifier, f"gave a path with node {node}, which is a probe")
         last = node

@@ -76,7 +76,7 @@ def _joined(column: tuple[Any, ...], pads: Sequence[int]) -> Any:
     if kind is DummyLayer:  # stores nothing
         return column[0]
     if kind not in JOINED:
-        raise CapabilityError(f"cache layers of type {kind.__name__} of several texts cannot be put side by side")
+        raise CapabilityError(f"cache layers of type {kind.__name__} of several sequences cannot be batched")
     return JOINED[kind](column, pads)
 
 

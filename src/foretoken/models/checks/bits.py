@@ -54,7 +54,7 @@ def _different_bits(owner: HuggingFaceModel, ids: Sequence[int]) -> str | None:
     tokens = [token % owner.vocab_size for token in ids]
     text, path = tokens[:READ], tokens[READ : READ + 5]
     if owner.context_length < len(tokens) + len(path):
-        return f"a context of {owner.context_length} tokens is too short to try it"
+        return f"a context of {owner.context_length} tokens is too short to test it"
     tree = [*path[:2], *tokens[:6], *path[2:4], *tokens[6:12], path[4]]  # 17 nodes that contain the path
     parents = [-1, 0, -1, 0, 0, 1, 2, 3, 1, 8, 2, 3, 4, 5, 6, 7, 9]
     nodes = [0, 1, 8, 9, 16]
@@ -71,9 +71,9 @@ def _different_bits(owner: HuggingFaceModel, ids: Sequence[int]) -> str | None:
             owner.commit(sequence, [])
         batch = owner.forward([Feed(first, path[:1]), Feed(second, path), Feed(third, tree, parents)])
     if not torch.equal(chain[:STEPS], torch.cat(alone)):
-        return "a chain gave other bits than one row at a time"
+        return "a chain gave different bits from one row at a time"
     if not torch.equal(branched, chain):
-        return "a tree gave other bits than a chain"
+        return "a tree gave different bits from a chain"
     if not torch.equal(torch.cat([batch[0].logits, batch[1].logits]), torch.cat([chain[:1], chain])):
-        return "a batch gave other bits than a text alone"
+        return "a batch gave different bits from a sequence alone"
     return None

@@ -65,7 +65,7 @@ def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     except Exception as error:
         raise CapabilityError(f"{_name(model)} cannot be decoded here: {cause_of(error)}") from error
     if logits.shape != reference[KEPT:last].shape:
-        raise CapabilityError(f"{_name(model)} cannot be decoded here: it reads other tokens than it is given")
+        raise CapabilityError(f"{_name(model)} cannot be decoded here: it does not read the tokens that it is given")
     difference = relative(logits.float(), reference[KEPT:last].to(logits.device))
     if rollback and not difference <= limit:
         return f"its logits of several tokens differ from those without a cache by {difference:.2g} of their size"
@@ -89,7 +89,7 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, f
         return logits, difference
     if difference > limit:
         raise CapabilityError(
-            f"{_name(model)} is no causal language model: what it says of a token depends on later ones "
+            f"{_name(model)} is not a causal language model: its logits for a token depend on later tokens "
             "(a BERT-like model needs is_decoder=True in its configuration)"
         )
     return logits, 0.0
@@ -123,7 +123,9 @@ def _forward(model: Any, tokens: list[int]) -> Tensor:
     with alone(model):
         logits: Tensor | None = getattr(model(input_ids=ids, **options), "logits", None)
     if logits is None or logits.ndim != 3 or logits.shape[2] < model.config.get_text_config().vocab_size:
-        raise CapabilityError(f"{type(model).__name__} gives no logits of every token: load the model as a causal one")
+        raise CapabilityError(
+            f"{type(model).__name__} does not return logits for every token: load the model as a causal one"
+        )
     return logits[0].float()
 
 

@@ -68,7 +68,7 @@ class Checks:
             return ["the public forward cannot be run on a short text, or its logits are not finite"]
         built = build()
         if built is None:
-            return ["its modules are of a kind of their own"]
+            return ["its modules are of an unknown kind"]
         reason = judge.fault(self.network, *built)
         return [] if reason is None else [reason]
 

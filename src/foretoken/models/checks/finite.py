@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foretoken.core import NON_FINITE
 from foretoken.models.linear.packing import PackedLinear
 
-REMEDY = "copy the file again, or take another one"
+REMEDY = "copy the file again, or use another one"
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -32,7 +32,10 @@ def check_stored(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
     for name, tensor in tensors:
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise ValueError(f"{name} in {place} is stored as {kind}, and only full weights are read: take such a file")
+            raise ValueError(
+                f"{name} in {place} is stored as {kind}, and only unquantised weights are supported: use a file of "
+                "those"
+            )
 
 
 def why_not_finite(model: Any) -> str:

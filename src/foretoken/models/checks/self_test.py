@@ -94,11 +94,11 @@ def _joined_difference(model: StatefulModel) -> str | None:
             model.commit(sequence, [0])
         last = model.forward([Feed(sequence, read[start + 2 : start + 5]) for sequence, read, start in cases])
         if model.num_forwards != forwards + 3:
-            return "they did not share one"
+            return "they did not share a forward"
         for sequence, (read, start), rows in zip(sequences, zip(texts, starts, strict=True), last, strict=True):
             model.commit(sequence, [0, 1, 2])
             joined = _ProbeReading(rows.logits, model.state(sequence))
-            fault = _fault(model, joined, read[: start + 5], "in a forward with another text")
+            fault = _fault(model, joined, read[: start + 5], "in a forward with another sequence")
             if fault is not None:
                 return fault
     return None
@@ -168,8 +168,8 @@ def _worst(model: StatefulModel, rolled: _ProbeReading, fresh: _ProbeReading, tr
 def _fault_line(kind: str, path: float, plain: float) -> str:
     name = kind.replace("_", " ")
     return (
-        f"its {name} differ from a fresh reading: they are off by {path:.2g} of their size, and "
-        f"those of a fresh reading by {plain:.2g}"
+        f"its {name} differ from a fresh prefill: they are off by {path:.2g} of their size, and "
+        f"those of a fresh prefill by {plain:.2g}"
     )
 
 

@@ -58,7 +58,7 @@ def attention_for(exact: str, device: torch.device) -> str:
         return FOLDED
     if device.type == "mps":
         raise ValueError(
-            "exact='bitwise' sums attention in float64, which mps has not: leave it out, or use device=cpu"
+            "exact='bitwise' sums attention in float64, which mps does not support: leave it out, or use device=cpu"
         )
     return EXACT
 

@@ -26,7 +26,7 @@ from foretoken.models.network.rotary import ChangingRotary
 from foretoken.models.network.taps import decoder_layers, recording
 from foretoken.models.network.traits import attention_configs, cache_argument, context_length_of, eos_ids
 
-WHOLE_LAYERS = "a decoder beside an encoder is run as a whole"
+WHOLE_LAYERS = "the decoder of an encoder-decoder model is run as a whole"
 
 
 class DecoderForward:
@@ -48,7 +48,7 @@ class DecoderForward:
         self.bias = _biased_layer(model)
         self.capabilities = Capabilities(
             layer_windows=False,
-            missing={"layer_windows": WHOLE_LAYERS, "prompt_logits": "an encoder reads the prompt, which gives none"},
+            missing={"layer_windows": WHOLE_LAYERS, "prompt_logits": "an encoder reads the prompt, and has no logits"},
             prompt_logits=False,
         )
         self.vocab_size = int(model.config.vocab_size)
@@ -148,7 +148,7 @@ def _answer_start(model: Any) -> tuple[int, ...]:
                 starts[name] = value
     if "decoder_start_token_id" not in starts:
         raise CapabilityError(
-            f"{model.config.model_type}: config.json names no decoder_start_token_id, which an answer begins with"
+            f"{model.config.model_type}: config.json has no decoder_start_token_id, with which an answer begins"
         )
     return tuple(starts.values())
 
@@ -158,7 +158,7 @@ def _biased_layer(model: Any) -> Any:
     biased = [module for module in model.get_decoder().modules() if hasattr(module, "relative_attention_bias")]
     if len(biased) != 1 or not hasattr(biased[0], "compute_bias"):
         raise CapabilityError(
-            f"{model.config.model_type} is an encoder and a decoder whose positions are no bias by distance that all "
-            "layers share: of these only T5 and its kin are run"
+            f"{model.config.model_type} is an encoder-decoder model without a relative position bias shared by all "
+            "layers: only T5 and its variants are supported"
         )
     return biased[0]

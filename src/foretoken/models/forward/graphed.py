@@ -208,7 +208,7 @@ def with_graphs(model: LanguageModel, choice: bool | str, recorder: Recorder | N
     if choice is False:
         reason = "not asked for"
     elif not isinstance(model, HuggingFaceModel):
-        reason = f"{type(model).__name__} runs no fixed shapes"
+        reason = f"{type(model).__name__} does not support fixed shapes"
     elif recorder is None and getattr(device, "type", "cpu") != "cuda":
         reason = f"they need a CUDA device, and the model is on {device}"
     elif model.graphs is None:
@@ -219,18 +219,18 @@ def with_graphs(model: LanguageModel, choice: bool | str, recorder: Recorder | N
         model.graphs_off = reason
     if reason and choice is True:
         kind = CapabilityError if device is not None and device.type == "cuda" else ValueError
-        raise kind(f"graphs=True cannot be had: {reason}; leave graphs at 'auto'")
+        raise kind(f"graphs=True is not possible: {reason}; leave graphs at 'auto'")
     return model
 
 
 def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
     """Attach graphs to a model and compare them with its ordinary forward; return the reason if that fails, else ""."""
     if model._sequences:
-        return "texts are open already"
+        return "sequences are open already"
     if is_split(model.model):
         return "its layers are on several devices, and a graph runs on one"
     if model.rotary is not None:
-        return "its rotary embeddings change with the length of the text"
+        return "its rotary embeddings change with the length of the sequence"
     if model.context_length < 32:  # maximum tokens of the check
         return f"a context of {model.context_length} tokens is too short to check them"
     before = model.cache
@@ -293,7 +293,7 @@ def _difference(ordinary: Tensor, fixed: Tensor, truth: Tensor | None, dtype: to
     )
     if fixed_error <= MOST * ordinary_error + limit[dtype]:
         return ""
-    return f"fixed steps gave other logits (off by {fixed_error:.1e}, the ordinary forward by {ordinary_error:.1e})"
+    return f"fixed steps gave different logits (off by {fixed_error:.1e}, the ordinary forward by {ordinary_error:.1e})"
 
 
 def follow(draft: LanguageModel, target: Any) -> LanguageModel:

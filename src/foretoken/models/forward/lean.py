@@ -271,12 +271,12 @@ def _not_covered(owner: Network) -> str | None:
     if has_hooks(owner.model):
         return "hooks are attached to the model, which only its own forward calls"
     if family is None:
-        return f"it does not cover {kind} models of this kind"
+        return f"it does not support this variant of {kind}"
     if not _has_plain_linears(owner.model, family):
         return f"this {kind} model has linear layers of another kind (adapted, or quantised by another package)"
     size = sum(p.numel() for p in owner.model.parameters())
     if owner.packing.home is None and size > MAX_PARAMETERS:
-        reason = "its layers stay as they are (a model that was handed in, or that learns)"
+        reason = "its layers must not be changed (the model was passed as an object, or is trained)"
         return f"{reason}, and copies of its {size / 1e9:.1f}b weights would take too much memory"
     return None
 

@@ -90,7 +90,7 @@ class NativeForward(LeanForward):
     def _described(self) -> native.ModelStruct:
         size, width = self.size, int(self.owner.config.hidden_size)
         if self.layers[0].interleaved or any(layer.parallel for layer in self.layers):
-            raise NotCoveredError("its layers join their parts in another way")
+            raise NotCoveredError("its layers combine attention and MLP in an unsupported way")
         layers = self._layers = self._parts.keep(
             native.array(native.LayerStruct, [self._layer(layer) for layer in self.layers])
         )
@@ -106,9 +106,9 @@ class NativeForward(LeanForward):
     def _layer(self, layer: LeanLayer) -> native.LayerStruct:
         mlp = layer.mlp
         if not layer.native:
-            raise NotCoveredError(f"attention with {layer.size.dim} numbers a head, or a soft cap, is not made for")
+            raise NotCoveredError(f"attention with head dimension {layer.size.dim}, or a soft cap, is not supported")
         if not isinstance(mlp, GatedMlp):
-            raise NotCoveredError("its MLPs are not gated ones")
+            raise NotCoveredError("its MLPs are not gated")
         if layer.out.joined.scale != mlp.output.joined.scale:
             raise NotCoveredError("its sublayers are added with different scales")
         out, down = layer.out, mlp.output

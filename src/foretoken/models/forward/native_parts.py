@@ -72,7 +72,7 @@ class Description:
             owner = product.layout.packed
             described = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, owner.data_ptr())
         else:
-            raise NotCoveredError("its weights are laid out for products of PyTorch's")
+            raise NotCoveredError("its weights are laid out for PyTorch's matrix products")
         wide = None if product.bias is None else product.bias.float().contiguous()
         self._owners += [owner, wide]
         described.bias = address(wide)

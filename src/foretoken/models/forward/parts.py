@@ -59,9 +59,9 @@ class Fingerprint:
         for name in ("hidden_size", "vocab_size", "num_layers"):
             trained, present = getattr(self, name), getattr(other, name)
             if trained != present:
-                return f"{name} is {trained} there and {present} here"
+                return f"{name} was {trained} in training and is {present} here"
         same = self._has_weights_of(other) or self._is_stored_otherwise(other)
-        return "" if same else "the shapes agree, but the weights are others"
+        return "" if same else "the shapes agree, but the weights differ"
 
     def doubt(self, other: Fingerprint) -> str:
         """Description of a difference in storage of the same model's weights; empty if there is none."""
@@ -229,7 +229,7 @@ class TargetParts:
         for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm"):
             if isinstance(getattr(decoder, name, None), torch.nn.Module):
                 return getattr(decoder, name)
-        raise CapabilityError(f"{type(decoder).__name__} has no final norm by a known name")
+        raise CapabilityError(f"{type(decoder).__name__} has no final norm with a known name")
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm of a layer's output [..., D]."""

@@ -61,7 +61,7 @@ class Architecture:
 def _llama(file: GgufFile) -> Options:
     biased = [f"blk.0.attn_{name}.bias" in file.tensors for name in ("q", "k", "v", "output")]
     if any(biased) and not all(biased):
-        raise UncoveredError(f"{file.path} has biases in some products of attention only, which is not read here")
+        raise UncoveredError(f"{file.path} has biases in only some attention projections, which is not supported here")
     return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
 
 
@@ -81,7 +81,7 @@ def _experts(file: GgufFile) -> Options:
 
 def _granite_moe(file: GgufFile) -> Options:
     if file.get("expert_shared_feed_forward_length"):
-        raise UncoveredError(f"{file.path} has experts that are shared, which are not read here")
+        raise UncoveredError(f"{file.path} has shared experts, which are not supported here")
     return {**{k: v for k, v in _granite(file).items() if k != "mlp_bias"}, **_experts(file)}
 
 
@@ -193,7 +193,7 @@ def architecture_of(file: GgufFile) -> Architecture:
             name = "mixtral"
     if name not in ARCHITECTURES:
         covered = ", ".join(key for key in ARCHITECTURES if key != "mixtral")
-        raise UncoveredError(f"{file.path} is of the architecture {name!r}, and {covered} are read here")
+        raise UncoveredError(f"{file.path} has the architecture {name!r}, and only {covered} are supported here")
     return ARCHITECTURES[name]
 
 
@@ -213,7 +213,8 @@ def header_faults(file: GgufFile) -> Iterator[None]:
     except Exception as error:
         cause = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:120]
         raise GgufError(
-            f"the header of {file.path} makes no {file.architecture} model ({cause}): convert the model again"
+            f"the header of {file.path} does not describe a valid {file.architecture} model ({cause}): convert the "
+            "model again"
         ) from error
 
 
@@ -249,7 +250,9 @@ def _config(file: GgufFile, architecture: Architecture) -> Any:
     values.update(architecture.options(file))
     rotated = int(file.get("rope.dimension_count", width))
     if rotated != width and "partial_rotary_factor" not in values["rope_parameters"]:
-        raise UncoveredError(f"{file.path} rotates {rotated} of {width} dimensions of a head, which is not read here")
+        raise UncoveredError(
+            f"{file.path} rotates {rotated} of {width} dimensions of a head, which is not supported here"
+        )
     return AutoConfig.for_model(architecture.model_type, **values)
 
 
@@ -260,7 +263,7 @@ def head_dim(file: GgufFile) -> int:
         raise GgufError(f"{file.path} has {file.architecture}.attention.head_count {heads}: convert the model again")
     width = width or int(file.need("embedding_length")) // heads
     if int(file.get("attention.value_length", width)) != width:
-        raise UncoveredError(f"{file.path} has keys and values of different widths, which are not read here")
+        raise UncoveredError(f"{file.path} has keys and values of different widths, which are not supported here")
     return width
 
 
@@ -279,7 +282,7 @@ def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opt
     if kind in ("linear", "yarn") and factor != 1.0:
         rope.update(rope_type=kind, factor=factor)
     elif kind not in ("none", "linear", "yarn"):
-        raise UncoveredError(f"{file.path} scales rotary positions by {kind!r}, which is not read here")
+        raise UncoveredError(f"{file.path} scales rotary positions by {kind!r}, which is not supported here")
     if rope["rope_type"] == "yarn":
         rope["original_max_position_embeddings"] = int(file.need("rope.scaling.original_context_length"))
         rope.update(_yarn_of(file))
@@ -294,7 +297,9 @@ def _yarn_of(file: GgufFile) -> Options:
     usual["rope.scaling.yarn_log_multiplier"] = 0
     for key, value in usual.items():
         if float(file.get(key, value)) != value:
-            raise UncoveredError(f"{file.path} has {file.architecture}.{key} {file.get(key)}, which is not read here")
+            raise UncoveredError(
+                f"{file.path} has {file.architecture}.{key} {file.get(key)}, which is not supported here"
+            )
     return overrides
 
 
@@ -318,5 +323,5 @@ def _single(file: GgufFile, key: str, default: Any = None) -> Any:
     if not isinstance(value, list):
         return value
     if len(set(value)) != 1:
-        raise UncoveredError(f"{file.path} has layers with different {key}, which are not read here")
+        raise UncoveredError(f"{file.path} has layers with different {key}, which are not supported here")
     return value[0]

@@ -143,7 +143,9 @@ class _GgufReader:
         version = self._number("I")
         if version not in VERSIONS:
             swapped = int.from_bytes(int(version).to_bytes(4, "little"), "big") in VERSIONS
-            reason = "it was written for another byte order" if swapped else f"versions 2 and 3 are read, not {version}"
+            reason = (
+                "it was written for another byte order" if swapped else f"versions 2 and 3 are supported, not {version}"
+            )
             raise GgufError(f"{path} cannot be read: {reason}; convert the model again")
         self.num_tensors, self.num_values = self._number("Q"), self._number("Q")
 
@@ -159,14 +161,14 @@ class _GgufReader:
         entries = [self._entry() for _ in range(self.num_tensors)]
         alignment = self.whole(metadata, "general.alignment", 32) or 32
         if alignment & (alignment - 1):
-            raise self._damaged(f"general.alignment is {alignment}, no power of two")
+            raise self._damaged(f"general.alignment is {alignment}, not a power of two")
         start = self.place + -self.place % alignment
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in entries:
             if name in tensors:
                 raise self._damaged(f"two tensors are called {name}")
             if offset % alignment:
-                raise self._damaged(f"{name} is at {offset}, no multiple of {alignment}")
+                raise self._damaged(f"{name} is at {offset}, not a multiple of {alignment}")
             tensors[name] = self._tensor(name, shape, kind, start + offset)
         return tensors
 
@@ -180,7 +182,7 @@ class _GgufReader:
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, dimensions = self._string(), self._number("I")
         if len(name) > 64:  # GGML_MAX_NAME
-            raise self._damaged(f"the name of a tensor has {len(name)} letters")
+            raise self._damaged(f"the name of a tensor has {len(name)} characters")
         if dimensions > 4:  # GGML_MAX_DIMS
             raise self._damaged(f"{name} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
@@ -192,7 +194,9 @@ class _GgufReader:
             raise UncoveredError(f"{name} in {self.path} is of type {number}, which is unknown")
         width = shape[-1] if shape else 1
         if width % block:
-            raise self._damaged(f"{name} has rows of {width} numbers, and {kind} stores {block} together")
+            raise self._damaged(
+                f"{name} has rows of {width} numbers, not a multiple of the block size {block} of {kind}"
+            )
         in_bytes = (*shape[:-1], width // block * size)
         if max(in_bytes) > len(self.bytes):  # also if another dimension is 0
             raise self._cut_off(place + max(in_bytes))
@@ -248,7 +252,7 @@ class _GgufReader:
         return piece
 
     def _cut_off(self, end: int) -> GgufError:
-        return self._damaged(f"it has {len(self.bytes)} bytes, and what it lists goes to byte {end}")
+        return self._damaged(f"it has {len(self.bytes)} bytes, and its tensors end at byte {end}")
 
     def _damaged(self, reason: str) -> GgufError:
         return GgufError(f"{self.path} is cut off or damaged ({reason}): copy it again")

@@ -31,7 +31,7 @@ class GroupedProduct(NativeProduct):
         QuantisedProduct.__init__(self, weight.shape, bias)
         reason = why_not()
         if reason is not None or self.shape[1] % BLOCK or weight.group not in (BLOCK, BLOCK // 2):
-            raise RuntimeError(reason or f"inputs come in {BLOCK}s, not in {self.shape[1]}")
+            raise RuntimeError(reason or f"the number of inputs must be a multiple of {BLOCK}, not {self.shape[1]}")
         self.bits, self.group, self.middle = weight.bits, weight.group, weight.middle
         self.mark = mark_of(weight)
         self.packed = _packed(weight)

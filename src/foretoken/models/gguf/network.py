@@ -44,7 +44,9 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
         dtype = PLAIN.get(stored_as(file).split(" ")[0], torch.bfloat16)
     for tensor in file.tensors.values():
         if tensor.kind not in KINDS and tensor.kind not in PLAIN:
-            raise UncoveredError(f"{tensor.name} in {file.path} is stored as {tensor.kind}, which is not read here")
+            raise UncoveredError(
+                f"{tensor.name} in {file.path} has the type {tensor.kind}, which is not supported here"
+            )
     with header_faults(file), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     fill = _WeightFiller(file, architecture, model, dtype)
@@ -108,15 +110,13 @@ class _WeightFiller:
         rotary = {f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")}
         unused = sorted(file.tensors.keys() - expected - rotary)
         if unused:
-            raise UncoveredError(
-                f"{file.path} has {unused[0]}, for which {self.config.model_type} models have no place"
-            )
+            raise UncoveredError(f"{file.path} has {unused[0]}, which {self.config.model_type} models do not have")
         for name, parameter in self.model.named_parameters():
             parts = [file.tensors[source].shape for source in self.sources[name]]
             shape = parts[0] if len(parts) == 1 else (parts[0][0], sum(p[1] for p in parts), *parts[0][2:])
             if tuple(shape) != tuple(parameter.shape):
                 raise GgufError(
-                    f"{self.sources[name][0]} in {file.path} is {list(parts[0])}, and its header makes it "
+                    f"{self.sources[name][0]} in {file.path} is {list(parts[0])}, and must be "
                     f"{list(parameter.shape)}: convert the model again"
                 )
 

@@ -80,7 +80,7 @@ def build_tokenizer(file: GgufFile) -> Any | None:
     if model in ("no_vocab", "none"):
         return None
     if model not in ("gpt2", "llama"):
-        raise UncoveredError(f"{file.path} has a vocabulary of the kind {model!r}, which is not read here")
+        raise UncoveredError(f"{file.path} has a vocabulary of type {model!r}, which is not supported here")
     names, kinds = _tokens(file)
     backend, adds_bos = _bytes(file, names, kinds) if model == "gpt2" else _pieces(file, names, kinds)
     _add_special(backend, file, names, kinds)
@@ -123,7 +123,7 @@ def _tokens(file: GgufFile) -> tuple[Sequence[str], Sequence[int]]:
         raise GgufError(f"{file.path} lacks tokenizer.ggml.tokens: convert the model again, or pass tokenizer=FOLDER")
     kinds: Sequence[int] = file.metadata.get("tokenizer.ggml.token_type") or [Token.NORMAL] * len(names)
     if len(kinds) != len(names):
-        raise GgufError(f"{file.path} has {len(names)} tokens and kinds of {len(kinds)}: convert the model again")
+        raise GgufError(f"{file.path} has {len(names)} tokens and {len(kinds)} token types: convert the model again")
     return names, kinds
 
 
@@ -139,7 +139,9 @@ def _bytes(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple[
 
     name = file.metadata.get("tokenizer.ggml.pre", "default")
     if name not in PRE:
-        raise UncoveredError(f"{file.path} splits words as {name!r} (tokenizer.ggml.pre), which is not read here")
+        raise UncoveredError(
+            f"{file.path} has the pre-tokenizer {name!r} (tokenizer.ggml.pre), which is not supported here"
+        )
     merges = file.metadata.get("tokenizer.ggml.merges")
     if merges is None:
         raise GgufError(f"{file.path} lacks tokenizer.ggml.merges: convert the model again, or pass tokenizer=FOLDER")

@@ -22,7 +22,7 @@ from foretoken.models.native.library import NotCoveredError
 def packed(*linears: Any) -> NativeProduct:
     """Plain linear layers with a common input as one product with concatenated outputs."""
     if not all(is_plain(linear) for linear in linears):
-        raise NotCoveredError("its linear layers are of another kind")
+        raise NotCoveredError("its linear layers are not plain nn.Linear")
     weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
     joined = None
     if any(bias is not None for bias in biases):
@@ -46,6 +46,6 @@ def packed_rows(weight: Tensor, bias: Tensor | None) -> NativeProduct:
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotCoveredError(f"its weights are {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}")
     if not integers.fits(weight.shape[1]):
-        raise NotCoveredError(f"inputs come in eights, not in {weight.shape[1]}")
+        raise NotCoveredError(f"the number of inputs must be a multiple of 8, not {weight.shape[1]}")
     kind = NativeInt8ByteProduct if multiplies_bytes() else NativeInt8Product
     return kind(Int8Weight.of(weight), bias)

@@ -44,7 +44,7 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
     if model.device.type != "cpu":
         raise CapabilityError(f"quantize={kind} is for the cpu, and the weights are on {model.device}: use device=cpu")
     if not available():
-        raise CapabilityError("this build of PyTorch has no products of quantised weights")
+        raise CapabilityError("this build of PyTorch has no quantised matrix products")
     bits, _, short = kind.removeprefix("int").partition("-a")
     if short and not multiplies_bytes():
         raise CapabilityError(f"quantize={kind}: {WITHOUT_BYTES}: use quantize=int{bits}")

@@ -254,7 +254,7 @@ class NativeProduct(QuantisedProduct):
         super().__init__((len(weight.values), weight.values.shape[1]), bias)
         reason = why_not()
         if reason is not None or not integers.fits(self.shape[1]):
-            raise RuntimeError(reason or f"inputs come in eights, not in {self.shape[1]}")
+            raise RuntimeError(reason or f"the number of inputs must be a multiple of 8, not {self.shape[1]}")
 
     @abstractmethod
     def linear(self) -> Linear:

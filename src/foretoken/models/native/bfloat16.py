@@ -22,7 +22,7 @@ def laid_out(weight: Tensor) -> Tensor:
     """A bfloat16 weight [out, in] in the kernel's layout, [ceil(out / 32), in / 2, 32, 2]."""
     out, inner = weight.shape
     if inner % 2:
-        raise ValueError(f"weights of an even number of inputs are multiplied in pairs, not of {inner}")
+        raise ValueError(f"the number of inputs must be even, not {inner}")
     blocks = -(-out // WIDTH)
     if out % WIDTH:
         weight = torch.cat((weight, weight.new_zeros(blocks * WIDTH - out, inner)))

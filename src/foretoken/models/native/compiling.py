@@ -81,7 +81,7 @@ def write_library(level: str, file: Path) -> None:
     """
     program = compiler()
     if program is None:
-        raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}, or what CXX names)")
+        raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}, or the one in CXX)")
     with tempfile.TemporaryDirectory() as folder:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
 

@@ -100,7 +100,7 @@ def function(name: str, kinds: str) -> Callable[..., None]:
     """A function of the library; ``kinds`` has one letter of :data:`KINDS` per argument."""
     library = _loaded()
     if isinstance(library, str):
-        raise RuntimeError(f"no products of our own: {library}")
+        raise RuntimeError(f"no native kernels: {library}")
     entry = library.functions[name]
     entry.argtypes = [KINDS[kind] for kind in kinds]
     entry.restype = None

@@ -14,7 +14,7 @@ def detect(model: Any) -> Capabilities:
     recurrent = _recurrent_layer(model, config)
     if recurrent == "conv":
         # Transformers' cache records past convolution inputs, so that the end of a chain can be dropped.
-        reason = f"{config.model_type} has conv layers, which mix neighbouring slots, so that no path can branch off"
+        reason = f"{config.model_type} has conv layers, which mix neighbouring slots, so paths cannot branch"
         return _chains_only(reason)
     if recurrent:
         # Whether its end can be dropped is decided by a trial (foretoken.models.stateful).

@@ -78,7 +78,7 @@ def sublayer(layer: nn.Module, names: tuple[str, ...], kind: str) -> nn.Module:
         module = getattr(layer, name, None)
         if isinstance(module, nn.Module):
             return module
-    raise CapabilityError(f"{type(layer).__name__} layers have no separate {kind} module, so that it cannot be skipped")
+    raise CapabilityError(f"{type(layer).__name__} layers have no separate {kind} module, so it cannot be skipped")
 
 
 def check_sublayers(model: nn.Module, plan: LayerPlan) -> None:
@@ -142,7 +142,7 @@ def _check_output(layer: nn.Module, args: Any, output: Any) -> None:
     """Skipped layers return a tensor, which would be misread if layers return more than that."""
     if not isinstance(output, Tensor):
         raise CapabilityError(
-            f"{type(layer).__name__} layers return more than hidden states, so that none can be left out"
+            f"{type(layer).__name__} layers return more than hidden states, so they cannot be skipped"
         )
 
 

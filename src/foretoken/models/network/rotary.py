@@ -216,14 +216,14 @@ def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = N
     if changing is None:
         return context, ""
     if rotary is None:
-        reason = f"its rotary embeddings change beyond {changing.border} tokens, which this forward does not follow"
+        reason = f"its rotary embeddings change beyond {changing.border} tokens, which this forward does not support"
         return min(context, changing.border), reason
     reread_at = [int(module.config.original_max_position_embeddings) for module in _rereading(model)]
     wrong = [length for length in reread_at if length != changing.border]
     if wrong or (changing.rereads and changing._exact):
         border = min([changing.border, *wrong])
         where = (
-            f"generate reads a text again at {reread_at[0]} tokens, and the rotary embeddings change at "
+            f"generate prefills a sequence again at {reread_at[0]} tokens, and the rotary embeddings change at "
             f"{changing.border}"
         )
         return min(context, border), where

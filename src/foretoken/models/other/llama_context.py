@@ -104,7 +104,7 @@ class LlamaContext:
     def leave(self, sequence: int, start: int) -> None:
         """Remove an id from its cells from position ``start`` on; cells without ids are free."""
         if not self._c.llama_memory_seq_rm(self._memory, sequence, start, -1):
-            raise RuntimeError(f"llama.cpp cannot take back the end of a sequence in {self.weights.path}")
+            raise RuntimeError(f"llama.cpp cannot roll back the end of a sequence in {self.weights.path}")
 
     def saved(self, sequence: int) -> Any:
         """State of one id as bytes, for :meth:`restore` in another context with these weights."""

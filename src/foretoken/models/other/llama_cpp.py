@@ -66,7 +66,7 @@ def library() -> LlamaLibrary:
         absent = isinstance(error, ModuleNotFoundError) and error.name == "llama_cpp"
         raise MissingLlamaCppError(
             f"running a GGUF file with llama.cpp needs llama-cpp-python{'' if absent else f' ({error})'}: "
-            "pip install 'foretoken[gguf]' (or `make gguf`), which compiles it for some minutes"
+            "pip install 'foretoken[gguf]' (or `make gguf`), which takes minutes to compile"
         ) from None
     return LlamaLibrary(llama_cpp)
 

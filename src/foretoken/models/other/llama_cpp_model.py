@@ -26,7 +26,7 @@ from foretoken.models.other.branches import Branches, Removal
 from foretoken.models.other.llama_context import CACHE_TYPES, MOST_IDS, PIECE, LlamaContext
 from foretoken.models.other.llama_cpp import GgufError, Weights
 
-NO_LAYERS = "llama.cpp runs a file's layers as a whole and hands out logits only"
+NO_LAYERS = "llama.cpp runs a file's layers as a whole and returns logits only"
 
 
 class LlamaCppModel(LanguageModel):
@@ -175,7 +175,7 @@ class LlamaCppModel(LanguageModel):
 
     def _check(self, feed: Feed) -> None:
         if feed.after is not None or feed.states is not None:
-            raise CapabilityError(f"this target reads tokens behind its text only: {NO_LAYERS}")
+            raise CapabilityError(f"this target reads tokens at the end of its sequence only: {NO_LAYERS}")
         if (
             not self.capabilities.rollback
             and feed.wanted != 0
@@ -255,7 +255,7 @@ class LlamaCppModel(LanguageModel):
         )
         if needed > MOST_IDS:
             raise CapabilityError(
-                f"llama.cpp tells {MOST_IDS} paths apart, and the trees of this round have {needed}: draft smaller "
+                f"llama.cpp supports {MOST_IDS} paths, and the trees of this round have {needed}: draft smaller "
                 "trees or serve fewer requests together"
             )
         self._move(max(self._context.cells, 2 * cells if cells > self._context.cells else 0), needed)
@@ -281,7 +281,9 @@ def _capabilities_of(weights: Weights) -> Capabilities:
     c, handle, name = weights.library.c, weights.handle, weights.architecture
     causal = weights.metadata(f"{name}.attention.causal")
     if c.llama_model_has_encoder(handle) or c.llama_model_is_diffusion(handle) or causal == "false":
-        raise GgufError(f"{weights.path} ({name}) is no causal language model: give one that writes from left to right")
+        raise GgufError(
+            f"{weights.path} ({name}) is not a causal language model: give one that generates from left to right"
+        )
     missing = dict.fromkeys(("taps", "layer_windows"), NO_LAYERS)
     if c.llama_model_is_recurrent(handle) or c.llama_model_is_hybrid(handle):
         reason = f"{name} has recurrent layers, whose state cannot be rolled back or branched"

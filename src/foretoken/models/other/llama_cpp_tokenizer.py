@@ -127,7 +127,7 @@ class LlamaCppTokenizer:
                 [messages], chat_template=self.chat_template, add_generation_prompt=add_generation_prompt, **values
             )
         except TemplateError as error:
-            raise ValueError(f"the chat template of {self._weights.path} refuses the messages: {error}") from None
+            raise ValueError(f"the chat template of {self._weights.path} rejects the messages: {error}") from None
         text: str = rendered[0][0]
         if not tokenize:
             return text

@@ -122,7 +122,7 @@ class ParallelModel(LanguageModel):
             try:
                 follower.send(line)
             except (OSError, ValueError):
-                raise self._lose(follower.ended() or "a process of the split model does not listen") from None
+                raise self._lose(follower.ended() or "a process of the split model does not respond") from None
 
     def _together(self, work: Callable[[], Any]) -> Any:
         """Run a call that the followers also make.  If it fails here, they wait forever, so the model is lost."""
@@ -231,7 +231,7 @@ class ParallelModel(LanguageModel):
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
         if not isinstance(snapshot, _PartSnapshot):
-            raise ValueError("this text was kept by another model")
+            raise ValueError("this prefix was kept by another model")
         self._tell("restore", text=self._number(sequence), key=snapshot.key, length=length)
         self._together(lambda: self.inner.restore(sequence, snapshot, length))
 
@@ -250,7 +250,7 @@ class ParallelModel(LanguageModel):
     def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
         """Reject calls that would fail halfway before any process starts them."""
         if taps:
-            raise ValueError(f"{self.capabilities.missing['taps']}, which hands out no hidden states")
+            raise ValueError(f"{self.capabilities.missing['taps']}, which returns no hidden states")
         check_distinct(feeds)
         wrong = [token for feed in feeds for token in feed.tokens if not 0 <= token < self.vocab_size]
         if wrong:

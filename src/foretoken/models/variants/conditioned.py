@@ -48,7 +48,7 @@ class ConditionedModel(HuggingFaceModel):
 
     def __init__(self, model: LanguageModel) -> None:
         if not isinstance(model, HuggingFaceModel):
-            raise CapabilityError(f"{type(model).__name__} reads tokens only, and no states beside them")
+            raise CapabilityError(f"{type(model).__name__} takes tokens only, without hidden states")
         vars(self).update(vars(model))
         self.forwards = ConditionedNetwork(model.forwards)
         self.separate(TreeCache(self.cache.num_layers, self.cache.max_slots))

@@ -93,11 +93,11 @@ class LowRankUpdates(nn.Module):
         """Raise ``ValueError`` if the updates do not fit a network."""
         layers = decoder_layers(network)
         if len(layers) != len(self.layers):
-            raise ValueError(f"the updates are of {len(self.layers)} layers, and the target has {len(layers)}")
+            raise ValueError(f"the updates are for {len(self.layers)} layers, and the target has {len(layers)}")
         have = {name: _shape(m) for name, m in layers[0].named_modules() if _is_linear(name, m)}
         for name, shape in self.shapes.items():
             if name not in have:
-                raise ValueError(f"the updates are of linear layers {name}, which the target does not have")
+                raise ValueError(f"the updates are for linear layers {name}, which the target does not have")
             if have[name] != list(shape):
                 raise ValueError(f"the update of {name} is {list(shape)}, and the target's layer {have[name]}")
 

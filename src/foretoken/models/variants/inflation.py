@@ -66,7 +66,7 @@ def parse_size(size: str | int) -> int:
     """Number of parameters in ``"300m"``, ``"1b"``, ``"1.5b"`` or a plain number.  Raises ``ValueError`` for others."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mb]?)", str(size).strip().lower())
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"inflate={size!r} is no number of parameters: use 300m, 1b, 3b, 7b or one like 500m")
+        raise ValueError(f"inflate={size!r} is not a number of parameters: use 300m, 1b, 3b, 7b or one like 500m")
     return round(float(match[1]) * {"": 1, "m": 10**6, "b": 10**9}[match[2]])
 
 
@@ -79,7 +79,7 @@ def shape_for(config: Any, size: str | int) -> InflatedShape:
     candidates = [shape for m in range(1, 257) if (shape := _candidate(config, num_parameters, m, least)) is not None]
     if not candidates:
         raise ValueError(
-            f"the model cannot be inflated to {num_parameters} parameters: it has about as many, or more, already"
+            f"the model cannot be inflated to {num_parameters} parameters: it already has about as many or more"
         )
     # Width per layer is 128 in Llama's 1B and 7B, 110 in its 3B.
     return min(candidates, key=lambda shape: abs(math.log(shape.width / shape.layers / 100)))

@@ -65,7 +65,7 @@ class OwnSequencesModel(LanguageModel):
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         if len(path):
-            raise ValueError(f"nodes of {self.role} cannot be kept: run the target on them")
+            raise ValueError(f"nodes of {self.role} cannot be committed: run the target on them")
         sequence.clear_scratch()
 
     def release(self, sequence: SequenceState) -> None:

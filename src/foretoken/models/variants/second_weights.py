@@ -178,7 +178,7 @@ def check_quantisable(owner: Network, scheme: Scheme) -> None:
             "use another drafter, for example ngram"
         )
     if not available():
-        raise CapabilityError("this build of PyTorch has no products of quantised weights")
+        raise CapabilityError("this build of PyTorch has no quantised matrix products")
     if scheme.activations == "8" and not multiplies_bytes():
         raise CapabilityError(f"activations=8: {WITHOUT_BYTES}: leave it out")
     quantised = [module for module in owner.model.modules() if isinstance(module, QuantisedLinear)]

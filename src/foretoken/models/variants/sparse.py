@@ -145,7 +145,7 @@ class SparseModel(TreeRunner):
         """Reads nothing: the subset is selected from the target's cache once the next token is known."""
         state = _sparse_state(sequence)
         if taps or state.source.tokens != list(tokens):
-            raise ValueError("a sparse cache takes its text from the target: prefill that first, with the same tokens")
+            raise ValueError("a sparse cache is a copy of the target's: prefill the target first, with the same tokens")
         return {}
 
     def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
@@ -163,7 +163,7 @@ class SparseModel(TreeRunner):
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
         if length < _sparse_state(sequence).chosen_from:
-            raise CapabilityError("a sparse cache cannot give back tokens that its subset was chosen from")
+            raise CapabilityError("a sparse cache cannot roll back tokens that its subset was chosen from")
         super().rewind(sequence, length)
 
     def _slots(self, sequence: SequenceState) -> int:
@@ -171,7 +171,7 @@ class SparseModel(TreeRunner):
 
     def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
         if after is not None:
-            raise ValueError("a sparse cache does not hold the whole text: nodes hang from its end only")
+            raise ValueError("a sparse cache does not hold the whole sequence: nodes must follow its end")
         slots, base = self._slots(sequence), len(sequence.tokens)
         return RowPlan(slots, sequence.scratch_parents, sequence.scratch_depths, new, base=base)
 

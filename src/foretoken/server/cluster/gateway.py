@@ -238,7 +238,7 @@ class Gateway:
                     return
             except TimeoutError:
                 if not sent.begun:
-                    raise ApiError(504, "the request took longer than it may", code="deadline_exceeded") from None
+                    raise ApiError(504, "the request exceeded its time limit", code="deadline_exceeded") from None
                 await sent.break_off()
                 return
             else:
@@ -250,7 +250,7 @@ class Gateway:
             self.fleet.metrics.retried += 1
             await asyncio.sleep(min(2.0, self.pause_s * 2**attempt))
         raise ApiError(
-            503, "the replica that served this is gone; try again", code="replica_lost", headers={"Retry-After": "5"}
+            503, "the replica of this request is gone; try again", code="replica_lost", headers={"Retry-After": "5"}
         )
 
 
@@ -278,8 +278,8 @@ class _Sent:
         shows that something is missing."""
         names = dict(self._start["headers"]) if self._start is not None else {}
         if not names.get(b"content-type", b"").startswith(b"text/event-stream"):
-            raise ConnectionError("an answer broke off")
-        error = ApiError(503, "the replica that wrote this is gone: the answer is not complete", code="replica_lost")
+            raise ConnectionError("an answer was interrupted")
+        error = ApiError(503, "the replica of this request is gone: the answer is incomplete", code="replica_lost")
         frame = event(error.anthropic_body, named=True) if self._anthropic else event(error.body)
         await self._send({"type": "http.response.body", "body": frame, "more_body": False})
         self.ended = True

@@ -87,9 +87,9 @@ def _grammar(kind: str, spec: Any) -> str:
         if kind == "choice":
             kind, spec = "regex", _any_of(spec)
         if not isinstance(spec, str) or not spec:
-            raise ValueError(f"a {kind} is a text that is not empty")
+            raise ValueError(f"a {kind} must be non-empty text")
         if len(spec) > LONGEST:
-            raise ValueError(f"the {kind} has {len(spec)} characters, and {LONGEST} are allowed")
+            raise ValueError(f"the {kind} has {len(spec)} characters, more than the limit of {LONGEST}")
         return LLMatcher.grammar_from_regex(spec) if kind == "regex" else LLMatcher.grammar_from_lark(spec)
     except (TypeError, RecursionError, OverflowError, UnicodeError) as error:
         raise ValueError(f"the {kind} cannot be compiled: {_one_line(str(error))}") from None
@@ -98,9 +98,9 @@ def _grammar(kind: str, spec: Any) -> str:
 def _any_of(texts: Any) -> str:
     """Expression that matches any of the texts."""
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("a choice is a list of texts")
+        raise ValueError("a choice must be a list of strings")
     if not any(texts):
-        raise ValueError("a choice needs at least one text that is not empty")
+        raise ValueError("a choice needs at least one non-empty string")
     return "|".join(re.escape(text) for text in texts)
 
 
@@ -108,13 +108,13 @@ def _schema(spec: Any) -> Any:
     """The validated schema, without unknown formats."""
     if isinstance(spec, str):
         if len(spec) > LONGEST:
-            raise ValueError(f"the schema has {len(spec)} characters, and {LONGEST} are allowed")
+            raise ValueError(f"the schema has {len(spec)} characters, more than the limit of {LONGEST}")
         try:
             spec = json.loads(spec)
         except json.JSONDecodeError as error:
-            raise ValueError(f"the schema is no JSON: {error}") from None
+            raise ValueError(f"the schema is not JSON: {error}") from None
     if not isinstance(spec, dict | bool):
-        raise ValueError(f"a schema is an object, not a value of type {type(spec).__name__}")
+        raise ValueError(f"a schema must be an object, not a value of type {type(spec).__name__}")
     if _depth(spec) > DEEPEST:
         raise ValueError(f"the schema is nested more than {DEEPEST} levels deep")
     if len(json.dumps(spec)) > LONGEST:
@@ -168,7 +168,7 @@ class _Spelled:
         self._tokenizer = tokenizer
         self.eos_token_id, self.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
         if self.eos_token_id is None:
-            raise ValueError("the file names no end-of-text token")
+            raise ValueError("the file has no end-of-text token")
         self.special_token_ids = sorted(tokenizer.all_special_ids)
         size = min(vocab_size, len(tokenizer))
         self.tokens = [tokenizer.spelling(token) for token in range(size)] + [b""] * (vocab_size - size)

@@ -97,7 +97,7 @@ class GrammarConstraint:
         self._check()
         if same < len(self._text):
             if not self._matcher.rollback(len(self._text) - same):
-                raise RuntimeError(f"the grammar cannot be followed back: {self._matcher.get_error()[:200]}")
+                raise RuntimeError(f"the grammar cannot be rolled back: {self._matcher.get_error()[:200]}")
             del self._text[same:]
         new = output[same:]
         consumed = self._matcher.try_consume_tokens(new) if new else 0
@@ -109,7 +109,7 @@ class GrammarConstraint:
         """Raise ``CannotGoOn`` on an error: it looks like the end of text, and an interrupted output must not pass for
         complete."""
         if self._matcher.is_error():
-            raise CannotGoOn(f"the grammar cannot be followed any further: {reason_of(self._matcher)}")
+            raise CannotGoOn(f"the grammar cannot be advanced: {reason_of(self._matcher)}")
 
 
 def reason_of(matcher: LLMatcher) -> str:

@@ -37,7 +37,7 @@ def compile_language(
     """
     grammar = checked_grammar(kind, spec, patience_s)
     if TOKEN.search(grammar):
-        raise ValueError(f"the {kind} names tokens by their ids, and conditional sampling takes texts only")
+        raise ValueError(f"the {kind} names tokens by their ids, and conditional sampling supports strings only")
     view = tokenizer_view(tokenizer, vocab_size)
     return FiniteLanguage.of([_spelled(text, view) for text in _strings(kind, grammar)], end_ids(tokenizer))
 
@@ -70,7 +70,7 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         _check(kind, matcher)
         if (bits & ~ends) >> 256:
-            raise ValueError(f"the {kind} names special tokens, and conditional sampling takes texts only")
+            raise ValueError(f"the {kind} names special tokens, and conditional sampling supports strings only")
         return (byte for byte in range(256) if bits >> byte & 1)
 
     open_bytes = [following()]
@@ -92,7 +92,7 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
         if len(strings) > MOST_STRINGS:
             raise _too_large(kind)
     if not strings:
-        raise ValueError(f"no text fits the {kind}: the language is empty")
+        raise ValueError(f"no string matches the {kind}: the language is empty")
     return strings
 
 
@@ -104,5 +104,5 @@ def _check(kind: str, matcher: LLMatcher) -> None:
 def _too_large(kind: str) -> ValueError:
     return ValueError(
         f"the {kind} is not finite, or too large: conditional sampling takes up to {MOST_STRINGS} strings of up to "
-        f"{MOST_BYTES} bytes; leave it out to have the {kind} masked token by token"
+        f"{MOST_BYTES} bytes; leave conditional sampling out to mask by the {kind} token by token"
     )

@@ -41,7 +41,7 @@ class Trial:
         if answer is None:
             # One grammar at a time; cached results do not wait.
             if not self._lock.acquire(timeout=-1 if patience_s is None else patience_s):
-                raise TrialBusy("another grammar is being tried")
+                raise TrialBusy("another grammar is being compiled")
             try:
                 answer = self._remembered(key)
                 if answer is None:
@@ -72,7 +72,7 @@ class Trial:
     def _ask(self, line: str) -> str:
         process = self._started()
         if process.stdin is None or process.stdout is None:
-            raise RuntimeError("the process that tries grammars has no pipes")
+            raise RuntimeError("the process that compiles grammars has no pipes")
         # Wall-clock seconds for one grammar: more than its processor time, for a busy machine
         watch = threading.Timer(1.6, process.kill)
         watch.daemon = True
@@ -106,5 +106,5 @@ class Trial:
         )
         if self._process.stdout is None or not self._process.stdout.readline():
             self.close()
-            raise RuntimeError("the process that tries grammars does not start")
+            raise RuntimeError("the process that compiles grammars does not start")
         return self._process

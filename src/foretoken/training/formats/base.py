@@ -236,7 +236,7 @@ def renamed(
             raise ValueError(f"{theirs} is {shape} and must be {list(shapes[ours])} for this target and config.json")
     extra = sorted(set(tensors) - set(names.values()) - set(ignored))
     if extra:
-        raise ValueError(f"the checkpoint holds a tensor {extra[0]} that our network has no place for")
+        raise ValueError(f"the checkpoint holds a tensor {extra[0]} that this network does not have")
     return {ours: tensors[theirs] for ours, theirs in names.items()}
 
 

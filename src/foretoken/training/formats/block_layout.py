@@ -39,9 +39,7 @@ def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> di
     if any(f".{name}".endswith(suffixes) for name in tensors) or config.get("quantization_config"):
         quantisation = config.get("quantization_config")
         kind = quantisation.get("quant_method", "") if isinstance(quantisation, Mapping) else ""
-        raise ValueError(
-            f"the checkpoint is quantised ({kind or 'packed weights'}): import the one that it was made of"
-        )
+        raise ValueError(f"the checkpoint is quantised ({kind or 'packed weights'}): import the unquantised one")
     renamed = {our_name(name): value for name, value in tensors.items()}
     for name in [name for name in renamed if name.endswith(".qkv_proj.weight")]:
         place, whole = name.removesuffix("qkv_proj.weight"), renamed.pop(name)
@@ -119,7 +117,7 @@ def _mask_token(config: Mapping[str, Any], own_embedding: bool, target: Target) 
     rows = len(target.parts.embed.weight)
     if type(token) is not int or not 0 <= token < min(rows, target.parts.vocab_size):
         raise ValueError(
-            f"the checkpoint's mask token {token!r} is none of the target's {target.parts.vocab_size} tokens"
+            f"the checkpoint's mask token {token!r} is not one of the target's {target.parts.vocab_size} tokens"
         )
     return token
 
@@ -161,7 +159,7 @@ def taps_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Ta
         raise ValueError(f"the checkpoint is for a target of {layers} layers, and this one has {count}")
     width, size = tensors["fc.weight"].shape[-1], target.parts.hidden_size
     if width % size:
-        raise ValueError(f"fc.weight reads {width} numbers, which is no multiple of the target's hidden size {size}")
+        raise ValueError(f"fc.weight reads {width} numbers, not a multiple of the target's hidden size {size}")
     fused = width // size
     depths = listed(config, "aux_hidden_state_layer_ids")
     if depths is None:
@@ -171,7 +169,7 @@ def taps_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Ta
     else:
         last, words = count, f"aux_hidden_state_layer_ids must be from 1 to {count}"
     if not all(type(i) is int and 1 <= i <= last for i in depths):
-        raise ValueError(f"{words} for a target of {count} layers, and the checkpoint's reach to another one")
+        raise ValueError(f"{words} for a target of {count} layers: the checkpoint is for another target")
     if len(depths) == fused - 1:  # the last layer is read after the named ones
         depths = [*depths, count]
     if len(depths) != fused:

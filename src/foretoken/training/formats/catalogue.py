@@ -91,7 +91,7 @@ def layouts_of(method: str) -> list[Layout]:
     """The layouts of a method.  Raises ``ValueError``: it has none; the message lists the methods that have one."""
     layouts = [layout for layout in LAYOUTS if layout.method == method]
     if not layouts:
-        raise unknown(f"no other project reads a drafter {method!r}", method, methods())
+        raise unknown(f"no other project supports drafters of the method {method!r}", method, methods())
     return layouts
 
 

@@ -132,7 +132,7 @@ def layers_of(shape: BlockConfig, target: Target) -> dict[str, Any]:
     """The layers in Qwen3's configuration keys.  Raises ``ValueError`` for layers with different windows."""
     windows = {reach for reach in shape.reaches if reach}
     if len(windows) > 1:
-        raise ValueError(f"the layers see {shape.reach} tokens back, and this format has one window for all")
+        raise ValueError(f"the layers have windows of {shape.reach} tokens, and this format has one window for all")
     kinds = ["sliding_attention" if reach else "full_attention" for reach in shape.reaches]
     return {
         **layer_keys(shape, target),

@@ -91,7 +91,7 @@ class EagleVllm(EaglePlain):
             have = tensors.pop(name, torch.zeros(0))
             scale = float(expected.abs().max()) + 1e-6
             if have.shape != expected.shape or not torch.allclose(have.float(), expected.float(), atol=scale / 64):
-                raise ValueError(f"{name} is a bias of its own, and our layer has none")
+                raise ValueError(f"{name} is a bias, and this layer has none")
         tensors["fc.bias"] = bias
         return super().read(Checkpoint({**checkpoint.config, "attention_bias": False}, tensors), target)
 

@@ -111,9 +111,11 @@ def check_variant(config: Mapping[str, Any], target: Target) -> None:
     nested = inner if isinstance(inner, dict) else {}
     for key in OFF:
         if config.get(key) or nested.get(key):
-            raise ValueError(f"the checkpoint has {key}, a variant of EAGLE-3 that our network is not")
+            raise ValueError(f"the checkpoint has {key}, a variant of EAGLE-3 that is not supported")
     if nested.get("use_aux_hidden_state", True) is False:
-        raise ValueError("the checkpoint reads the last hidden state only (use_aux_hidden_state is false): import none")
+        raise ValueError(
+            "the checkpoint reads the last hidden state only (use_aux_hidden_state is false), which is not supported"
+        )
     size = config.get("target_hidden_size") or target.parts.hidden_size
     if size != target.parts.hidden_size:
         raise ValueError(f"the checkpoint is for a target of hidden size {size}, not {target.parts.hidden_size}")
@@ -140,7 +142,7 @@ def vocabulary(tensors: Mapping[str, Tensor], guessed: int, target: Target) -> d
     for duplicates."""
     vocab, offsets = target.parts.vocab_size, tensors.get("d2t")
     if offsets is None and guessed not in (0, vocab):
-        raise ValueError(f"the checkpoint lacks the tensor d2t, which says which {guessed} tokens are guessed")
+        raise ValueError(f"the checkpoint lacks the tensor d2t, the ids of its {guessed} draft tokens")
     offsets = torch.zeros(vocab, dtype=torch.int64) if offsets is None else offsets.to(torch.int64)
     if offsets.dim() != 1 or (guessed and len(offsets) != guessed):
         raise ValueError(f"d2t is {list(offsets.shape)} and must be [{guessed}]")
@@ -196,5 +198,5 @@ class Eagle3Speculators(Eagle3Plain):
         if not isinstance(inner, Mapping):
             raise ValueError("config.json lacks transformer_layer_config")
         if "norm_before_residual" not in checkpoint.config:
-            raise ValueError("config.json lacks norm_before_residual, whose default differs from reader to reader")
+            raise ValueError("config.json lacks norm_before_residual, whose default differs between projects")
         return super().read(Checkpoint({**inner, **checkpoint.config}, checkpoint.tensors), target)

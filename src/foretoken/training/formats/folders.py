@@ -40,7 +40,7 @@ def new_folder(out: Path, force: bool = False, inputs: Sequence[Path] = ()) -> I
 
 def _check_free(out: Path, force: bool, inputs: Sequence[Path]) -> None:
     if any(out == path or out in path.parents for path in inputs):
-        raise ValueError(f"{out} is read from: --out must be another folder")
+        raise ValueError(f"{out} is the source: --out must be another folder")
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: --out names a folder")
     entries = sorted(out.iterdir()) if out.is_dir() else []
@@ -48,7 +48,7 @@ def _check_free(out: Path, force: bool, inputs: Sequence[Path]) -> None:
         raise ValueError(f"{out} is not empty: give another --out, or --force to replace it")
     drafter_files = {NOTE, OURS, "config.json", "early_exit.json", "layer_skip.json"}
     if entries and (any(path.is_dir() for path in entries) or not {path.name for path in entries} & drafter_files):
-        raise ValueError(f"{out} holds something else than a drafter, which --force does not replace")
+        raise ValueError(f"{out} does not contain a drafter, and --force replaces drafters only")
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class Found:
     def check_whole(self) -> None:
         """Raise ``ValueError`` for a folder without configuration or weights, or with pickled or damaged ones."""
         if not (self.path / "config.json").exists():
-            raise ValueError(f"{self.path} has no config.json: copy it from where the weights are from")
+            raise ValueError(f"{self.path} has no config.json: copy it from the source of the weights")
         if not self.names:
             raise ValueError(f"{self.path} holds no *.safetensors weights: the checkpoint is incomplete")
 

@@ -72,13 +72,13 @@ def _theta(config: Mapping[str, Any]) -> float:
     for name, rope in {"config.json": {"rope_theta": config.get("rope_theta")}, **_ropes(config)}.items():
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
-            raise ValueError(f"the checkpoint's rotary embedding is of the type {kind!r}, and our layer has 'default'")
+            raise ValueError(f"the checkpoint's rotary embedding is of the type {kind!r}, and this layer has 'default'")
         refuse_others(rope, {"partial_rotary_factor": 1.0})
         if rope.get("rope_theta") is not None:
             thetas[name] = positive(rope, "rope_theta", default=0.0)
     if len(set(thetas.values())) > 1:
         values = ", ".join(f"{theta:g} in {name}" for name, theta in thetas.items())
-        raise ValueError(f"the checkpoint has several values of rope_theta ({values}), and our layer has one")
+        raise ValueError(f"the checkpoint has several values of rope_theta ({values}), and this layer has one")
     return next(iter(thetas.values()), 10000.0)
 
 
@@ -98,14 +98,14 @@ def refuse_others(config: Mapping[str, Any], followed: Mapping[str, Any]) -> Non
     """Raise ``ValueError`` for values of keys other than the supported ones."""
     for key, value in followed.items():
         if config.get(key) not in (None, value):
-            raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")
+            raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which this layer does not support")
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
     if number(config, "num_hidden_layers", default=1) != 1:
-        raise ValueError(f"the checkpoint has {config['num_hidden_layers']} layers, and our network has one")
+        raise ValueError(f"the checkpoint has {config['num_hidden_layers']} layers, and this network has one")
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"the checkpoint's hidden_act is {config['hidden_act']!r}, and our layer has 'silu'")
+        raise ValueError(f"the checkpoint's hidden_act is {config['hidden_act']!r}, and this layer has 'silu'")
     is_off = flag(config, "use_sliding_window") is False  # the target's window may be listed too
     followed: dict[str, Any] = {
         "attention_bias": False,
@@ -115,4 +115,4 @@ def _refuse(config: Mapping[str, Any]) -> None:
     }
     refuse_others(config, followed if is_off else {**followed, "sliding_window": None})
     if "sliding_attention" in (listed(config, "layer_types") or ()):
-        raise ValueError("the checkpoint has a sliding window, which our layer does not do")
+        raise ValueError("the checkpoint has a sliding window, which this layer does not support")

@@ -61,7 +61,7 @@ class MedusaVllm(NetFormat):
         vocab = target.parts.vocab_size
         guessed = number(checkpoint.config, "truncated_vocab_size", default=vocab)
         if "token_map" in tensors or guessed < number(checkpoint.config, "vocab_size", default=vocab):
-            raise ValueError("the heads guess from a truncated vocabulary (token_map), which ours do not")
+            raise ValueError("the heads have a truncated vocabulary (token_map), which is not supported")
         places = [(int(match[1]), int(match[2])) for name in tensors if (match := BLOCK.fullmatch(name))]
         heads, blocks = (1 + max(numbers) for numbers in zip(*places, strict=True))
         shared = tensors.pop(SHARED, None)

@@ -50,7 +50,7 @@ class ModelFolder(Format):
         if spec.options:
             raise ValueError(f"options of a draft model are not exported: leave out {', '.join(spec.options)}")
         if spec.path is None and target != "builtin":
-            raise ValueError("say which draft model to export: model:FOLDER")
+            raise ValueError("give the draft model to export, model:FOLDER")
         folder = Path(resolve(spec.path or "builtin", "draft")).expanduser()
         check_folder(folder)
         return [folder]
@@ -68,8 +68,8 @@ class ModelFolder(Format):
         draft = build_draft_model(str(source), target.model, target.source, target.tokenizer, None)
         if draft.vocab_size != target.model.vocab_size:
             self.warnings.append(
-                f"the draft model has {draft.vocab_size} logits and the target {target.model.vocab_size}: vLLM wants "
-                "them equal"
+                f"the draft model has {draft.vocab_size} logits and the target {target.model.vocab_size}: vLLM needs "
+                "them to be equal"
             )
         for pattern in FILES:
             for file in sorted(source.glob(pattern)):
@@ -109,8 +109,8 @@ class PardFolder(ModelFolder):
             apart = next((file for file in (source.path / FILE, source.path / APART) if file.is_file()), None)
             if apart is None:
                 self.warnings.append(
-                    f"PARD-2's projection of the target's states ({TAPS}) is pickled, and is left out: the model was "
-                    f"taught to draft without them, too, and accepts less so; write its tensors to {FILE} to keep it"
+                    f"PARD-2's projection of the target's states ({TAPS}) is pickled, and is left out: the model also "
+                    f"drafts without them, with fewer accepted tokens; write its tensors to {FILE} to keep it"
                 )
             else:
                 write_tensors(folder / FILE, read_projection(apart))

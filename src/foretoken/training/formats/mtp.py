@@ -108,7 +108,7 @@ def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if match is None:
             if name.endswith((*TARGETS_OWN, "lm_head.weight")):
                 continue
-            raise ValueError(f"the checkpoint holds a tensor {name} that our network has no place for")
+            raise ValueError(f"the checkpoint holds a tensor {name} that this network does not have")
         if match[1] != "0":
             raise ValueError("the checkpoint has several prediction modules, and one can be imported")
         converted[NAMES.get(match[2], f"layer.{match[2]}")] = tensor

@@ -53,13 +53,15 @@ class EarlyExit(Format):
         if content.get("format") == EXIT_FORMAT:
             self._check(content, source, target)
         if type(layer) is not int:
-            raise ValueError(f"{source.path} names no exit layer ({KEY} or layer)")
+            raise ValueError(f"{source.path} has no exit layer ({KEY} or layer)")
         self._write(EarlyExitDrafter(target.model, layer).layer, target, folder)
         return f"early_exit,layer={layer}"
 
     def _check(self, content: dict[str, Any], source: Found, target: Target) -> None:
         if content.get("version") != VERSION:
-            raise ValueError(f"{source.path} has version {content.get('version')}, and version {VERSION} is known")
+            raise ValueError(
+                f"{source.path} has version {content.get('version')}, and only version {VERSION} is supported"
+            )
         if content.get("target") != fingerprint(target.model):
             raise ValueError(f"{source.path} was made for another target")
 

@@ -43,7 +43,7 @@ class ParallelParts(Eagle3Plain):
         tensors = dict(checkpoint.tensors)
         hidden = tensors.pop(MASK_HIDDEN, None)
         if hidden is None:
-            raise ValueError(f"the checkpoint lacks the tensor {MASK_HIDDEN}: without it this is an eagle3")
+            raise ValueError(f"the checkpoint lacks the tensor {MASK_HIDDEN}: without it, import it as eagle3")
         embedding = tensors.pop(EMBEDDING, None)
         inner = checkpoint.config.get("transformer_layer_config")
         merged = {**inner, **checkpoint.config} if isinstance(inner, Mapping) else checkpoint.config
@@ -129,5 +129,5 @@ def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
 def _mask(config: Mapping[str, Any]) -> int:
     key = next((key for key in MASKS if config.get(key) is not None), None)
     if key is None:
-        raise ValueError(f"config.json names no mask token: it needs one of {', '.join(MASKS)}")
+        raise ValueError(f"config.json has no mask token: it needs one of {', '.join(MASKS)}")
     return whole(config, key, least=0)

@@ -103,7 +103,7 @@ def import_drafter(
     layout, reader = _recognise(source_files, method)
     place = Path(out).expanduser()
     if set(",()") & set(str(place.absolute())):
-        raise ValueError(f"{place} has a comma or a parenthesis in its path, which a drafter's spec cannot hold")
+        raise ValueError(f"{place} has a comma or a parenthesis in its path, which a spec string cannot contain")
     with new_folder(place, force, [source_files.path, *_folder(target)]) as folder:
         opened = Target.open(str(target))
         spec = reader.read_folder(source_files, opened, folder)
@@ -127,7 +127,9 @@ def _recognise(source: Found, method: str) -> tuple[Layout, Format]:
     inside = sorted(source.path.iterdir()) if source.path.is_dir() else []
     inner = next((path for path in inside if path.is_dir() and drafter_kind(path)), None)
     if inner is not None:
-        raise ValueError(f"{source.path} is no drafter, and its subfolder {inner.name} holds a drafter: import {inner}")
+        raise ValueError(
+            f"{source.path} is not a drafter, but its subfolder {inner.name} holds a drafter: import {inner}"
+        )
     if (source.path / "config.json").exists():
         source.check_whole()
     kind = source.config.get("speculators_model_type") or class_of(source.config) or "no config.json"

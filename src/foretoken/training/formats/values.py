@@ -17,9 +17,9 @@ def number(config: Mapping[str, Any], *keys: str, default: float | None = None) 
         value = config.get(key)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{key} in config.json is {value!r}, which is no number")
+                raise ValueError(f"{key} in config.json is {value!r}, which is not a number")
             if not math.isfinite(value) if isinstance(value, float) else abs(value) > 2**63:
-                raise ValueError(f"{key} in config.json is no number that a network can have")
+                raise ValueError(f"{key} in config.json is not a number that a network can have")
             return value
     if default is None:
         raise ValueError(f"config.json lacks {keys[0]}")

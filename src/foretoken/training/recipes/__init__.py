@@ -34,7 +34,7 @@ STOP_HEAD = {"specdec_pp": "specdec_pp:SpecdecPpRecipe"}
 def find_recipe(method: str) -> type[Recipe]:
     """The recipe of a method.  Raises ``ValueError``, listing the valid methods, for an unknown one."""
     if method not in RECIPES:
-        raise unknown(f"nothing is trained for {method!r}", method, list(RECIPES))
+        raise unknown(f"{method!r} is not a method with a training recipe", method, list(RECIPES))
     return _load(RECIPES[method])
 
 

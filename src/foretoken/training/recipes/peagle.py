@@ -87,7 +87,7 @@ class PeagleRecipe(Eagle3Recipe):
         config, n = self.config, batch.length - 1
         if n < config.places:
             raise ValueError(
-                f"blocks of {batch.length} tokens are too short for {config.places} places: use a larger --context"
+                f"blocks of {batch.length} tokens are too short for {config.places} positions: use a larger --context"
             )
         seeds = torch.ones(n, dtype=torch.bool)
         if batch.learned is not None:

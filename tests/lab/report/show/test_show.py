@@ -169,7 +169,7 @@ def test_pictures_are_whole_svg_files(case: str) -> None:
             if box.get("x") is not None:
                 assert float(box.attrib["x"]) + float(box.attrib["width"]) <= wide
                 assert float(box.attrib["y"]) + float(box.attrib["height"]) <= high
-    with pytest.raises(ValueError, match=f"there is no round 999: the run has {len(run.rounds)}"):
+    with pytest.raises(ValueError, match=f"round 999 does not exist: the run has {len(run.rounds)}"):
         picture.render(run, 998)
 
 

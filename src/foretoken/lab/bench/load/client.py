@@ -202,12 +202,12 @@ async def find_server(http: httpx.AsyncClient, server: Server) -> Server:
     except httpx.TransportError as error:
         raise ValueError(f"nothing answers at {url}: {error or type(error).__name__}") from None
     except httpx.InvalidURL as error:
-        raise ValueError(f"{url} is no address: {error}") from None
+        raise ValueError(f"{url} is not a valid address: {error}") from None
     if answer.status_code in (401, 403):
-        raise ValueError(f"{url} wants an API key: give --api-key, or set OPENAI_API_KEY")
+        raise ValueError(f"{url} needs an API key: give --api-key, or set OPENAI_API_KEY")
     listed = _listed(answer)
     if not model and not listed:
-        raise ValueError(f"{url}/v1/models does not say what is served ({answer.status_code}): give --model")
+        raise ValueError(f"{url}/v1/models does not list a model ({answer.status_code}): give --model")
     entry = next((offer for offer in listed if offer.get("id") == model), listed[0] if listed else {})
     # Servers that support ``cache_salt``; others refuse or ignore unknown fields
     salted = entry.get("owned_by") in ("foretoken", "vllm")
@@ -281,7 +281,7 @@ async def _read(sample: Sample, answer: httpx.Response) -> None:
             continue
         event = json.loads(data)
         if not isinstance(event, dict):
-            raise TypeError("an event is no JSON object")
+            raise TypeError("an event is not a JSON object")
         sample.read(event, now_s)
 
 

@@ -154,8 +154,8 @@ def _check_plain(arm: ServerArm, samples: Sequence[Sample]) -> None:
     ignored = any("speculative" in sample.ignored for sample in samples)
     if ignored or any(sample.drafts is not None and sample.drafts.drafted for sample in samples):
         raise ValueError(
-            f"{arm.server.url} does not turn speculation off for a request, so --compare cannot compare: "
-            "start a second server without drafts, and give both addresses"
+            f"{arm.server.url} does not turn speculation off for a request, which --compare needs: start "
+            "a second server without drafts, and give both addresses"
         )
 
 

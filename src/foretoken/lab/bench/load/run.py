@@ -54,7 +54,7 @@ def parse_addresses(
         name, url = match.groups() if match else ("", text)
         url = url.rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{text!r} is no server: give http://HOST:PORT, or NAME=http://HOST:PORT")
+            raise ValueError(f"{text!r} is not a server: give http://HOST:PORT, or NAME=http://HOST:PORT")
         alone = SERVER if len(addresses) == 1 else url.split("://", 1)[1]
         key, model = _of(keys, place, len(addresses), "--api-key"), _of(models, place, len(addresses), "--model")
         servers.append(Server(name or alone, url, model, key))
@@ -206,7 +206,7 @@ def notes(passes: Sequence[Pass], settings: LoadSettings, prompts: Mapping[str, 
     if not settings.fixed:
         remarks.append("Texts were not compared: at a temperature above 0 that needs --seed.")
     if uncounted := sum(not sample.counted for sample in good):
-        remarks.append(f"{uncounted} answers came without usage: their tokens are counted as chunks of the stream.")
+        remarks.append(f"{uncounted} answers had no usage: their stream chunks are counted as tokens.")
     if undone := sum(not sample.done for sample in good):
         remarks.append(f"{undone} streams ended without [DONE], but with a finish_reason: they count as complete.")
     late = max((pass_.lag_s for pass_ in passes), default=0.0)

@@ -101,17 +101,17 @@ def read_card(file: Path) -> Card:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         line = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
-        raise ValueError(f"{file} is no JSON{line}, so no card: {REMEDY}") from None
+        raise ValueError(f"{file} is not JSON{line}, so not a card: {REMEDY}") from None
     if not isinstance(body, dict) or body.pop("kind", None) != KIND:
-        raise ValueError(f"{file} is no benchmark card: {REMEDY}")
+        raise ValueError(f"{file} is not a benchmark card: {REMEDY}")
     version = body.pop("version", None)
     if version != VERSION:
         raise ValueError(f"{file} is a card of version {version!r}, and this foretoken reads version {VERSION}")
     checksum = body.pop("checksum", None)
     if checksum != checksum_of({"kind": KIND, "version": VERSION, **body}):
-        raise ValueError(f"{file} was edited after it was written: its checksum does not fit what it says")
+        raise ValueError(f"{file} was edited after it was written: its checksum does not match its content")
     if (fault := fault_of(body)) is not None:
-        raise ValueError(f"{file} is no whole card: {fault}")
+        raise ValueError(f"{file} is incomplete: {fault}")
     return Card(**body)
 
 
@@ -133,7 +133,7 @@ def read_cards(folder: Path) -> tuple[list[tuple[str, Card]], list[str]]:
 
 
 def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def fault_of(body: Mapping[str, Any]) -> str | None:
@@ -162,11 +162,11 @@ def fault_of(body: Mapping[str, Any]) -> str | None:
 
 def _fields(entry: Any, fields: Mapping[str, Any], label: str) -> str | None:
     if not isinstance(entry, dict):
-        return f"{label} is no object"
+        return f"{label} is not an object"
     for name, kind in fields.items():
         value = entry.get(name, ...)
         if value is ... or not isinstance(value, kind) or isinstance(value, bool):
-            return f"{label} has no right '{name}'"
+            return f"{label} has no valid '{name}'"
         if isinstance(value, float) and not math.isfinite(value):
             return f"{label} has no finite '{name}'"
     return None

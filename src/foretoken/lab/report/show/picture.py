@@ -29,7 +29,7 @@ svg { font: 13px system-ui, sans-serif; } .panel { fill: var(--panel); stroke: v
 def render(run: Shown, round_index: int) -> str:
     """The picture of a round.  Raises ``ValueError`` if there is no such round."""
     if not 0 <= round_index < len(run.rounds):
-        raise ValueError(f"there is no round {round_index + 1}: the run has {len(run.rounds)}")
+        raise ValueError(f"round {round_index + 1} does not exist: the run has {len(run.rounds)}")
     round_ = run.rounds[round_index]
     tree = draw_tree(round_.nodes, round_.next_token)
     wide = max(LEAST, tree.width + 2 * MARGIN + 16)

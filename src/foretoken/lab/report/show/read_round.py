@@ -31,7 +31,7 @@ def text_of(row: Mapping[str, Any], name: str, default: str) -> str:
     """A string field.  Raises ``Fault`` for another type."""
     value = row.get(name, default)
     if not isinstance(value, str):
-        raise Fault(f"'{name}' must be a text")
+        raise Fault(f"'{name}' must be a string")
     return value
 
 
@@ -41,7 +41,7 @@ def number(row: Mapping[str, Any], name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise Fault(f"'{name}' must be a number from 0 on")
+        raise Fault(f"'{name}' must be a number >= 0")
     return float(value)
 
 
@@ -84,9 +84,9 @@ def _list(row: Mapping[str, Any], name: str, count: int | None, kind: Any) -> li
     values = row.get(name)
     right = isinstance(values, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
     if not right or not isinstance(values, list):
-        raise Fault(f"'{name}' must be a list of {'whole numbers' if kind is int else 'texts or null'}")
+        raise Fault(f"'{name}' must be a list of {'whole numbers' if kind is int else 'strings or null'}")
     if count is not None and len(values) != count:
-        raise Fault(f"'{name}' has {len(values)} entries where {count} are due")
+        raise Fault(f"'{name}' has {len(values)} entries instead of {count}")
     return values
 
 
@@ -107,7 +107,7 @@ def _path(row: Mapping[str, Any], parents: Sequence[int]) -> list[int]:
     above = 0
     for node in accepted:
         if not 1 <= node <= len(parents) or parents[node - 1] != above:
-            raise Fault(f"'accepted' is no path from the root: {accepted}")
+            raise Fault(f"'accepted' is not a path from the root: {accepted}")
         above = node
     return accepted
 
@@ -122,7 +122,7 @@ def _status(row: Mapping[str, Any], parents: Sequence[int], accepted: Sequence[i
         if status not in ("accepted", "rejected", "untried", "probe") or (status == "accepted") != (
             derived == "accepted"
         ):
-            raise Fault(f"'status' of node {i + 1} is {status!r}, which does not fit 'accepted'")
+            raise Fault(f"'status' of node {i + 1} is {status!r}, which contradicts 'accepted'")
         statuses.append(status)
     return statuses
 

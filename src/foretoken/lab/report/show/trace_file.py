@@ -113,7 +113,7 @@ def _row(raw: bytes) -> dict[str, Any]:
     try:
         row = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8, or no number of JSON"
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8, or not a JSON number"
         raise Fault(f"no JSON ({reason})") from None
     if not isinstance(row, dict):
         raise Fault("no JSON object")
@@ -152,12 +152,12 @@ class _Reader:
     def _head(self, row: Mapping[str, Any]) -> None:
         version = row.get(MARK)
         if MARK not in row:
-            raise Fault(f"no trace: the first line must be {{{json.dumps(MARK)}: {VERSION}, ...}}")
+            raise Fault(f"not a trace: the first line must be {{{json.dumps(MARK)}: {VERSION}, ...}}")
         if version != VERSION or isinstance(version, bool):
             raise Fault(f"a trace of version {version!r}, and this foretoken reads version {VERSION}")
         facts = row.get("facts", {})
         if not isinstance(facts, dict) or not all(isinstance(value, str) for value in facts.values()):
-            raise Fault("'facts' must be an object of texts")
+            raise Fault("'facts' must be an object of strings")
         self.facts = [("engine", printable(text_of(row, "engine", "unknown")))]
         self.facts += [(printable(name), printable(value)) for name, value in facts.items()]
 
@@ -165,7 +165,7 @@ class _Reader:
 def _request(row: Mapping[str, Any]) -> str:
     name = row.get("request", ONLY_REQUEST)
     if not isinstance(name, str) or not name:
-        raise Fault("'request' must be a text")
+        raise Fault("'request' must be a string")
     return printable(name)
 
 
@@ -177,7 +177,7 @@ def _total(row: Mapping[str, Any]) -> Total:
     if not isinstance(by_position, list) or not all(_is_share(value) for value in by_position):
         raise Fault("'per_position' must be a list of shares from 0 to 1")
     if all(value is None for value in values.values()) and not by_position:
-        raise Fault(f"a total tells at least one of {', '.join(names)}, per_position")
+        raise Fault(f"a total needs at least one of {', '.join(names)}, per_position")
     name = printable(text_of(row, "label", "")) or _request(row)
     return Total(name, per_position=tuple(by_position), **values)
 

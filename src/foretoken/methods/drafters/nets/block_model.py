@@ -82,7 +82,7 @@ class BlockModel(FeatureModel):
         if all(reads):
             return super().forward(feeds, taps)
         if any(reads):
-            raise ValueError("places of a text and blocks go into calls of their own")
+            raise ValueError("positions of a sequence and blocks need separate calls")
         self._check(feeds, ())
         return self._whole(feeds, taps)
 

@@ -46,7 +46,7 @@ class LayerConfig:
     def __post_init__(self) -> None:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(
-                f"a layer needs heads that share keys evenly, not heads={self.heads} with kv_heads={self.kv_heads}"
+                f"heads must be a multiple of kv_heads, not heads={self.heads} with kv_heads={self.kv_heads}"
             )
         if self.head_dim < 2 or self.head_dim % 2 or self.ffn < 1:  # rotary embeddings turn pairs of numbers
             raise ValueError(

@@ -33,7 +33,7 @@ class DsparkConfig(PairConfig):
         super().__post_init__()
         if self.head not in ("vanilla", "gated", "rnn") or self.confidence not in ("", "state", "both"):
             raise ValueError(
-                "dspark needs head=vanilla or head=gated or head=rnn and confidence=state, both or nothing, "
+                "dspark needs head=vanilla or head=gated or head=rnn and confidence=state, both or neither, "
                 f"not {self.head!r} and {self.confidence!r}"
             )
 

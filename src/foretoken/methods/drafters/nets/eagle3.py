@@ -86,7 +86,7 @@ class Eagle3Net(nn.Module):
         wrong = len(tokens) != self.config.guessed or bool((tokens.diff() < 1).any())
         if wrong or int(tokens[0]) < 0 or int(tokens[-1]) >= self.config.vocab_size:
             raise ValueError(
-                f"a draft vocabulary is {self.config.guessed} ascending ids below {self.config.vocab_size}"
+                f"a draft vocabulary must be {self.config.guessed} ascending ids below {self.config.vocab_size}"
             )
         tokens = tokens.to(self.d2t.device)
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))

@@ -54,9 +54,9 @@ class JumpConfig:
             ValueError: the target has fewer layers than ``stop``, or embeddings of another width.
         """
         if self.stop > num_layers:
-            raise ValueError(f"jump reads out behind layer {self.stop}, and the target has {num_layers}")
+            raise ValueError(f"jump reads the output of layer {self.stop}, and the target has {num_layers} layers")
         if self.hidden_size != embedding_size:
-            raise ValueError(f"jump is {self.hidden_size} wide, and the target's embeddings are {embedding_size}")
+            raise ValueError(f"jump has width {self.hidden_size}, and the target's embeddings have {embedding_size}")
 
 
 class JumpNet(nn.Module):

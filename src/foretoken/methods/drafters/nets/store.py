@@ -89,7 +89,7 @@ def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str
     if difference:
         raise ValueError(f"{folder} was trained for another target: {difference}")
     if doubt := for_target.doubt(target):
-        text = f"was trained for this model, but {doubt}: the text stays the model's, fewer drafts may be right"
+        text = f"was trained for this model, but {doubt}: its output is unchanged, fewer drafts may be accepted"
         warnings.warn(f"{folder} {text}", QuantisedTargetWarning, stacklevel=3)
     return description
 
@@ -148,7 +148,9 @@ def build_net(
             net = make(config(**description["config"]))
     except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         reason = str(error).strip().splitlines()[:1]
-        raise ValueError(f"{folder / CONFIG} describes no such {what}, copy it again: {' '.join(reason)}") from None
+        raise ValueError(
+            f"{folder / CONFIG} does not describe a valid {what}, copy it again: {' '.join(reason)}"
+        ) from None
     load_weights(folder, net)
     return net
 
@@ -169,7 +171,7 @@ def load_weights(folder: Path, net: nn.Module) -> None:
         if name not in stored:
             raise ValueError(f"{file} lacks the tensor {name}: the checkpoint is incomplete")
         if name not in expected:
-            raise ValueError(f"{file} holds a tensor {name} that this drafter does not know")
+            raise ValueError(f"{file} holds a tensor {name} that this drafter does not have")
         if expected[name].shape != stored[name].shape:
             raise ValueError(f"{name} in {file} is {list(stored[name].shape)} and must be {list(expected[name].shape)}")
     check_finite(stored.items(), file)

@@ -46,7 +46,7 @@ class UnoConfig:
         if self.noise not in ("random", "mask"):
             raise ValueError(f"noise must be random or mask, not {self.noise!r}")
         if self.mask_token == -1:
-            raise ValueError(f"uno needs a mask_token, which says what stands in unknown places: noise={self.noise}")
+            raise ValueError(f"uno needs a mask_token for unknown positions with noise={self.noise}")
         least, most = (2, self.vocab_size) if self.noise == "random" else (0, self.vocab_size - 1)
         if not least <= self.mask_token <= most:
             raise ValueError(

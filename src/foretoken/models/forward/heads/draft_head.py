@@ -40,7 +40,8 @@ class DraftHead:
     ) -> None:
         if ids is not None and (not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= parts.vocab_size):
             raise ValueError(
-                f"the draft vocabulary names tokens outside the target's {parts.vocab_size}: copy the drafter again"
+                f"the draft vocabulary names tokens outside the target's vocabulary of {parts.vocab_size}: copy the "
+                "drafter again"
             )
         self.vocab_size = parts.vocab_size
         self.ids = None if ids is None else ids.to(parts.device)

@@ -190,7 +190,7 @@ def _last_full(network: nn.Module) -> int:
         return int(config.num_hidden_layers) - 1
     full = [index for index, kind in enumerate(types) if kind in ("full_attention", "attention", "hybrid")]
     if not full:
-        raise ValueError(f"{config.model_type} has no full-attention layer, of which its prediction module is made")
+        raise ValueError(f"{config.model_type} has no full-attention layer to build its prediction module from")
     return full[-1]
 
 

@@ -60,7 +60,7 @@ class NativeHead(NativeRows):
         if reason is not None:
             raise NotCoveredError(reason)
         if not hasattr(net, "pieces"):
-            raise NotCoveredError("its network is of another kind")
+            raise NotCoveredError("its network is of an unsupported kind")
         self.net, self.parts, self.project = net, parts, project
         super().__init__(net.pieces().layer.config)
         self.describe()
@@ -89,7 +89,7 @@ class NativeHead(NativeRows):
 
     def _projection(self) -> Any:
         if not isinstance(self.project, DraftHead):
-            raise NotCoveredError("its vocabulary projection is of its own kind")
+            raise NotCoveredError("its vocabulary projection is of an unsupported kind")
         product, ids = self.project.native(), self.project.ids
         self.num_tokens = product.shape[0]
         self.ids = None if ids is None else ids.tolist()

@@ -74,7 +74,7 @@ class NativeBlockNet(NativeRows):
         self.width, self.num_layers = int(pieces.config.hidden_size), len(pieces.layers)
         self.fuse = packed(pieces.fuse)
         if not isinstance(self.project, DraftHead):
-            raise NotCoveredError("its vocabulary projection is of its own kind")
+            raise NotCoveredError("its vocabulary projection is of an unsupported kind")
         self.num_tokens = self.project.native().shape[0]
         heads, kv_heads, dim = self.size
         beside = native.ALONE, NO_NORM, NO_NORM, NO_PRODUCT
@@ -112,7 +112,7 @@ class NativeBlockNet(NativeRows):
         if convolution is None:
             return native.ConvolutionStruct(NO_PRODUCT, None, 0, 1)
         if convolution.group % 16:  # groups must consist of whole vectors of the widest kind
-            raise NotCoveredError(f"groups of {convolution.group} channels share a kernel, not of 16 or its like")
+            raise NotCoveredError(f"convolution groups must be a multiple of 16 channels, not {convolution.group}")
         base = self._description.keep(convolution.base_kernel.detach().float().contiguous())
         kernels = self._description.product(packed(convolution.kernel_projection))
         return native.ConvolutionStruct(kernels, base.data_ptr(), convolution.taps, convolution.group)

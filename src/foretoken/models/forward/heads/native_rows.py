@@ -40,7 +40,7 @@ class NativeRows(ABC):
     def __init__(self, config: Any) -> None:
         self.size = (config.heads, config.kv_heads, config.head_dim)
         if not attention.fits(torch.bfloat16, config.head_dim):
-            raise NotCoveredError(f"attention with {config.head_dim} numbers a head is not made for")
+            raise NotCoveredError(f"attention with head dimension {config.head_dim} is not supported")
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         self.frequencies = config.rope_theta**-exponents
         self._table = self._turned(torch.arange(0))
