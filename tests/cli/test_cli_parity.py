@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 
 from foretoken.core import Rng, TokenTree
 from foretoken.lab.parity.difference import Difference, first_difference, next_logits, tie_tolerance
-from foretoken.lab.parity.distribution import chi_square, uniform_place, uniformity, upper_tail
+from foretoken.lab.parity.distribution import chi_square, uniform_value, uniformity, upper_tail
 from foretoken.lab.parity.run import Settings, run_parity
 from foretoken.lab.prompts import read_prompts
 from foretoken.methods.drafters.model import ModelDrafter
@@ -263,9 +263,9 @@ def test_places_of_true_draws_are_uniform_and_those_of_others_are_not() -> None:
     generator, coins = torch.Generator().manual_seed(5), Rng(6)
     for drawn_from, is_right in ((distribution, True), (wrong, False)):
         tokens = torch.multinomial(drawn_from, 1000, replacement=True, generator=generator).tolist()
-        p_value = upper_tail(*uniformity([uniform_place(distribution, token, coins.uniform()) for token in tokens]))
+        p_value = upper_tail(*uniformity([uniform_value(distribution, token, coins.uniform()) for token in tokens]))
         assert (p_value > 1e-3) is is_right
-    assert upper_tail(*uniformity([uniform_place(torch.tensor([1.0, 0.0]), 1, 0.5)] * 9)) == 0.0
+    assert upper_tail(*uniformity([uniform_value(torch.tensor([1.0, 0.0]), 1, 0.5)] * 9)) == 0.0
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.confidence import ConfidenceController
 from foretoken.methods.drafters.base import Drafter, Traits
 from foretoken.methods.drafters.model import ModelDrafter
-from foretoken.methods.verifiers.base import Coins, Verifier, draw, drawn_chance, leftover, residual, scaled
-from foretoken.methods.verifiers.block import pass_chance
+from foretoken.methods.verifiers.base import Coins, Verifier, draw, drawn_probability, leftover, residual, scaled
+from foretoken.methods.verifiers.block import pass_probability
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
 from toys import MarkovTable, engine, next_logits, tables
 
@@ -103,11 +103,11 @@ class FirstFailureBlock(ChainRule):
         keep = 1.0
         for node in range(1, last + 1):
             p, x = scores.p(node - 1), tree.tokens[node]
-            before, keep = keep, scaled(keep, float(p[x]), drawn_chance(tree, node))
+            before, keep = keep, scaled(keep, float(p[x]), drawn_probability(tree, node))
             chance = keep
             if node < last:
                 rest = leftover(scores.p(node), tree.distribution(node + 1), tree.tokens[node + 1], keep)
-                chance = pass_chance(float(rest.sum()), keep)
+                chance = pass_probability(float(rest.sum()), keep)
             if not coins.accept(chance):
                 rest = leftover(p, tree.distribution(node), x, before)
                 return Verdict(tuple(range(1, node)), coins.draw(rest if float(rest.sum()) > 0 else p), False)

@@ -58,7 +58,7 @@ def test_what_is_neither_here_nor_cached_is_one_line_that_says_what_to_do() -> N
 def test_a_cached_model_loads_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached(tmp_path, "org/tiny", ZOO / "target")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert hub_ids.place_of("org/tiny").startswith(str(tmp_path))
+    assert hub_ids.location_of("org/tiny").startswith(str(tmp_path))
     want = ft.load(drafter=None).generate("def f(", max_new_tokens=8)
     assert ft.load("org/tiny", drafter=None).generate("def f(", max_new_tokens=8).token_ids == want.token_ids
 
@@ -75,20 +75,20 @@ def test_a_cached_drafter_is_told_from_a_model(tmp_path: Path, monkeypatch: pyte
 def test_being_offline_by_choice_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(hub_ids.UnreachableError, match="HF_HUB_OFFLINE is set"):
-        hub_ids.place_of("org/nothing")
+        hub_ids.location_of("org/nothing")
 
 
 @pytest.mark.parametrize("name", ["a b", "org/name/more", "org/name with spaces", "a:b"])
 def test_what_can_be_no_id_is_said(name: str) -> None:
     with pytest.raises(hub_ids.UnreachableError, match="nor a Hugging Face id"):
-        hub_ids.place_of(name)
+        hub_ids.location_of(name)
 
 
 def test_what_is_here_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_ids, "_answers", lambda endpoint, minute: pytest.fail("the hub was asked"))
-    assert hub_ids.place_of(str(tmp_path)) == str(tmp_path)
+    assert hub_ids.location_of(str(tmp_path)) == str(tmp_path)
     monkeypatch.chdir(tmp_path.parent)
-    assert hub_ids.place_of(tmp_path.name) == tmp_path.name
+    assert hub_ids.location_of(tmp_path.name) == tmp_path.name
 
 
 class Refusing(BaseHTTPRequestHandler):

@@ -234,7 +234,7 @@ def test_every_counter_against_500_requests() -> None:
 def settle(running: Running) -> None:
     """Until everything has left."""
     end = time.monotonic() + 60
-    while running.serving.num_open or running.serving.places.open:
+    while running.serving.num_open or running.serving.slots.open:
         assert time.monotonic() < end
         time.sleep(0.02)
     time.sleep(0.1)
@@ -288,7 +288,7 @@ def test_late_and_refused_requests() -> None:
             target=lambda: late.append(httpx.post(f"{running.url}/v1/completions", json=body, timeout=60))
         )
         asking.start()
-        while not running.serving.places.open:
+        while not running.serving.slots.open:
             time.sleep(0.01)
         assert running.post("/v1/completions", prompt="x").status_code == 503
         go.set()

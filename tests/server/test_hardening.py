@@ -172,7 +172,7 @@ def test_more_choices_than_there_are_places(server: Running) -> None:
     with served(max_running=2, max_queued=1) as running:
         assert running.post("/v1/completions", prompt=["x"] * 3, max_tokens=1).status_code == 200
         error_of(running.post("/v1/completions", prompt=["x"] * 4, max_tokens=1), 400)
-        wait_until(lambda: not running.serving.places.open)
+        wait_until(lambda: not running.serving.slots.open)
 
 
 # -- encodings of JSON -------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def whole(sock: socket.socket, pause_s: float = 0.0) -> dict[str, Any]:
 def test_an_unread_answer_keeps_its_place(stream: bool) -> None:
     """The engine has finished the answer, and it counts until it is read."""
     with served(send_buffer=4096, write_timeout=600, max_running=4, max_queued=0) as running:
-        places = running.serving.places
+        places = running.serving.slots
         with closing(ask_without_reading(running, stream=stream)) as sock:
             wait_until(lambda: written(running) == 4 and running.serving.num_open == 0)
             assert places.open == 4
@@ -329,8 +329,8 @@ def test_who_does_not_read_is_cut_off(stream: bool) -> None:
         served(send_buffer=4096, write_timeout=0.5) as running,
         closing(ask_without_reading(running, stream=stream)) as sock,
     ):
-        wait_until(lambda: running.serving.places.open == 4)
-        wait_until(lambda: running.serving.places.open == 0)
+        wait_until(lambda: running.serving.slots.open == 4)
+        wait_until(lambda: running.serving.slots.open == 0)
         wait_until(lambda: running.serving.num_open == 0)
         sock.settimeout(30)
         with pytest.raises(ConnectionError):
@@ -341,7 +341,7 @@ def test_who_does_not_read_is_cut_off(stream: bool) -> None:
 
 def test_of_many_unread_answers_the_oldest_is_cut() -> None:
     with served(send_buffer=4096, write_timeout=600, max_unread=1, max_running=16) as running:
-        places = running.serving.places
+        places = running.serving.slots
         with closing(ask_without_reading(running)), closing(ask_without_reading(running)) as second:
             wait_until(lambda: written(running) == 8 and places.open == 4)
             with closing(ask_without_reading(running)) as third:
@@ -391,7 +391,7 @@ def test_who_stops_sending_still_gets_the_answer(server: Running, version: str, 
 
 def test_who_is_gone_frees_its_place(server: Running) -> None:
     """A connection that is closed altogether looks half-closed at first."""
-    places = server.serving.places
+    places = server.serving.slots
     for stream in (False, True):
         sock = half_closed(server, {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": stream})
         wait_until(lambda: places.open == 1)

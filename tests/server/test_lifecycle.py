@@ -339,9 +339,9 @@ def test_a_client_that_leaves_a_stream_is_noticed_within_the_round(
     # All of it was read: the client's system sends an end and no reset.
     try:
         end = time.monotonic() + 20
-        while server.serving.places.open and time.monotonic() < end:
+        while server.serving.slots.open and time.monotonic() < end:
             time.sleep(0.01)
-        assert not server.serving.places.open and engine.rounds == first + 2
+        assert not server.serving.slots.open and engine.rounds == first + 2
     finally:
         go.set()
     end = time.monotonic() + 20

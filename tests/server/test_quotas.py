@@ -16,7 +16,7 @@ from foretoken.engine.request import Request
 from foretoken.llm import Llm
 from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller, Keys, parsed
-from foretoken.server.places import Places
+from foretoken.server.slots import AdmissionSlots
 
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return " * 2
 
@@ -148,11 +148,11 @@ def test_an_anthropic_clients_header_is_a_key() -> None:
 
 def test_tokens_come_back_evenly() -> None:
     now = [0.0]
-    places = Places(None, clock=lambda: now[0])
+    places = AdmissionSlots(None, clock=lambda: now[0])
     caller = Caller(name="a", tokens_per_minute=60)
 
     def refused() -> str | None:
-        place = places.place(caller)
+        place = places.slot(caller)
         try:
             place.take(1)
         except Exception as error:
@@ -162,14 +162,14 @@ def test_tokens_come_back_evenly() -> None:
         return None
 
     assert refused() is None
-    places.place(caller).spend(90)
+    places.slot(caller).spend(90)
     assert refused() == "30"
     now[0] = 29.0
     assert refused() == "1"
     now[0] = 30.0
     assert refused() is None
     now[0] = 1000.0  # not more than a minute's are saved up
-    places.place(caller).spend(61)
+    places.slot(caller).spend(61)
     assert refused() == "1"
 
 
@@ -295,7 +295,7 @@ def test_a_key_cannot_hold_all_places() -> None:
 def test_one_key_alone_has_all_places() -> None:
     """Nothing is kept back for others that there are not."""
     with served(api_keys=("only",), max_running=1, max_queued=1) as running:
-        assert running.serving.places.reserved == running.serving.llm.engine.kept_places == 0
+        assert running.serving.slots.reserved == running.serving.llm.engine.kept_places == 0
 
 
 def test_only_keys_that_may_come_first() -> None:

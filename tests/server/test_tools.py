@@ -57,7 +57,7 @@ REFERRED = {
         "name": "route",
         "parameters": {
             "$defs": {
-                "place": {
+                "slot": {
                     "type": "object",
                     "properties": {"id": DIGIT},
                     "required": ["id"],
@@ -256,7 +256,7 @@ NO_TYPE = {"type": "object", "properties": {"city": {"type": "nothing"}}}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "place"),
+    ("path", "body", "slot"),
     [
         (
             "/v1/chat/completions",

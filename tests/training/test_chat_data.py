@@ -28,7 +28,7 @@ from foretoken.training.chat import ChatBlocks, chat_pieces
 from foretoken.training.config import AnswerConfig, TrainConfig
 from foretoken.training.corpus import build_corpus, text_identity
 from foretoken.training.recipes import RECIPES, find_recipe
-from foretoken.training.recipes.base import Batch, some_places
+from foretoken.training.recipes.base import Batch, some_positions
 from foretoken.training.recipes.features import some_rows
 from foretoken.training.trainer import Trainer
 
@@ -155,7 +155,7 @@ def test_places_are_those_whose_first_guess_is_learned(target: Path) -> None:
     learned[0, 5:8], learned[1, 9] = True, True
     batch = Batch(tokens, {}, TargetParts(load_model(target)), learned=learned)
     generator = torch.Generator().manual_seed(0)
-    rows, columns = some_places(batch, 200, 3, generator, ahead=2)
+    rows, columns = some_positions(batch, 200, 3, generator, ahead=2)
     assert set(zip(rows.tolist(), columns.tolist(), strict=True)) == {(0, 3), (0, 4), (0, 5), (1, 7)}
     places = some_rows(batch, 2, generator)
     assert set(places[0].tolist()) == {3, 4, 5} and 7 in places[1].tolist() and places.shape == (2, 3)

@@ -245,7 +245,7 @@ def test_a_row_that_learns_reads_what_a_row_that_drafts_reads(tmp_path: Path) ->
             context.hidden = target.prefill(target.open(), text[:-1], drafter.taps)
         drafter.start(context)
         drafter.reader.read_up_to_end([context])
-        drafted = drafter.reader.guesses([context], [3])[id(context)]
+        drafted = drafter.reader.logits_of([context], [3])[id(context)]
         for depth in range(min(3, 9 - anchor)):
             (row,) = ((anchors == anchor) & (depths == depth)).nonzero()[:, 0].tolist()
             assert torch.allclose(trained[row], drafted[depth], atol=1e-4)

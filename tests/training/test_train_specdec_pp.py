@@ -98,7 +98,7 @@ def test_the_labels_are_the_chances_of_the_guesses(pair: tuple[Path, Path], data
     assert isinstance(recipe, SpecdecPpRecipe)
     tokens = run.held_tokens[0]
     batch = Batch(tokens, recipe.parts.features(tokens[:, :-1], ("last",)), recipe.parts)
-    states, chances = recipe.guesses(batch, torch.Generator().manual_seed(5), 0.4)
+    states, chances = recipe.samples(batch, torch.Generator().manual_seed(5), 0.4)
     chosen = torch.rand(1, tokens.shape[1] - 2, generator=torch.Generator().manual_seed(5)) < 0.4
     places = chosen[0].nonzero()[:, 0] + 1
     assert len(states) == len(chances) == len(places) > 10
@@ -150,7 +150,7 @@ def plain_network(shunned: int, told_apart: bool = True) -> LanguageModel:
 def test_a_trained_head_beats_the_best_constant(seed: int) -> None:
     """Half of what the draft model guesses, the target shuns: the state says which half; 8 seeds gave 0.17-0.23."""
     recipe = SpecdecPpRecipe(plain_network(16), plain_network(0), {}, seed)
-    _, chances = recipe.guesses(text_of(recipe, 0), torch.Generator().manual_seed(0))
+    _, chances = recipe.samples(text_of(recipe, 0), torch.Generator().manual_seed(0))
     odds = math.exp(-3)
     expected = odds * 32 / (16 + 16 * odds)  # p/q of a shunned token, 0.095; the others are accepted
     assert sorted(set(chances.round(decimals=3).tolist())) == pytest.approx([expected, 1.0], abs=1e-3)

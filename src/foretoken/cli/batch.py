@@ -252,8 +252,8 @@ def _is_torn(tail: bytes) -> bool:
         json.JSONDecoder().raw_decode(tail.decode("utf-8", "replace"))
         return False
     except ValueError:
-        behind = _STRING.sub(b"", tail[len(begin) :], count=1)
-    return behind == b"\\" or any(behind.startswith(key) or key.startswith(behind) for key in following)
+        rest = _STRING.sub(b"", tail[len(begin) :], count=1)
+    return rest == b"\\" or any(rest.startswith(key) or key.startswith(rest) for key in following)
 
 
 @contextmanager

@@ -149,14 +149,14 @@ def _run(common: Common, options: BenchOptions, settings: BenchSettings) -> Benc
 
 def _print(console: Console, result: BenchResult, out: Path | None) -> None:
     everything = [*result.cells, *result.summary["overall"]]
-    for place in dict.fromkeys((c["temperature"], c["batch"]) for c in everything):
-        at_place = [c for c in everything if (c["temperature"], c["batch"]) == place]
+    for key in dict.fromkeys((c["temperature"], c["batch"]) for c in everything):
+        at_key = [c for c in everything if (c["temperature"], c["batch"]) == key]
         prefill = {
             row["arm"]: f"{1000 * row['prefill_s']:.1f}"
             for row in result.summary["prefill"]
-            if (row["temperature"], row["batch"]) == place
+            if (row["temperature"], row["batch"]) == key
         }
-        _print_setting(console, at_place, prefill)
+        _print_setting(console, at_key, prefill)
     ties = sum(row["ties"] for row in result.summary["equality"])
     differences = sum(row["differences"] for row in result.summary["equality"])
     if ties:

@@ -45,8 +45,8 @@ def drafters_command(
         offers = "".join(f" --draft {folder}" for folder in folders)
         raise ValueError(f"drafters only lists, without measuring: foretoken tune {model}{offers} --minutes 3 measures")
     with json_only(as_json):
-        common, places = _common_and_folders(common, words or ())
-        fits, default = _listing(common, places)
+        common, more_folders = _common_and_folders(common, words or ())
+        fits, default = _listing(common, more_folders)
         if not as_json:
             _print(fits, default)
     if as_json:
@@ -66,12 +66,12 @@ def _common_and_folders(common: Common, words: Sequence[str]) -> tuple[Common, l
 
 def _listing(common: Common, folders: Sequence[Path]) -> tuple[list[Fit], str | None]:
     """The drafters in order, and the default drafter."""
-    from foretoken.lab.bench.fitting import fits, ordered, places
+    from foretoken.lab.bench.fitting import candidates_in, fits, ordered
     from foretoken.loading import default_drafter
 
     common.check()
     for folder in folders:
-        places(folder)
+        candidates_in(folder)
     subject = common.subject()
     default = default_drafter(subject.target, common.target)
     with progress_bar() as on_progress:

@@ -227,8 +227,8 @@ def lines_of(round_: Round) -> list[TreeLine]:
 def _below(index: int, indent: str, children: dict[int, list[TraceNode]]) -> Sequence[TreeLine]:
     lines: list[TreeLine] = []
     below = children.get(index, [])
-    for place, node in enumerate(below):
-        is_last = place == len(below) - 1
+    for number, node in enumerate(below):
+        is_last = number == len(below) - 1
         is_next = node.index < 0
         kind = node.why.split(":")[0] if is_next else node.status
         reason = node.why if node.status == "rejected" else ""

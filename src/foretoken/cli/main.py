@@ -118,7 +118,7 @@ def _command() -> Callable[..., Any]:
     return typer.main.get_command(app)
 
 
-def _warn(message: Warning | str, *place: object, **more: object) -> None:
+def _warn(message: Warning | str, *location: object, **more: object) -> None:
     """Print a warning as one line on stderr."""
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 

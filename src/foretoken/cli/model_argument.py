@@ -54,9 +54,9 @@ def is_model(text: str) -> bool:
     if text == BUILTIN or text.startswith(f"{BUILTIN}:") or text in MODELS:
         return True
     try:
-        place = Path(text).expanduser()
+        path = Path(text).expanduser()
         configs = ("config.json", "adapter_config.json")
-        return any((place / file).is_file() for file in configs) or (place.suffix == ".gguf" and place.is_file())
+        return any((path / file).is_file() for file in configs) or (path.suffix == ".gguf" and path.is_file())
     except (OSError, ValueError, RuntimeError):  # too long for a path, or contains a null byte
         return False
 
@@ -82,14 +82,14 @@ def model_and_prompt(words: Sequence[str], has_target: bool) -> tuple[str | None
     return None, words[0] if words else None
 
 
-def model_before(words: Sequence[str], places: str) -> tuple[str | None, Sequence[str]]:
+def model_before(words: Sequence[str], words_after: str) -> tuple[str | None, Sequence[str]]:
     """Split ``[MODEL] PLACES``: MODEL is present if there is one word more than places.  Raises ``ValueError`` for
     other numbers of words."""
-    count = len(places.split())
+    count = len(words_after.split())
     if len(words) == count + 1:
         return words[0], words[1:]
     if len(words) != count:
-        raise ValueError(f"expected the arguments [MODEL] {places}, not {len(words)} arguments")
+        raise ValueError(f"expected the arguments [MODEL] {words_after}, not {len(words)} arguments")
     return None, words
 
 

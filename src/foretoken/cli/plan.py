@@ -57,7 +57,7 @@ def plan_command(*, options: Annotated[PlanOptions, FromOptions()], as_json: Jso
     """Work out the best draft length, its speed-up, and the limits at which it stops paying.  No model is loaded."""
     lengths, batches = parse_lengths(options.k), parse_batches(options.batch)
     shapes = [parse_widths(text) for text in options.tree or ()]
-    siblings = None if options.positions is None else parse_chances(options.positions, "--positions")
+    siblings = None if options.positions is None else parse_probabilities(options.positions, "--positions")
     plot = options.plot
     if plot is not None:
         if plot.suffix.lower() != ".png":
@@ -102,7 +102,9 @@ def _assumptions(options: PlanOptions, lengths: list[int], batch: int) -> tuple[
         raise ValueError("give --alpha or --survival, not both")
     if options.alpha is not None and not 0 <= options.alpha <= 1:
         raise ValueError(f"--alpha must be in [0, 1], not {options.alpha:g}")
-    acceptance = options.alpha if options.survival is None else tuple(parse_chances(options.survival, "--survival"))
+    acceptance = (
+        options.alpha if options.survival is None else tuple(parse_probabilities(options.survival, "--survival"))
+    )
     assumptions, name, note = Assumptions(0.0), None, ""
     if options.profile is not None:
         profile = _read(options.profile)
@@ -312,7 +314,7 @@ def checked_cost(value: float | None, name: str) -> float | None:
     return value
 
 
-def parse_chances(text: str, name: str) -> list[float]:
+def parse_probabilities(text: str, name: str) -> list[float]:
     """Parse probabilities such as ``0.8,0.6,0.5``."""
     try:
         values = [float(part) for part in text.split(",")]

@@ -107,19 +107,19 @@ def _job(common: Common, options: TuneOptions, began_s: float) -> TuneJob:
 
 def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
     """Specs from ``--draft`` folders, the model's own folder, and the drafter of a profile."""
-    from foretoken.lab.bench.fitting import offered, places
+    from foretoken.lab.bench.fitting import candidates_in, offered
     from foretoken.loading import read_profile
 
     drafter = None if common.profile is None else read_profile(common.profile).get("drafter")
     beside = Path(common.target).expanduser()
-    inside = [place for place in places(beside) if place != beside] if beside.is_dir() else []
+    inside = [path for path in candidates_in(beside) if path != beside] if beside.is_dir() else []
     specs = [] if drafter is None else [drafter]
     for folder in folders:
-        usable = [spec for place in places(folder) if (spec := offered(place)) is not None]
+        usable = [spec for path in candidates_in(folder) if (spec := offered(path)) is not None]
         if not usable:
             raise ValueError(f"--draft {folder} contains no drafter: `foretoken drafters MODEL {folder}` says why")
         specs += usable
-    specs += [spec for place in inside if (spec := offered(place)) is not None]
+    specs += [spec for path in inside if (spec := offered(path)) is not None]
     return list(dict.fromkeys(specs))
 
 

@@ -198,8 +198,8 @@ def render_with(
     if fault:
         raise ValueError(f"template_kwargs must be a mapping of the chat template's variables, {fault}")
     rendered = []
-    for place, messages in enumerate(conversations):
-        with numbered(place, len(conversations)):
+    for number, messages in enumerate(conversations):
+        with numbered(number, len(conversations)):
             rendered.append(render(messages, tokenizer, **more))
             if more.get("tools") and rendered[-1] == render(messages, tokenizer, **{**more, "tools": None}):
                 raise ValueError("this model's chat template does not support tools: leave them out")
@@ -223,10 +223,10 @@ def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:
         return f"the chat template rejects these messages: {words}"
     folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
     files = [name for name in ("chat_template.jinja", "tokenizer_config.json") if (folder / name).is_file()]
-    place = f" in {folder / files[0]}" if files else ""
+    location = f" in {folder / files[0]}" if files else ""
     number = getattr(error, "lineno", None)
     line = f"line {number}: " if number else ""
-    return f"the chat template{place} has a syntax error ({line}{words}): copy it again, or give the prompt as text"
+    return f"the chat template{location} has a syntax error ({line}{words}): copy it again, or give the prompt as text"
 
 
 def turn_ends(tokenizer: Any) -> frozenset[int]:
@@ -243,14 +243,14 @@ def turn_ends(tokenizer: Any) -> frozenset[int]:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}], tokenize=False
         )
-        behind = tokenizer(text[text.rindex(answer) + len(answer) :].lstrip(), add_special_tokens=False)["input_ids"]
+        following = tokenizer(text[text.rindex(answer) + len(answer) :].lstrip(), add_special_tokens=False)["input_ids"]
     except Exception:  # rendering a conversation reports what the template refuses
-        behind = []
+        following = []
     added = getattr(tokenizer, "added_tokens_decoder", {})
     # Models whose turns end with another token have one of these as well.
     ends |= {token for token, about in added.items() if str(about) in ("<|endoftext|>", "<|end_of_text|>")}
     special = {*tokenizer.all_special_ids, *added}
-    return frozenset(ends | ({behind[0]} & special if behind else set()))
+    return frozenset(ends | ({following[0]} & special if following else set()))
 
 
 def _kind(value: Any) -> str:

@@ -38,12 +38,12 @@ class TargetCost:
     def of(self, nodes: int) -> float:
         """Seconds for ``nodes``: interpolated between measured counts, extrapolated along the last slope."""
         counts = sorted(self.seconds)
-        place = bisect_left(counts, nodes)
-        if place == 0:
+        index = bisect_left(counts, nodes)
+        if index == 0:
             return self.seconds[counts[0]]
         if len(counts) == 1:
             return self.seconds[counts[0]] * max(1.0, nodes / counts[0])
-        high = min(place, len(counts) - 1)
+        high = min(index, len(counts) - 1)
         left, right = counts[high - 1], counts[high]
         slope = (self.seconds[right] - self.seconds[left]) / (right - left)
         return self.seconds[left] + max(slope, 0.0) * (nodes - left)
@@ -124,7 +124,9 @@ class RoundCosts:
             drafters = {}
             for spec, cost in stored["drafters"].items():
                 numbers = {key: float(value) for key, value in cost.items() if key != "survival"}
-                drafters[spec] = DrafterCost(**numbers, survival=[float(chance) for chance in cost.get("survival", ())])
+                drafters[spec] = DrafterCost(
+                    **numbers, survival=[float(probability) for probability in cost.get("survival", ())]
+                )
             return cls(target, drafters, float(stored["rest_s"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"these are not measured costs: {error}") from None

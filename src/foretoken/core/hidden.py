@@ -24,13 +24,13 @@ class HiddenStates(Mapping[str, Tensor]):
 
     Args:
         states: all rows [..., D] of the forward, by tap.
-        places: n indices into all dimensions but the last, flattened.
+        rows: n indices into all dimensions but the last, flattened.
     """
 
-    __slots__ = ("_states", "places")
+    __slots__ = ("_states", "rows")
 
-    def __init__(self, states: Mapping[str, Tensor], places: Sequence[int]) -> None:
-        self._states, self.places = states, places
+    def __init__(self, states: Mapping[str, Tensor], rows: Sequence[int]) -> None:
+        self._states, self.rows = states, rows
 
     @classmethod
     def of(cls, hidden: Mapping[str, Tensor]) -> HiddenStates:
@@ -40,8 +40,8 @@ class HiddenStates(Mapping[str, Tensor]):
         return cls(hidden, range(len(next(iter(hidden.values()), ()))))
 
     def __getitem__(self, tap: str) -> Tensor:
-        rows, places = self._states[tap].flatten(0, -2), self.places
-        return rows[places.start : places.stop] if isinstance(places, range) else rows[list(places)]
+        rows, indices = self._states[tap].flatten(0, -2), self.rows
+        return rows[indices.start : indices.stop] if isinstance(indices, range) else rows[list(indices)]
 
     def __contains__(self, tap: object) -> bool:
         return tap in self._states
@@ -55,7 +55,7 @@ class HiddenStates(Mapping[str, Tensor]):
     @property
     def num_rows(self) -> int:
         """Number of rows, n."""
-        return len(self.places)
+        return len(self.rows)
 
     @property
     def num_held(self) -> int:
@@ -66,14 +66,14 @@ class HiddenStates(Mapping[str, Tensor]):
         """The same rows of only these taps."""
         if len(taps) == len(self._states):
             return self
-        return HiddenStates({tap: self._states[tap] for tap in taps}, self.places)
+        return HiddenStates({tap: self._states[tap] for tap in taps}, self.rows)
 
     def at(self, rows: Sequence[int] | slice) -> HiddenStates:
         """Some of these rows, by index."""
         if not isinstance(rows, slice) and all(after == before + 1 for before, after in pairwise(rows)):
             rows = slice(rows[0], rows[-1] + 1) if rows else slice(0)
-        places = self.places[rows] if isinstance(rows, slice) else [self.places[row] for row in rows]
-        return HiddenStates(self._states, places)
+        indices = self.rows[rows] if isinstance(rows, slice) else [self.rows[row] for row in rows]
+        return HiddenStates(self._states, indices)
 
 
 class HiddenText:

@@ -25,14 +25,14 @@ def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     blocks = rows.shape[-1] // BLOCK
     if rows.device.type != "cpu" or rows.shape[-1] < FEWEST or 4 * count > blocks:
-        values, places = rows.topk(count, -1)
-        return values, places
+        values, indices = rows.topk(count, -1)
+        return values, indices
     whole = blocks * BLOCK
     best = rows[..., :whole].unflatten(-1, (blocks, BLOCK)).amax(-1).topk(count, -1).indices
     best = best.sort(-1).values  # among equal entries lower indices come first, as in ``torch.topk``
-    places = (best[..., None] * BLOCK + torch.arange(BLOCK)).flatten(-2)
+    indices = (best[..., None] * BLOCK + torch.arange(BLOCK)).flatten(-2)
     if whole < rows.shape[-1]:
-        remaining = torch.arange(whole, rows.shape[-1]).expand(*places.shape[:-1], -1)
-        places = torch.cat([places, remaining], -1)
-    values, chosen = rows.gather(-1, places).topk(count, -1)
-    return values, places.gather(-1, chosen)
+        remaining = torch.arange(whole, rows.shape[-1]).expand(*indices.shape[:-1], -1)
+        indices = torch.cat([indices, remaining], -1)
+    values, chosen = rows.gather(-1, indices).topk(count, -1)
+    return values, indices.gather(-1, chosen)

@@ -162,7 +162,9 @@ def send_together(noises: Sequence[tuple[Noise, Sequence[int]]], like: Tensor) -
         like: logits [.., V] of the vocabulary, on the device.
     """
     size, device = like.shape[-1], like.device
-    missing = [(noise, at) for noise, places in noises for at in places if (at, size, device) not in noise._cached]
+    missing = [
+        (noise, at) for noise, positions in noises for at in positions if (at, size, device) not in noise._cached
+    ]
     if device.type == "cpu" or not missing:
         return
     rows = torch.stack([noise._made(at, size) for noise, at in missing]).to(device, _dtype_on(device))

@@ -23,10 +23,10 @@ def is_code(name: str) -> bool:
     return name.partition(":")[0].endswith(".py")
 
 
-def refuse_code(spec: Any, place: str) -> None:
+def refuse_code(spec: Any, source: str) -> None:
     """Raise ``ValueError`` for a spec from data that names a file of code: data must not run code."""
     if isinstance(spec, str) and re.search(r"\.py\s*:", spec):
-        raise ValueError(f"{place} names code ({spec}), which is only run when you name it: give --drafter {spec}")
+        raise ValueError(f"{source} names code ({spec}), which is only run when you name it: give --drafter {spec}")
 
 
 def check_code(name: str) -> None:
@@ -43,13 +43,13 @@ def class_in_file(name: str) -> type[Any]:
     """The drafter ``file.py:Class``; its file is run once. Raises ``ValueError`` if it is no drafter, or if the file
     raises."""
     check_code(name)
-    place, _, cls = name.partition(":")
-    module = _run(Path(place).expanduser().resolve())
+    path, _, cls = name.partition(":")
+    module = _run(Path(path).expanduser().resolve())
     drafter = vars(module).get(cls)
     if drafter is None:
         drafters = {key: value for key, value in vars(module).items() if _is_drafter(value)}
         names = [key for key, value in drafters.items() if value.__module__ == module.__name__]
-        raise ValueError(f"{place} has no class {cls}: it has {', '.join(names) or 'no drafter'}")
+        raise ValueError(f"{path} has no class {cls}: it has {', '.join(names) or 'no drafter'}")
     return checked(drafter, name)
 
 
@@ -68,9 +68,9 @@ def _run(file: Path) -> Any:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         if isinstance(error, SyntaxError) and error.filename == str(file):
             lines.append(error.lineno)
-        place = f"{file.name}, line {lines[-1]}" if lines else file.name
+        location = f"{file.name}, line {lines[-1]}" if lines else file.name
         message = error.msg if isinstance(error, SyntaxError) else error
-        raise ValueError(f"{place}: {type(error).__name__}: {message}") from error
+        raise ValueError(f"{location}: {type(error).__name__}: {message}") from error
     return module
 
 
@@ -99,16 +99,16 @@ def installed_class(name: str) -> type[Any]:
 def checked(thing: Any, name: str) -> type[Any]:
     """The argument, if it is a concrete drafter class. Else raises ``ValueError`` with the class, the rule and the
     line."""
-    place = f"{name} ({line_of(thing)})" if inspect.isclass(thing) else name
+    label = f"{name} ({line_of(thing)})" if inspect.isclass(thing) else name
     if not _is_drafter(thing):
         fault = (
             "is a class, but not a drafter" if inspect.isclass(thing) else f"is {type(thing).__name__}, not a drafter"
         )
-        raise ValueError(f"{place} {fault}: derive a class from foretoken.Drafter")
+        raise ValueError(f"{label} {fault}: derive a class from foretoken.Drafter")
     if missing := sorted(getattr(thing, "__abstractmethods__", ())):
-        raise ValueError(f"{place} has no method {missing[0]}, which every drafter needs")
+        raise ValueError(f"{label} has no method {missing[0]}, which every drafter needs")
     if not isinstance(getattr(thing, "name", None), str):
-        raise ValueError(f'{place} has no name: write name = "..." in the class')
+        raise ValueError(f'{label} has no name: write name = "..." in the class')
     cls: type[Any] = thing
     return cls
 

@@ -24,7 +24,8 @@ def fixed_tokens(
     """
     if samplers[0].cuts and logits[0].device.type == "cpu":
         return [
-            sampler.winners(rows, places, None) for sampler, rows, places in zip(samplers, logits, lengths, strict=True)
+            sampler.winners(rows, positions, None)
+            for sampler, rows, positions in zip(samplers, logits, lengths, strict=True)
         ]
     tokens = iter(argmaxes(race(samplers, logits, lengths))[0])
     return [list(islice(tokens, len(each))) for each in lengths]
@@ -38,7 +39,7 @@ def race(samplers: Sequence[Sampler], logits: Sequence[Tensor], lengths: Sequenc
     if log_probs.device.type == "cpu":
         parts = log_probs.split([*map(len, lengths)])
         each = zip(samplers, parts, lengths, strict=True)
-        return torch.cat([sampler.with_noise(part, places) for sampler, part, places in each])
+        return torch.cat([sampler.with_noise(part, positions) for sampler, part, positions in each])
     noise = [
         row for sampler, each in zip(samplers, lengths, strict=True) for row in sampler.noise_rows(each, log_probs)
     ]

@@ -103,10 +103,10 @@ def _unwrap(text: str) -> str:
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0
-    for place, sign in enumerate(text):
+    for index, sign in enumerate(text):
         depth += (sign == "(") - (sign == ")")
         if depth == 0:  # the first one closes here
-            return text[1:-1].strip() if place == len(text) - 1 else text
+            return text[1:-1].strip() if index == len(text) - 1 else text
     return text
 
 

@@ -32,13 +32,13 @@ class TokenTally:
 
     def ids(self, text: Sequence[int]) -> Numbers:
         """[n] all tokens of a prefix."""
-        behind = self._behind(text)
-        return np.concatenate([self._ids, _numbers(behind)])
+        new = self._behind(text)
+        return np.concatenate([self._ids, _numbers(new)])
 
     def counts(self, text: Sequence[int]) -> tuple[Numbers, Numbers]:
         """[m] distinct tokens of a prefix after ``begin``, and [m] their counts."""
-        behind = self._behind(text)
-        new = Counter(behind[max(0, self.begin - len(self._text)) :])
+        following = self._behind(text)
+        new = Counter(following[max(0, self.begin - len(self._text)) :])
         counts = self._counts.copy()
         for token in [token for token in new if token in self._rows]:
             counts[self._rows[token]] += new.pop(token)

@@ -92,8 +92,8 @@ def ids_of(option: str, value: Any) -> tuple[int, ...]:
 
 
 @contextmanager
-def numbered(place: int, count: int) -> Iterator[None]:
-    """Add to an error the number of the prompt that caused it; ``place`` counts from 0.
+def numbered(index: int, count: int) -> Iterator[None]:
+    """Add to an error the number of the prompt that caused it; ``index`` counts from 0.
 
     An error of an option that would be refused for any prompt is raised unchanged for the first one.
     """
@@ -101,9 +101,9 @@ def numbered(place: int, count: int) -> Iterator[None]:
         yield
     except ValueError as error:
         option = getattr(error, "option", "prompt")
-        if count == 1 or (place == 0 and option not in ("prompt", "messages")):
+        if count == 1 or (index == 0 and option not in ("prompt", "messages")):
             raise
-        raise OptionError(option, f"prompt {place + 1} of {count}: {error}") from None
+        raise OptionError(option, f"prompt {index + 1} of {count}: {error}") from None
 
 
 def check_ids(option: str, ids: Iterable[Any], vocab_size: int | None) -> None:

@@ -180,13 +180,13 @@ def _slots(request: Request) -> int:
     return len(request.prompt) + request.max_new_tokens + SCRATCH
 
 
-def kept_back(places: int) -> int:
+def kept_back(slots: int) -> int:
     """Batch slots reserved for owners without a running request, so that one owner cannot hold all: an eighth, rounded
     up."""
-    return -(-places // 8) if places > 1 else 0
+    return -(-slots // 8) if slots > 1 else 0
 
 
-def first_in_turn(waiting: Sequence[Running], running: Sequence[Running], places: int, reserved: int) -> Running | None:
+def first_in_turn(waiting: Sequence[Running], running: Sequence[Running], slots: int, reserved: int) -> Running | None:
     """The next request to join: by priority, then by its owner's number of running requests, then by arrival.
 
     Args:
@@ -198,7 +198,7 @@ def first_in_turn(waiting: Sequence[Running], running: Sequence[Running], places
         ``None`` if no request may join now.
     """
     num_running = Counter(run.request.owner for run in running)
-    is_short = places - len(running) <= reserved
+    is_short = slots - len(running) <= reserved
     may = [
         run
         for run in waiting

@@ -86,14 +86,14 @@ def blamed(error: Exception) -> Exception:
     if isinstance(error, OutsideError | NonFiniteLogitsError | CannotGoOn) or is_full_memory(error):
         return error
     frames = list(traceback.walk_tb(error.__traceback__))
-    for place in range(len(frames) - 1, -1, -1):
-        frame = frames[place][0]
+    for index in range(len(frames) - 1, -1, -1):
+        frame = frames[index][0]
         owner = _owner_of(frame.f_locals)
         if owner is None or frame.f_globals.get("__name__", "").partition(".")[0] == "foretoken":
             continue
         cls, kind = owner
         file = frame.f_code.co_filename
-        line = [number for below, number in frames[place:] if below.f_code.co_filename == file][-1]
+        line = [number for below, number in frames[index:] if below.f_code.co_filename == file][-1]
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         where = f"{Path(file).name}, line {line}"
         blame = kind(f"{cls.__name__}.{frame.f_code.co_name} ({where}) raised {message}")

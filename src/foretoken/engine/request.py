@@ -165,13 +165,13 @@ class Running:
             self.stats.num_prompt_tokens = max(0, self.stats.num_prompt_tokens - missing)
             self.stats.num_prompt_tokens_computed = max(0, self.stats.num_prompt_tokens_computed - missing)
 
-    def note_prediction(self, places: range, accepted: int) -> None:
+    def note_prediction(self, positions: range, accepted: int) -> None:
         """Record drafted tokens of the prediction, by index, of which the first ``accepted`` were accepted."""
         stats = self.stats
-        stats.num_prediction_tokens += len(places)
+        stats.num_prediction_tokens += len(positions)
         stats.num_accepted_prediction_tokens += accepted
-        for number, place in enumerate(places):
-            self.predicted[place] = self.predicted.get(place, False) or number < accepted
+        for number, position in enumerate(positions):
+            self.predicted[position] = self.predicted.get(position, False) or number < accepted
         stats.num_prediction_places = len(self.predicted)
         stats.num_accepted_prediction_places = sum(self.predicted.values())
 

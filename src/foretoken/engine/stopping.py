@@ -81,20 +81,20 @@ class Strings:
         """The first string that the last token completed, and its start in the text without special tokens."""
         text = self._text.text
         # A match may start in the text of earlier tokens; it ends in this token's.
-        places = ((text.find(s, max(0, self._old - len(s) + 1)), s) for s in self._strings)
-        first = min(((place, s) for place, s in places if place >= 0), default=None)
+        matches = ((text.find(s, max(0, self._old - len(s) + 1)), s) for s in self._strings)
+        first = min(((index, s) for index, s in matches if index >= 0), default=None)
         if first is None or not self._special:
             return first
-        return self._place_of(first[0]), first[1]
+        return self._offset_of(first[0]), first[1]
 
-    def _place_of(self, place: int) -> int:
+    def _offset_of(self, index: int) -> int:
         """Position in the text without special tokens, from one in the text with them."""
-        token = bisect_right(self._begins, place) - 1
+        token = bisect_right(self._begins, index) - 1
         before = Detokenizer(self._tokenizer)
         for number in self._ids[:token]:  # one by one: an incomplete character at the end holds back only its own text
             before.push([number])
         if self._ids[token] not in self._special:
-            return len(before.text) + place - self._begins[token]
+            return len(before.text) + index - self._begins[token]
         before.flush()
         return len(before.text)
 

@@ -88,7 +88,7 @@ def trace(
         drafter if tree.num_drafts else "none",
         rejected=_rejected(tree, verdict),
         verifier=verifier,
-        tests=[{"u": u, "chance": chance} for u, chance in tests],
+        tests=[{"u": u, "chance": probability} for u, probability in tests],
         next_p=float(scores.p(last)[verdict.next_token]),
         probes=[node for node, is_probe in enumerate(tree.probes) if is_probe],
     )
@@ -96,8 +96,8 @@ def trace(
 
 def _rejected(tree: TokenTree, verdict: Verdict) -> list[int]:
     path = (0, *verdict.path)
-    guesses = [child for node in path for child in tree.children[node] if not (tree.probes and tree.probes[child])]
-    return [node for node in guesses if node not in path]
+    drafts = [child for node in path for child in tree.children[node] if not (tree.probes and tree.probes[child])]
+    return [node for node in drafts if node not in path]
 
 
 def _target_probability(node: int, tree: TokenTree, scores: Scores) -> float | None:

@@ -132,7 +132,7 @@ def stated(folder: Path) -> float | None:
     if not folder.is_dir() or not card.is_file():
         return None
     text = re.sub(r"[|*`:]", " ", card.read_text(encoding="utf-8", errors="replace"))
-    figures = [float(before or behind) for before, behind in _STATED.findall(text)]
+    figures = [float(before or after) for before, after in _STATED.findall(text)]
     return min((figure for figure in figures if figure > 1), default=None)
 
 
@@ -203,10 +203,10 @@ def _shifted(new: Imported, by: int, prompts: Sequence[Sequence[int]]) -> Measur
     if not depths or min(depths) < 0 or max(depths) > config["target"]["num_layers"]:
         return None
     config["config"][key] = ",".join(map(str, depths))
-    with tempfile.TemporaryDirectory() as place:
-        (Path(place) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        (Path(place) / WEIGHTS).symlink_to((new.folder / WEIGHTS).resolve())
-        return _measured(new, Path(place), prompts)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        (Path(folder) / WEIGHTS).symlink_to((new.folder / WEIGHTS).resolve())
+        return _measured(new, Path(folder), prompts)
 
 
 def _too_little(new: Imported, measured: MeasuredAcceptance, expected: float, better: str) -> str:

@@ -85,16 +85,16 @@ class LoadingContext(BuildContext):
         return built
 
     def _made(self, cls: type[Any], path: str | None, options: dict[str, Any]) -> Drafter:
-        place = f"{cls.__name__} ({line_of(cls)})"
+        label = f"{cls.__name__} ({line_of(cls)})"
         try:
             built = construct(cls, path, self, options)
         except Exception as error:
             blame = blamed(error)
             if blame is error:
-                raise DrafterError(f"{place} cannot be built: {error}") from error
+                raise DrafterError(f"{label} cannot be built: {error}") from error
             raise blame from error
         if not isinstance(built, Drafter):
-            raise DrafterError(f"{place}.build returned {type(built).__name__}, not a drafter")
+            raise DrafterError(f"{label}.build returned {type(built).__name__}, not a drafter")
         check_outside(built)
         return built
 
@@ -173,24 +173,24 @@ def check_outside(drafter: Drafter) -> None:
 
 def _check_facts(drafter: Drafter) -> None:
     cls = type(drafter)
-    place = f"{cls.__name__} ({line_of(cls)})"
+    label = f"{cls.__name__} ({line_of(cls)})"
     if fault := fault_of(drafter, Drafter, "drafter"):
         raise DrafterError(fault)
     if isinstance(drafter.taps, str):
-        raise DrafterError(f'{place} has taps = {drafter.taps!r}: write a tuple, ("{drafter.taps}",)')
+        raise DrafterError(f'{label} has taps = {drafter.taps!r}: write a tuple, ("{drafter.taps}",)')
     for name, replacement in NOW_DATA.items():
         if hasattr(cls, name) and not (replacement is FORESIGHT and drafter.foresight is not None):
-            raise DrafterError(f"{place} has a method {name}, which is no longer called: {replacement}")
+            raise DrafterError(f"{label} has a method {name}, which is no longer called: {replacement}")
     if isinstance(drafter, ModelDrafter) and drafter.draws_together:
         for name in ("_expand", "_add_children", "_candidates"):  # rounds of several requests would bypass it
             if getattr(cls, name) is not getattr(ModelDrafter, name):
-                raise DrafterError(f"{place} overrides {name}: write draws_together = False")
+                raise DrafterError(f"{label} overrides {name}: write draws_together = False")
     if not isinstance(drafter.traits, Traits):
-        raise DrafterError(f"{place} has traits of type {type(drafter.traits).__name__}: write Traits(...)")
+        raise DrafterError(f"{label} has traits of type {type(drafter.traits).__name__}: write Traits(...)")
     for name in ("max_depth", "max_nodes"):
         size = getattr(drafter, name)
         if not isinstance(size, int) or size < 1:
-            raise DrafterError(f"{place} has {name} = {size!r}: it must be a whole number of at least 1")
+            raise DrafterError(f"{label} has {name} = {size!r}: it must be a whole number of at least 1")
 
 
 def check_specs(*, allow_lossy: bool, **specs: Any) -> None:

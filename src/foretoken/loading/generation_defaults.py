@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.io.checkpoints import LoadError, is_adapter, is_builtin, place_of, resolve
+from foretoken.core.io.checkpoints import LoadError, is_adapter, is_builtin, location_of, resolve
 from foretoken.loading.adapters import read_adapter
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.base import LanguageModel
@@ -102,34 +102,34 @@ def _file_of(source: str) -> Path | None:
         return folder / FILE if (folder / FILE).is_file() else None
     if folder.exists() or str(source).startswith((".", "/", "~")):
         return None  # not a model: loading reports it
-    place = place_of(str(source))
-    if Path(place).is_dir():
-        return _file_of(place)
+    location = location_of(str(source))
+    if Path(location).is_dir():
+        return _file_of(location)
     from transformers.utils.hub import cached_file
 
     try:
-        cached = cached_file(place, FILE, _raise_exceptions_for_missing_entries=False)
+        cached = cached_file(location, FILE, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError):  # a missing or unreadable model: loading reports which
         return None
     return None if cached is None else Path(cached)
 
 
-def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationDefaults:
-    """Defaults from fields.  Errors name ``place``; the result names ``source``."""
+def _defaults(values: Mapping[str, Any], origin: str, source: str) -> GenerationDefaults:
+    """Defaults from fields.  Errors name ``origin``; the result names ``source``."""
     stated = {name: values.get(THEIR_NAMES.get(name, name)) for name in RANGES}
     settings = {name: value for name, value in stated.items() if value is not None}
     for name, value in settings.items():
-        _check(name, value, place)
-    _check_ends(values.get("eos_token_id"), place)
+        _check(name, value, origin)
+    _check_ends(values.get("eos_token_id"), origin)
     if not isinstance(values.get("do_sample", False), bool | None):
-        raise LoadError(_wrong("do_sample", values["do_sample"], place))
+        raise LoadError(_wrong("do_sample", values["do_sample"], origin))
     sampled = bool(values.get("do_sample", False))
-    _tell_not_applied(values, sampled, place)
+    _tell_not_applied(values, sampled, origin)
     sampling_settings = {name: value for name, value in settings.items() if name in SAMPLED and value != NEUTRAL[name]}
     if not sampled and sampling_settings:
         fields = ", ".join(f"{name} {value:g}" for name, value in sampling_settings.items())
         reason = "do_sample is false" if values.get("do_sample") is not None else "do_sample is not set"
-        logging.getLogger("foretoken").warning("%s has %s, but %s: greedy, as generate does it", place, fields, reason)
+        logging.getLogger("foretoken").warning("%s has %s, but %s: greedy, as generate does it", origin, fields, reason)
     if not sampled:
         settings = {name: value for name, value in settings.items() if name not in SAMPLED}
         if sampling_settings:  # applies to every request that leaves it out, also in a server
@@ -140,7 +140,7 @@ def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationD
     return GenerationDefaults(changed, source if changed else "")
 
 
-def _tell_not_applied(values: Mapping[str, Any], sampled: bool, place: str) -> None:
+def _tell_not_applied(values: Mapping[str, Any], sampled: bool, origin: str) -> None:
     """Warn in one line about fields that would change the output of Transformers' ``generate``."""
     sampling_only = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
     neutral = {**NOT_APPLIED, **(sampling_only if sampled else {"penalty_alpha": 0.0})}
@@ -154,28 +154,28 @@ def _tell_not_applied(values: Mapping[str, Any], sampled: bool, place: str) -> N
         logging.getLogger("foretoken").warning(
             "%s has %s, not applied here: pass logits_processor=[...] (stop=, bad_words=, deadline_s=) with a request, "
             "or use model.generate(..., custom_generate=ft.custom_generate)",
-            place,
+            origin,
             ", ".join(unsupported),
         )
 
 
-def _check(name: str, value: Any, place: str) -> None:
+def _check(name: str, value: Any, origin: str) -> None:
     allowed = RANGES[name]
     kind = int if FIELDS[name].kind is int else (int, float)
     is_number = isinstance(value, kind) and not isinstance(value, bool)
     if not (is_number and value in allowed and value < 2**63):  # JSON integers are unbounded, no field needs more
-        raise LoadError(_wrong(THEIR_NAMES.get(name, name), value, place))
+        raise LoadError(_wrong(THEIR_NAMES.get(name, name), value, origin))
 
 
-def _check_ends(value: Any, place: str) -> None:
+def _check_ends(value: Any, origin: str) -> None:
     """Refuse invalid ids: they would end no sequence, or fail the load with an error that names nothing."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise LoadError(_wrong("eos_token_id", value, place))
+        raise LoadError(_wrong("eos_token_id", value, origin))
 
 
-def _wrong(name: str, value: Any, place: str) -> str:
+def _wrong(name: str, value: Any, origin: str) -> str:
     return (
-        f"{place}: {name} is {ascii(value)[:60]}, which is not valid: correct the file, or load with "
+        f"{origin}: {name} is {ascii(value)[:60]}, which is not valid: correct the file, or load with "
         "generation_config=None"
     )

@@ -61,9 +61,9 @@ def check_handed_in(source: Any) -> None:
         raise LoadError(f"{name} has no weights (they are on the device meta): load it with from_pretrained")
 
 
-def check_place(source: Any, dtype: str | torch.dtype | None, device: str | torch.device | None) -> None:
+def check_dtype_and_device(source: Any, dtype: str | torch.dtype | None, device: str | torch.device | None) -> None:
     """Raise ``ValueError`` for a dtype or device other than the model's own; ``"auto"`` accepts any device."""
-    requested_dtype, place = parse_dtype(dtype), parse_device(device)
+    requested_dtype, requested_device = parse_dtype(dtype), parse_device(device)
     model_dtype: Any = getattr(source, "dtype", None)
     if None not in (requested_dtype, model_dtype) and requested_dtype != model_dtype:
         as_it_is = str(model_dtype).removeprefix("torch.")
@@ -71,11 +71,12 @@ def check_place(source: Any, dtype: str | torch.dtype | None, device: str | torc
             f"a model passed as an object keeps its dtype, {as_it_is}: call model.to({requested_dtype}) first"
         )
     model_device: Any = device_of(source) if isinstance(source, nn.Module) else getattr(source, "device", None)
-    if str(device) == "auto" or place is None or model_device is None:
+    if str(device) == "auto" or requested_device is None or model_device is None:
         return
-    if place.type != model_device.type or place.index not in (None, model_device.index):
+    if requested_device.type != model_device.type or requested_device.index not in (None, model_device.index):
         raise ValueError(
-            f"a model passed as an object keeps its device, {model_device}: call model.to({str(place)!r}) first"
+            f"a model passed as an object keeps its device, {model_device}: call model.to({str(requested_device)!r}) "
+            "first"
         )
 
 

@@ -47,12 +47,12 @@ def params_of(
 
 def _split_warpers(processors: list[Any]) -> tuple[list[Any], list[Any]]:
     """The list without the trailing warpers that our sampler applies itself in the same order, and those warpers."""
-    start, place = len(processors), len(_OWN_ORDER)
-    while start > 0 and type(processors[start - 1]) in _OWN_ORDER[:place]:
+    start, rank = len(processors), len(_OWN_ORDER)
+    while start > 0 and type(processors[start - 1]) in _OWN_ORDER[:rank]:
         if getattr(processors[start - 1], "min_tokens_to_keep", 1) != 1:
             break
         start -= 1
-        place = _OWN_ORDER.index(type(processors[start]))
+        rank = _OWN_ORDER.index(type(processors[start]))
     return processors[:start], processors[start:]
 
 

@@ -40,8 +40,8 @@ def explains_full_memory(load: Callable[P, T]) -> Callable[P, T]:
         except torch.OutOfMemoryError as error:
             report = str(error)
         allocation = re.search(r"Tried to allocate ([\d.]+ \w+)", report)
-        place = re.search(r"GPU (\d+)", report)
-        device = f"cuda:{place[1] if place else torch.cuda.current_device()}"
+        match = re.search(r"GPU (\d+)", report)
+        device = f"cuda:{match[1] if match else torch.cuda.current_device()}"
         more = allocation[1] if allocation else "more"
         raise LoadError(f"loading needs another {more} on {device}, and {_free(device)} are free there: {ADVICE}")
 

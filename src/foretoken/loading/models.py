@@ -13,13 +13,13 @@ from foretoken.core.io.checkpoints import (
     header_of,
     is_adapter,
     local_folder,
-    place_of,
+    location_of,
     resolve,
 )
 from foretoken.core.values import check_counts
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.gguf import check_backend, is_gguf, load_gguf
-from foretoken.loading.handed import check_handed_in, check_place, unwrapped
+from foretoken.loading.handed import check_dtype_and_device, check_handed_in, unwrapped
 from foretoken.loading.networks import from_pretrained, parse_device, parse_dtype
 from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
@@ -89,7 +89,7 @@ def load_model(
                 "quantize=... changes weights, and a model passed as an object is not changed: give its path"
             )
     if is_object:
-        check_place(source, dtype, device)
+        check_dtype_and_device(source, dtype, device)
     if isinstance(source, LanguageModel):
         if inflate is not None:
             kind = type(source).__name__
@@ -132,7 +132,7 @@ def _load_network(
     torch_dtype, device = parse_dtype(dtype), parse_device(device)
     local = local_folder(source, role)
     if local is None:
-        return from_pretrained(place_of(resolve(source, role)), torch_dtype, device)
+        return from_pretrained(location_of(resolve(source, role)), torch_dtype, device)
     if is_adapter(local):
         return _load_updated(local, dtype, device)
     check_folder(local)

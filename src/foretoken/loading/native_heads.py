@@ -97,9 +97,9 @@ def _hub_files(source: str) -> dict[Path, list[str]]:
     files = {}
     for file, names in listed.items():
         if any(name.startswith("mtp.") or ".eh_proj." in name or ".enorm." in name for name in names):
-            place = cached_file(source, file, **quiet)
-            if place is not None:
-                files[Path(place)] = names
+            cached = cached_file(source, file, **quiet)
+            if cached is not None:
+                files[Path(cached)] = names
     return files
 
 

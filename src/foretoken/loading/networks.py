@@ -38,7 +38,7 @@ def from_pretrained(
 
     quantisation = quantisation_of(path)
     check_method(quantisation, path)
-    place = f"{path} (quantised with {quantisation['quant_method']})" if quantisation.get("quant_method") else path
+    label = f"{path} (quantised with {quantisation['quant_method']})" if quantisation.get("quant_method") else path
     has_encoder = _has_encoder(path)
     if has_encoder and split is not None:
         raise LoadError(f"{path} is an encoder-decoder model, which cannot be split: leave tensor_parallel out")
@@ -58,20 +58,20 @@ def from_pretrained(
             )
         except Exception as error:  # damaged checkpoints fail in many ways, some with custom exceptions
             _check_fetched(path)
-            raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
+            raise LoadError(f"cannot load a model from {label}: {cause_of(error)}") from error
     model, info = loaded
     if not quantisation:  # quantised ones were read with the package that wrote them
         check_storage(model, path, info.get("unexpected_keys", ()))
     for key, stored, expected in sorted(info.get("mismatched_keys", ())):
         raise LoadError(
-            f"{place} has a config.json that does not fit its weights: {key} is {list(stored)} in the "
+            f"{label} has a config.json that does not fit its weights: {key} is {list(stored)} in the "
             f"file and {list(expected)} in the configuration; copy both from the same checkpoint"
         )
     missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
     if missing:
         _check_fetched(path)
         raise LoadError(
-            f"{place} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
+            f"{label} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
         )
     return moved(model, device, path)
 

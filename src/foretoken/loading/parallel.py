@@ -18,7 +18,7 @@ from typing import IO, Any
 import torch
 from torch import distributed
 
-from foretoken.core.io.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, place_of, resolve
+from foretoken.core.io.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, location_of, resolve
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
@@ -179,7 +179,7 @@ def _check_source(source: Any, count: int, others: dict[str, Any]) -> str:
         path = str(local)
     from transformers import AutoConfig
 
-    path = place_of(path)
+    path = location_of(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:

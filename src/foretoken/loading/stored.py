@@ -38,7 +38,7 @@ def quantisation_of(path: str) -> Mapping[str, Any]:
     return quantisation if isinstance(quantisation, Mapping) else {}
 
 
-def check_method(quantisation: Any, place: str) -> None:
+def check_method(quantisation: Any, source: str) -> None:
     """Refuse a ``quantization_config`` whose method Transformers ignores."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -49,7 +49,7 @@ def check_method(quantisation: Any, place: str) -> None:
     is_read = settings.get("load_in_8bit") or settings.get("load_in_4bit") or method in AUTO_QUANTIZATION_CONFIG_MAPPING
     if method and not is_read:
         raise LoadError(
-            f"{place} is quantised with {method}, which Transformers {transformers.__version__} does not read: "
+            f"{source} is quantised with {method}, which Transformers {transformers.__version__} does not read: "
             "use the full checkpoint, a GGUF file of it, or one that is quantised with another method"
         )
 

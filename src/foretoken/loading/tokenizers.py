@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.io.checkpoints import BUILTIN, ZOO, LoadError, cause_of, is_adapter, place_of, resolve
+from foretoken.core.io.checkpoints import BUILTIN, ZOO, LoadError, cause_of, is_adapter, location_of, resolve
 from foretoken.core.values import with_article
 from foretoken.loading.adapters import read_adapter
 from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
@@ -51,9 +51,9 @@ def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
         if is_adapter(folder):
             return load_tokenizer(read_adapter(folder).base)
         return load_tokenizer(BUILTIN) if folder.parent == ZOO else None
-    place = place_of(path)
+    location = location_of(path)
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     except Exception as error:  # damaged files fail in many ways
         raise LoadError(f"cannot load a tokenizer from {path}: {_damaged(Path(path)) or cause_of(error)}") from None
 
@@ -168,7 +168,7 @@ def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> No
 
 def _ids_of(tokenizer: Any) -> dict[str, int]:
     """The vocabulary without the names that converters to GGUF give to padding entries."""
-    return {token: place for token, place in tokenizer.get_vocab().items() if token != f"[PAD{place}]"}
+    return {token: token_id for token, token_id in tokenizer.get_vocab().items() if token != f"[PAD{token_id}]"}
 
 
 def check_vocabularies(target: LanguageModel, draft: LanguageModel, name: str) -> None:

@@ -155,14 +155,14 @@ class HuggingFaceModel(TreeRunner):
         x = torch.cat([row.taps["last"][-1:] if states else row.logits for row in rows])
         every, sequences = range(len(feeds)), [feed.sequence for feed in feeds]
         last = list(x.argmax(-1).tolist() if pick is None else pick.choose(every, 0, x))
-        behind, sizes = [[token] for token in last], [len(sequence.scratch_tokens) for sequence in sequences]
+        tokens, sizes = [[token] for token in last], [len(sequence.scratch_tokens) for sequence in sequences]
         try:
-            self._extend(native, sequences, counts, behind, pick)
+            self._extend(native, sequences, counts, tokens, pick)
         except BaseException:
             for sequence, size in zip(sequences, sizes, strict=True):
                 sequence.drop_last(len(sequence.scratch_tokens) - size)
             raise
-        return behind
+        return tokens
 
     def _is_seen_whole(self, feed: Feed, count: int) -> bool:
         """Whether a feed and the chain after it form one chain in which every layer sees every earlier token."""
@@ -178,10 +178,10 @@ class HuggingFaceModel(TreeRunner):
         native: NativeForward,
         sequences: Sequence[SequenceState],
         counts: Sequence[int],
-        behind: Sequence[list[int]],
+        chains: Sequence[list[int]],
         pick: Pick | None,
     ) -> None:
-        """Append further tokens to the first ones in ``behind``."""
+        """Append further tokens to the first ones in ``chains``."""
         if max(counts) < 2:
             return
         ends = [
@@ -190,15 +190,15 @@ class HuggingFaceModel(TreeRunner):
         ]
         start_s, steps = now(self.device), NativeChains(native, ends)
         for number in range(max(counts) - 1):
-            active, x, best = steps.step(number, [tokens[-1] for tokens in behind], pick is not None and pick.states)
+            active, x, best = steps.step(number, [tokens[-1] for tokens in chains], pick is not None and pick.states)
             for i in active:
-                sequences[i].append(behind[i][-1:], [len(sequences[i].scratch_tokens) - 1])
+                sequences[i].append(chains[i][-1:], [len(sequences[i].scratch_tokens) - 1])
             if pick is None and best is not None:
                 chosen: Sequence[int] = [tokens[0] for tokens in best.tokens(None)]
             else:
-                chosen = pick.choose(active, number + 1, x if pick.states else native.behind(x))  # type: ignore[union-attr]
+                chosen = pick.choose(active, number + 1, x if pick.states else native.transform_logits(x))  # type: ignore[union-attr]
             for i, token in zip(active, chosen, strict=True):
-                behind[i].append(token)
+                chains[i].append(token)
             self.run_rows += len(active)
         self.run_s += now(self.device) - start_s
 

@@ -264,8 +264,8 @@ class TreeRunner(ModuleModel):
     @torch.inference_mode()
     def forward_on(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
         """Run further layers of provisional nodes: feeds list all of them, with ``states`` at ``plan.start``."""
-        places = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
-        return self._score(feeds, places, taps, plan, [list(feed.states) for feed in feeds if feed.states is not None])
+        plans = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
+        return self._score(feeds, plans, taps, plan, [list(feed.states) for feed in feeds if feed.states is not None])
 
     def _finish(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
         """A full forward of trees whose leading nodes have already run the first layers."""
@@ -283,10 +283,10 @@ class TreeRunner(ModuleModel):
             fresh = [feed for feed in rest if feed.tokens]
             if fresh:
                 self.forward_part(fresh, window)
-            places = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
+            plans = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
             upper = LayerPlan(start=window.end(self.num_layers))
             states = [feed.sequence.exit_states for feed in feeds]
-            results = self._score(feeds, places, [name for name in taps if name != exit_tap], upper, states)
+            results = self._score(feeds, plans, [name for name in taps if name != exit_tap], upper, states)
             if exit_tap in taps:  # the input of the upper layers
                 results = [
                     replace(rows, taps={**rows.taps, exit_tap: torch.stack(row_states)})
@@ -304,7 +304,7 @@ class TreeRunner(ModuleModel):
     def _score(
         self,
         feeds: Sequence[Feed],
-        places: Sequence[RowPlan],
+        plans: Sequence[RowPlan],
         taps: Sequence[str],
         plan: LayerPlan = WHOLE,
         inputs: Sequence[Sequence[Tensor] | Tensor] = (),
@@ -314,14 +314,14 @@ class TreeRunner(ModuleModel):
         ``inputs`` holds, per feed, the hidden states [D] of its nodes at layer ``plan.start``.
         """
         if self.graphs is not None and self.graphs.owner is self and plan == WHOLE and not inputs:
-            fixed: list[Rows] | None = self.graphs.score(feeds, places, taps)
+            fixed: list[Rows] | None = self.graphs.score(feeds, plans, taps)
             if fixed is not None:
                 return fixed
-        for feed, place in zip(feeds, places, strict=True):
-            self.pool.make_room(feed.sequence, place.committed + len(place.parents))
+        for feed, row_plan in zip(feeds, plans, strict=True):
+            self.pool.make_room(feed.sequence, row_plan.committed + len(row_plan.parents))
         groups = by_cache([feed.sequence for feed in feeds])
         calls = [
-            self._call(take(feeds, group), take(places, group), take(inputs, group), taps, plan) for group in groups
+            self._call(take(feeds, group), take(plans, group), take(inputs, group), taps, plan) for group in groups
         ]
         self.pool.note_size()
         start_s = now(self.device)
@@ -340,16 +340,16 @@ class TreeRunner(ModuleModel):
     def _call(
         self,
         feeds: Sequence[Feed],
-        places: Sequence[RowPlan],
+        plans: Sequence[RowPlan],
         inputs: Sequence[Sequence[Tensor] | Tensor],
         taps: Sequence[str],
         plan: LayerPlan,
     ) -> NetworkCall:
         """The padded [b, width] call for nodes whose sequences share a cache, over the rows that they span."""
         cache = feeds[0].sequence.cache
-        by_row = {feed.sequence.row: place for feed, place in zip(feeds, places, strict=True)}
+        by_row = {feed.sequence.row: row_plan for feed, row_plan in zip(feeds, plans, strict=True)}
         low, high = min(by_row), max(by_row) + 1
-        width = max(place.new for place in places)
+        width = max(row_plan.new for row_plan in plans)
         # A row between the fed ones is inactive: its padding is written after its own scratch.
         rows = [by_row[r] if r in by_row else self._row_plan(cache.texts[r], 0) for r in range(low, high)]
         starts = [row.committed + len(row.parents) - row.new for row in rows]
@@ -360,7 +360,7 @@ class TreeRunner(ModuleModel):
         masks = additive_masks(rows, layers, width, used, self.forwards.run_dtype, self.device)
         if cut is not None and not self.forwards.skips_masked:
             cache.reads, masks = cut, {name: cut.mask(mask) for name, mask in masks.items()}
-        spans = [(f.sequence.row - low, p.new - f.num_wanted, p.new) for f, p in zip(feeds, places, strict=True)]
+        spans = [(f.sequence.row - low, p.new - f.num_wanted, p.new) for f, p in zip(feeds, plans, strict=True)]
         states = padded_states(inputs, feeds, low, ids, self.forwards.run_dtype) if inputs else None
         regimes = [text.regime for text in cache.texts[low:high]]
         lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)

@@ -281,11 +281,11 @@ class StatefulModel(OneByOneModel):
         if "logits_to_keep" in self._parameters:
             inputs["logits_to_keep"] = max(num_logits, 1)
         if "position_ids" in self._parameters:  # not every family gets positions from its cache
-            places = [
+            positions = [
                 [state.length + min(i, rows - pad - 1) for i in range(rows)]
                 for state, pad in zip(states, pads, strict=True)
             ]
-            inputs["position_ids"] = torch.tensor(places, device=self.device)
+            inputs["position_ids"] = torch.tensor(positions, device=self.device)
         mask = cache.mask(rows) if isinstance(cache, JoinedCache) else None
         return inputs if mask is None else {**inputs, "attention_mask": mask.to(self.device)}
 

@@ -22,10 +22,10 @@ from foretoken.server import usage
 from foretoken.server.errors import ApiError, api_error, bad
 from foretoken.server.inputs import check_fields
 from foretoken.server.limits import log_request
-from foretoken.server.places import Place, place_of
 from foretoken.server.running import ClientGone, outputs_of, pieces_of, submit_all, while_connected
 from foretoken.server.schemas import CompletionBody
 from foretoken.server.serving import Serving
+from foretoken.server.slots import RequestSlot, slot_of
 from foretoken.server.sse import OPENAI, Dialect, EventStream
 
 
@@ -101,7 +101,7 @@ class Answer(ABC):
             tickets = submit_all(self.serving.engine, requests)
         prompts = requests[:: self.body.n or 1]
         self.prompt_tokens = sum(len(request.prompt) for request in prompts)
-        self.place.spend(self.prompt_tokens)
+        self.slot.spend(self.prompt_tokens)
         return tickets
 
     def check_room(self, count: int) -> None:
@@ -112,14 +112,14 @@ class Answer(ABC):
         can ever be admitted and for a priority that this key may not request, 429 if its quota is used up.
         """
         with self._refusals():
-            if (getattr(self.body, "priority", None) or 0) < 0 and not self.place.caller.priority:
+            if (getattr(self.body, "priority", None) or 0) < 0 and not self.slot.caller.priority:
                 raise bad(
                     "a priority below 0 is not allowed for this key: leave it out",
                     "priority",
                     "priority_not_allowed",
                 )
             self.serving.engine.check_room()
-            self.place.take(count)
+            self.slot.take(count)
 
     @property
     def size(self) -> int:
@@ -127,9 +127,9 @@ class Answer(ABC):
         return int(self.http.scope["state"].get("size", 1))
 
     @property
-    def place(self) -> Place:
+    def slot(self) -> RequestSlot:
         """The request's slot in the server."""
-        return place_of(self.http.scope)
+        return slot_of(self.http.scope)
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -152,7 +152,7 @@ class Answer(ABC):
             self.serving.metrics.came((now_s - before) / tokens)
         self.last_s[index] = now_s
         self.num_new_tokens += tokens
-        self.place.spend(tokens)
+        self.slot.spend(tokens)
 
     async def outputs(self, tickets: Sequence[Ticket]) -> list[Output]:
         """The complete outputs, counted and logged.  Raises ``ApiError`` if the request failed."""

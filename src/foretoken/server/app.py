@@ -52,6 +52,6 @@ def create_app(settings: ServerSettings, serving: Serving | None = None) -> Fast
     app.include_router(chat.router)
     app.include_router(messages.router)
     app.include_router(responses.router)
-    app.add_middleware(Gate, settings=settings, places=state.places, failed=state.metrics.failed, admit=state.admit)
+    app.add_middleware(Gate, settings=settings, slots=state.slots, failed=state.metrics.failed, admit=state.admit)
     app.add_middleware(across_origins, settings=settings)
     return app

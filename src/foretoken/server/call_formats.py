@@ -74,19 +74,21 @@ def forced(form: CallFormat, tools: Sequence[Tool], most: int | None, special: M
     again = f" ({literal(form.between)} call){{0,{most - 1}}}" if most > 1 else ""
     parts = [literal(form.opens), f"call{again}", literal(form.closes)]
     lines = ["start: " + " ".join(part for part in parts if part)]
-    lines.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
-    for place, tool in enumerate(tools):
+    lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+    for number, tool in enumerate(tools):
         head = f'{form.begin}{{"name": {json.dumps(tool.function.name)}, "{form.key}": '
-        lines.append(f"call_{place}: {literal(head)} arguments_{place} {literal('}' + form.end)}")
-        lines.append(f"arguments_{place}: %json {json.dumps(_schema(tool))}")
+        lines.append(f"call_{number}: {literal(head)} arguments_{number} {literal('}' + form.end)}")
+        lines.append(f"arguments_{number}: %json {json.dumps(_schema(tool))}")
     return "\n".join(lines)
 
 
 def schemas_of(tools: Sequence[Tool], forced: Sequence[Tool]) -> dict[str, Any]:
     """Schemas of the arguments of forced calls, by path in the request.  Raises ``ApiError`` 400 for parameters that
     are no object."""
-    places = {tool.function.name: place for place, tool in enumerate(tools)}
-    return {f"tools.{places[tool.function.name]}.{PARAMETERS} ({tool.function.name})": _schema(tool) for tool in forced}
+    indices = {tool.function.name: index for index, tool in enumerate(tools)}
+    return {
+        f"tools.{indices[tool.function.name]}.{PARAMETERS} ({tool.function.name})": _schema(tool) for tool in forced
+    }
 
 
 def _literal(text: str, special: Mapping[str, int]) -> str:
@@ -95,8 +97,8 @@ def _literal(text: str, special: Mapping[str, int]) -> str:
     if not marks:
         return json.dumps(text) if text else ""
     mark = max(marks, key=len)
-    before, _, behind = text.partition(mark)
-    return f"{_literal(before, special)} <[{special[mark]}]> {_literal(behind, special)}"
+    before, _, after = text.partition(mark)
+    return f"{_literal(before, special)} <[{special[mark]}]> {_literal(after, special)}"
 
 
 def special_of(tokenizer: Any) -> dict[str, int]:

@@ -126,8 +126,8 @@ class CallReader:
                 raise _Incomplete
             if bare[0] in "{[" or bare.startswith(tuple(openings)):
                 return len(self._text) - len(bare), ""
-        places = [(place, mark) for mark in MARKS if (place := self._text.find(mark)) >= 0]
-        return min(places) if places else (len(self._text), "")
+        marks = [(start, mark) for mark in MARKS if (start := self._text.find(mark)) >= 0]
+        return min(marks) if marks else (len(self._text), "")
 
     def _plain(self, final: bool) -> list[str | Call] | None:
         """Text before any call, without a possible beginning of one."""
@@ -166,12 +166,12 @@ class CallReader:
         """Check whether a call may begin with this key; not repeated once the value's end is searched.  Raises
         :class:`_Incomplete` while that is uncertain, and :class:`_NoCall` if it may not."""
         first: re.Match[str] = _FIRST_KEY.match(self._text, at)  # type: ignore[assignment]  # it always matches
-        key, behind = first[1], first[2]
+        key, quote = first[1], first[2]
         if key is not None and not (
-            key in KEYS if behind == '"' else any(candidate.startswith(key) for candidate in KEYS)
+            key in KEYS if quote == '"' else any(candidate.startswith(key) for candidate in KEYS)
         ):
             raise _NoCall
-        if not behind and first.end() == len(self._text):
+        if not quote and first.end() == len(self._text):
             raise _Incomplete
 
     def _name(self, at: int) -> tuple[str, int]:

@@ -86,7 +86,7 @@ class _Chat(Choices, ChatTurn):
         delta: dict[str, Any] = {"content": text_of(parts)}
         calls = calls_of(parts)
         if calls:
-            delta["tool_calls"] = [{"index": place, **call.function} for place, call in enumerate(calls, before)]
+            delta["tool_calls"] = [{"index": number, **call.function} for number, call in enumerate(calls, before)]
         return {
             "index": index,
             "delta": delta,

@@ -103,7 +103,7 @@ class _Completions(Choices):
             self.serving,
             constraints,
             "prompt",
-            self.place.caller,
+            self.slot.caller,
             max_new_tokens=max(tokens, 1),
             logprobs=body.logprobs,
             prompt_logprobs=max(counts, default=None),

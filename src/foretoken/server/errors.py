@@ -193,10 +193,10 @@ def api_error(error: Exception) -> ApiError:
 def _invalid(errors: Sequence[Any], request: Request) -> ApiError:
     """Error 400 for an invalid body in the API's terms, without class names or union alternatives."""
     errors, first = errors[:64], errors[0]
-    place = _fields(first)
+    field = _fields(first)
     if first["type"] == "json_invalid":
         return _unreadable(request)
-    if not place:
+    if not field:
         content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":
             return bad("the body must be JSON, with the header Content-Type: application/json", code="content_type")

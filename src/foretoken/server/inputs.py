@@ -54,8 +54,10 @@ def chat_of(request: Mapping[str, Any]) -> ChatRequest:
         return ChatRequest.model_validate(request)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise bad(f"{place}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None, "invalid_value") from None
+        location = ".".join(map(str, first["loc"]))
+        raise bad(
+            f"{location}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None, "invalid_value"
+        ) from None
 
 
 def member_of(method: str | None, serving: Serving) -> str | None:
@@ -272,11 +274,11 @@ async def constraints_of(
 
     def compiled() -> list[OutputRule | None]:
         width = llm.target.vocab_size
-        for place, schema in (schemas or {}).items():
+        for label, schema in (schemas or {}).items():
             try:
                 checked_grammar("json_schema", schema, PATIENCE_S)
             except ValueError as error:
-                raise bad(f"{place}: {error}", param, "invalid_grammar") from None
+                raise bad(f"{label}: {error}", param, "invalid_grammar") from None
         if as_a_whole:  # a language has no state, so one serves all choices
             return [compile_language(kind, spec, llm.tokenizer, width, PATIENCE_S)] * count
         return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S) for _ in range(count)]

@@ -24,7 +24,7 @@ from foretoken.server.errors import ApiError, Failed, answered, api_error, bad, 
 from foretoken.server.keys import Caller
 from foretoken.server.memory import FREED
 from foretoken.server.pages import PATHS as PAGE_PATHS
-from foretoken.server.places import Places
+from foretoken.server.slots import AdmissionSlots
 
 requests_log = logging.getLogger("foretoken.requests")
 OPEN = ("/health", "/ready")
@@ -51,7 +51,7 @@ _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
 class Gate:
     """Entry point of every request: assigns an id, checks the key, and limits size and time of arrival.
 
-    It adds to ``scope["state"]`` the ``request_id``, the ``place``, the ``size`` of the body and the number of bytes
+    It adds to ``scope["state"]`` the ``request_id``, the ``slot``, the ``size`` of the body and the number of bytes
     ``sent``.
 
     Args:
@@ -64,11 +64,11 @@ class Gate:
         self,
         app: ASGIApp,
         settings: ServerSettings,
-        places: Places,
+        slots: AdmissionSlots,
         failed: Failed,
         admit: Callable[[Caller], None] | None = None,
     ) -> None:
-        self.app, self.places, self.failed, self.admit = app, places, failed, admit
+        self.app, self.slots, self.failed, self.admit = app, slots, failed, admit
         self.max_body, self.body_timeout = settings.max_body, settings.body_timeout
         self.root = settings.root_path.rstrip("/")
         self.keys = settings.keys
@@ -85,13 +85,13 @@ class Gate:
         state = scope.setdefault("state", {})
         state["request_id"], state["sent"], state["begun"] = _id_of(headers), 0, False
         sender = self._sender(scope, send)
-        place = None
+        slot = None
         try:
             try:
-                place = state["place"] = self.places.place(self._caller(scope, headers))
+                slot = state["slot"] = self.slots.slot(self._caller(scope, headers))
                 received = await self._body(scope, headers, receive)
                 if self.admit is not None and scope["method"] == "POST" and scope["path"].endswith(WRITERS):
-                    self.admit(place.caller)
+                    self.admit(slot.caller)
             except ApiError as error:
                 await answered(error, scope["path"], self.failed)(scope, receive, sender)
                 return
@@ -105,8 +105,8 @@ class Gate:
                 # Answered here, so that browsers of other origins can read the error and it carries the request id.
                 await answered(api_error(error), scope["path"], self.failed)(scope, receive, sender)
         finally:
-            if place is not None:
-                place.close()
+            if slot is not None:
+                slot.close()
             if state.get("size", 0) >= LARGE or state["sent"] >= LARGE:
                 FREED.large_one_ended()
 
@@ -267,8 +267,8 @@ def _quotes(codes: NDArray[np.uint8]) -> NDArray[np.int64]:
     quotes = np.flatnonzero(codes == ord('"'))
     if not (codes == ord("\\")).any():
         return quotes
-    places = np.arange(len(codes), dtype=np.int32)
-    others = np.maximum.accumulate(np.where(codes == ord("\\"), -1, places))  # the last other character
+    indices = np.arange(len(codes), dtype=np.int32)
+    others = np.maximum.accumulate(np.where(codes == ord("\\"), -1, indices))  # the last other character
     before = np.concatenate([np.array([-1], dtype=np.int32), others])[quotes]
     return quotes[(quotes - 1 - before) % 2 == 0]
 

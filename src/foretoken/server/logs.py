@@ -88,7 +88,7 @@ def say(line: str, level: int = logging.INFO) -> None:
     logging.getLogger("foretoken.server").log(level, "%s", line, extra={"plain": True})
 
 
-def _warn(message: Warning | str, *place: object, **more: object) -> None:
+def _warn(message: Warning | str, *location: object, **more: object) -> None:
     say(f"warning: {' '.join(str(message).split())}", logging.WARNING)
 
 

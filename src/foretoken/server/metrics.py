@@ -24,7 +24,7 @@ REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length
 class Metrics:
     """All counters of a server, once per name prefix, labelled with the model.
 
-    Every scrape calls ``status`` for the engine's current state and ``places`` for the number of admitted choices.
+    Every scrape calls ``status`` for the engine's current state and ``num_open`` for the number of admitted choices.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Metrics:
         prefixes: Sequence[str],
         model: str,
         status: Callable[[], EngineStatus | None],
-        places: Callable[[], int] = lambda: 0,
+        num_open: Callable[[], int] = lambda: 0,
     ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
@@ -43,7 +43,7 @@ class Metrics:
         for prefix in prefixes:
             help_text = "Choices that are admitted, until the last byte of their answer was taken."
             places_taken = Gauge(f"{prefix}:places_taken", help_text, ["model_name"], registry=self.registry)
-            places_taken.labels(model).set_function(places)
+            places_taken.labels(model).set_function(num_open)
             for name, help_text, value in (
                 ("num_requests_running", "Requests in the batch.", lambda s: s.running),
                 ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),

@@ -60,7 +60,7 @@ class _Response(ChatTurn):
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         (output,) = outputs
         parts = self.reader().push(output.text, final=True)
-        items = [self.item(part, output.logprobs if place == 0 else None) for place, part in enumerate(parts) if part]
+        items = [self.item(part, output.logprobs if index == 0 else None) for index, part in enumerate(parts) if part]
         if items and items[-1]["type"] == "message":
             items[-1]["status"] = status_of(output.finish_reason)
         return self.ended(items, output.finish_reason)
@@ -180,13 +180,13 @@ class _Response(ChatTurn):
             yield from self._text(part, values)
             return
         yield from self._closed()
-        item, place = self.item(part), len(self.items)
-        where = {"item_id": item["id"], "output_index": place}
+        item, index = self.item(part), len(self.items)
+        where = {"item_id": item["id"], "output_index": index}
         begun = {**item, "arguments": "", "status": "in_progress"}
-        yield {"type": "response.output_item.added", "output_index": place, "item": begun}
+        yield {"type": "response.output_item.added", "output_index": index, "item": begun}
         yield {"type": "response.function_call_arguments.delta", **where, "delta": part.arguments}
         yield {"type": "response.function_call_arguments.done", **where, "name": part.name, "arguments": part.arguments}
-        yield {"type": "response.output_item.done", "output_index": place, "item": item}
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
         self.items.append(item)
 
     def _text(self, text: str, values: Sequence[TokenLogprobs]) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,7 @@ from foretoken.server.keys import Caller
 from foretoken.server.lengths import Lengths
 from foretoken.server.memory import LARGE_TEXT, TEXTS
 from foretoken.server.metrics import Metrics
-from foretoken.server.places import Places
+from foretoken.server.slots import AdmissionSlots
 from foretoken.server.workers import GRAMMARS, in_thread
 
 log = logging.getLogger("foretoken.server")
@@ -124,7 +124,7 @@ class Serving:
     """State of a server.
 
     Attributes:
-        places: slots of admitted choices, held until their last byte was read.
+        slots: slots of admitted choices, held until their last byte was read.
         lengths: lower bounds on the number of tokens of a text.
         started_s: time at which the model was ready, in seconds since 1970.
         failed: error that prevented loading.
@@ -134,7 +134,7 @@ class Serving:
     settings: ServerSettings
     make: Callable[[ServerSettings], Llm] = load_llm
     metrics: Metrics = field(init=False)
-    places: Places = field(init=False)
+    slots: AdmissionSlots = field(init=False)
     started_s: int = 0
     failed: Exception | None = None
     draining: bool = False
@@ -146,8 +146,8 @@ class Serving:
     def __post_init__(self) -> None:
         prefixes = ("foretoken", *([self.settings.metrics_compat] if self.settings.metrics_compat else []))
         most = self.settings.max_running + self.settings.max_queued
-        self.places = Places(most, kept_back(most) if len(self.settings.keys) > 1 else 0)
-        self.metrics = Metrics(prefixes, self.settings.name, self._status, lambda: self.places.open)
+        self.slots = AdmissionSlots(most, kept_back(most) if len(self.settings.keys) > 1 else 0)
+        self.metrics = Metrics(prefixes, self.settings.name, self._status, lambda: self.slots.open)
 
     def _status(self) -> EngineStatus | None:
         return None if self._engine is None else self._engine.status
@@ -246,7 +246,7 @@ class Serving:
         try:
             if self._engine is not None:
                 self._engine.check_room()
-                self.places.check_room(caller)
+                self.slots.check_room(caller)
         except (QueueFull, Draining, EngineDead) as error:
             raise self.rejected(error) from error
 

@@ -128,7 +128,7 @@ class ChatTurn(Answer):
             self.serving,
             constraints,
             "messages",
-            self.place.caller,
+            self.slot.caller,
             max_new_tokens=self.most,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,

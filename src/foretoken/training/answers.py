@@ -91,11 +91,11 @@ def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
                 others[0],
             )
         for file in files:
-            for place, _, row in iter_rows(file):
+            for location, _, row in iter_rows(file):
                 try:
                     dialogues.append(_dialogue(len(dialogues), row))
                 except ValueError as error:
-                    raise ValueError(f"{place}: {error}") from None
+                    raise ValueError(f"{location}: {error}") from None
     if not dialogues:
         raise ValueError(f"no questions found below {', '.join(map(str, paths))}: give JSONL rows with messages")
     return dialogues
@@ -108,10 +108,10 @@ def _dialogue(number: int, row: Any) -> Dialogue:
         )
     messages = _messages(row)
     script: list[dict[str, Any] | None] = []
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         answered = message["role"] == "assistant" and not message.get("tool_calls")
-        script.append(None if answered and place else message)
-        following = messages[place + 1]["role"] if place + 1 < len(messages) else ""
+        script.append(None if answered and index else message)
+        following = messages[index + 1]["role"] if index + 1 < len(messages) else ""
         if message["role"] in ("user", "tool") and following not in ("assistant", message["role"]):
             script.append(None)
     if None not in script:

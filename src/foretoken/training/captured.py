@@ -77,7 +77,7 @@ class FeatureStore:
         return {tap: torch.cat([row[tap] for row in rows]) for tap in taps}
 
     def _entry(self, index: int, taps: Sequence[str]) -> dict[str, Tensor]:
-        number, place = divmod(index, STEPS)
+        number, row = divmod(index, STEPS)
         missing = [tap for tap in taps if not self._file(tap, number).exists()]
         if missing:
             self._capture(number, missing)
@@ -86,7 +86,7 @@ class FeatureStore:
             file = self._file(tap, number)
             try:
                 with safe_open(file, "pt") as shard:
-                    states[tap] = shard.get_slice("states")[place].to(self.parts.device)
+                    states[tap] = shard.get_slice("states")[row].to(self.parts.device)
             except SafetensorError:
                 raise ValueError(f"{file} is damaged: delete it to make it again") from None
         return states

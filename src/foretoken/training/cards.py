@@ -238,8 +238,10 @@ def _use(report: Mapping[str, Any]) -> str:
 def _acceptance(measured: Mapping[str, Any]) -> str:
     columns = {"greedy": measured, **({"T=1": measured["sampled"]} if "sampled" in measured else {})}
     rows = [["mean acceptance length", *(f"{column['mean_acceptance_length']:.2f}" for column in columns.values())]]
-    for place in range(len(measured["per_position"])):
-        rows.append([f"position {place + 1}", *(f"{side['per_position'][place]:.1%}" for side in columns.values())])
+    for position in range(len(measured["per_position"])):
+        rows.append(
+            [f"position {position + 1}", *(f"{side['per_position'][position]:.1%}" for side in columns.values())]
+        )
     return grid(("", *columns), rows)
 
 

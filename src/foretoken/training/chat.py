@@ -75,7 +75,7 @@ def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
         if whole[: span.stop] == text[: span.stop]:
             learned[span.start : span.stop] = [True] * len(span)
         else:
-            apart.append((text, [place in span for place in range(len(text))]))
+            apart.append((text, [index in span for index in range(len(text))]))
     return [*([(whole, learned)] if any(learned) else []), *apart]
 
 
@@ -111,7 +111,7 @@ def _text_before(messages: Sequence[Mapping[str, Any]], tokenizer: Any, more: Ma
 def _answer_span(before: Sequence[int], text: Sequence[int], ends: frozenset[int]) -> range:
     """The positions of ``text`` after ``before``, up to the first token that ends a turn."""
     start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
-    stop = next((place + 1 for place in range(start, len(text)) if text[place] in ends), len(text))
+    stop = next((index + 1 for index in range(start, len(text)) if text[index] in ends), len(text))
     return range(start, stop)
 
 
@@ -182,18 +182,18 @@ class ChatBlocks(RowBlocks):
         rows = np.full((len(packed), block + 1), filler, np.int64)
         super().__init__(rows, batch, seed, np.zeros(rows.shape, bool))
         for row, pieces in enumerate(packed):
-            place = 0
+            column = 0
             for span in pieces:
-                rows[row, place : place + len(span)] = tokens[span.start : span.stop]
-                self.learned[row, place : place + len(span)] = learned[span.start : span.stop]
-                place += len(span)
+                rows[row, column : column + len(span)] = tokens[span.start : span.stop]
+                self.learned[row, column : column + len(span)] = learned[span.start : span.stop]
+                column += len(span)
 
 
 def rows_of_step(step: int, batch: int, count: int, seed: int) -> list[int]:
     """Indices of the ``batch`` rows of a step, out of ``count``: every row once per epoch, in an order that is a
     function of (seed, epoch)."""
-    places = [divmod(i, count) for i in range(step * batch, (step + 1) * batch)]
-    return [int(np.random.default_rng((seed, turn)).permutation(count)[place]) for turn, place in places]
+    indices = [divmod(i, count) for i in range(step * batch, (step + 1) * batch)]
+    return [int(np.random.default_rng((seed, turn)).permutation(count)[index]) for turn, index in indices]
 
 
 def _spans(starts: NDArray[Any], end: int, size: int) -> Iterator[range]:

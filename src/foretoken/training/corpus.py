@@ -248,7 +248,7 @@ def _encoded(records: Sequence[Record], tokenizer: Any) -> list[list[Piece]]:
         try:
             documents.append(chat_pieces(record.row, tokenizer))
         except ValueError as error:
-            raise ValueError(f"{record.place}: {error}") from None
+            raise ValueError(f"{record.location}: {error}") from None
     return documents
 
 
@@ -325,9 +325,9 @@ class BlockSampler:
         """The blocks of one step, int64 [batch, block + 1] (inputs are [:, :-1], labels [:, 1:])."""
         rows = []
         for i in range(step * self.batch, (step + 1) * self.batch):
-            epoch, place = divmod(i, self.num_blocks)
+            epoch, index = divmod(i, self.num_blocks)
             rng = np.random.default_rng((self.seed, epoch))
-            start = int(rng.permutation(self.num_blocks)[place]) * self.block
+            start = int(rng.permutation(self.num_blocks)[index]) * self.block
             # A different phase each epoch, so that repeated text is not cut at the same positions.
             start = min(start + int(rng.integers(self.block)), len(self.tokens) - self.block - 1)
             rows.append(self.tokens[start : start + self.block + 1].astype(np.int64))

@@ -71,9 +71,9 @@ class Curve(ABC):
         axes.plot(list(self.losses), list(self.losses.values()), color=LOSS, linewidth=0.8, label="training")
         axes.set_ylabel(label)
 
-    def _draw_measured(self, axes: Any, place: int, label: str, colour: str = MEASURED) -> None:
+    def _draw_measured(self, axes: Any, index: int, label: str, colour: str = MEASURED) -> None:
         steps = sorted(self.measured)
-        values = [self.measured[step][place] for step in steps]
+        values = [self.measured[step][index] for step in steps]
         axes.plot(steps, values, color=colour, marker="o", markersize=3, label=label)
 
     def values(self, measured: Mapping[str, Any]) -> list[float]:
@@ -136,7 +136,7 @@ class AlignmentCurve(Curve):
     def draw(self, figure: Any) -> None:
         left, middle, right = figure.subplots(1, 3)
         self._draw_loss(left, "training loss")
-        for place, label in enumerate(MEASURES.values()):
-            self._draw_measured((middle, right)[place // 2], place, label, (MEASURED, OTHER)[place % 2])
+        for index, label in enumerate(MEASURES.values()):
+            self._draw_measured((middle, right)[index // 2], index, label, (MEASURED, OTHER)[index % 2])
         middle.legend(fontsize=8)
         right.legend(fontsize=8)

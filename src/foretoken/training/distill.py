@@ -193,11 +193,11 @@ class Distiller:
         m], with ``weights`` [b, m]; 0 if all are zero.  The cross entropy of the next ``text_tokens`` [b, m], if
         passed, is added."""
         starts = torch.arange(len(target_logits), device=columns.device)[:, None] * target_logits.shape[1]
-        places, weights = (columns + starts).flatten(), weights.to(columns.device).flatten()
+        rows, weights = (columns + starts).flatten(), weights.to(columns.device).flatten()
         target_logits, draft_logits = target_logits.flatten(0, 1), draft_logits.flatten(0, 1)
         total = draft_logits[:0].sum(dtype=torch.float32)  # 0 with a gradient, for rows without weights
         for some in weights.nonzero()[:, 0].split(CPU_CHUNK if columns.device.type == "cpu" else CHUNK):
-            p, q = target_logits[places[some], : self.width], draft_logits[some, : self.width]
+            p, q = target_logits[rows[some], : self.width], draft_logits[some, : self.width]
             each = divergence(self.config.loss, p, q, self.config.beta)
             if text_tokens is not None:
                 each = each + OWN_SHARE * F.cross_entropy(q.float(), text_tokens.flatten()[some], reduction="none")

@@ -143,7 +143,7 @@ def train_lm(
     steps in ``out``, weights of another architecture in ``init_from``, a folder without a model, and a missing device;
     and ``FloatingPointError`` if the loss becomes NaN or infinite: the last checkpoint is then intact.
     """
-    place = parse_device(device) or torch.device("cpu")
+    torch_device = parse_device(device) or torch.device("cpu")
     if teacher is not None:
         check_folder(teacher)
     tokenizer_from = tokenizer_from or init_from
@@ -153,13 +153,13 @@ def train_lm(
     corpus = build_corpus(data, tokenizer, text, on_read=on_read)
     if corpus.get("chat"):
         raise ValueError("train lm learns texts, not conversations: give rows with text, or use train distill")
-    model = build_model(config, int(tokenizer.eos_token_id)).to(place)
+    model = build_model(config, int(tokenizer.eos_token_id)).to(torch_device)
     if init_from is not None and config.hybrid and is_llama(init_from):
         start_from_llama(model, init_from, read_tokens(text / "train.bin", corpus["dtype"]))
     elif init_from is not None:
         _load_weights(model, init_from)
     sampler = BlockSampler(text / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
-    guide = None if teacher is None else _load_teacher(model, teacher, place)
+    guide = None if teacher is None else _load_teacher(model, teacher, torch_device)
     identity = {
         "text": text_identity(text, corpus),
         "init_from": None if init_from is None else files_checksum(sorted(init_from.glob("*.safetensors"))),
@@ -176,8 +176,8 @@ def train_lm(
     held_loss = partial(evaluate, model, text / "held.bin", corpus["dtype"], config.context, precision=config.precision)
 
     def loss_of(step: int) -> Tensor:
-        blocks = torch.from_numpy(sampler(step)).to(place)
-        with autocast(place.type, config.precision):
+        blocks = torch.from_numpy(sampler(step)).to(torch_device)
+        with autocast(torch_device.type, config.precision):
             return compute(blocks)
 
     loop.run(

@@ -51,13 +51,13 @@ def write_continuations(
     width = model.vocab_size if vocab_size is None else min(vocab_size, model.vocab_size)
     parts = []
     for start in range(0, count, ROWS):
-        coins = np.stack([np.random.default_rng((seed, n)).random(new_tokens) for n in names[start : start + ROWS]])
-        parts.append(_write(model, prompts[start : start + ROWS], torch.from_numpy(coins), sampler, width))
+        uniforms = np.stack([np.random.default_rng((seed, n)).random(new_tokens) for n in names[start : start + ROWS]])
+        parts.append(_write(model, prompts[start : start + ROWS], torch.from_numpy(uniforms), sampler, width))
     return torch.cat(parts) if parts else prompts.new_empty(0, length + new_tokens)
 
 
-def _write(model: LanguageModel, prompts: Tensor, coins: Tensor, sampler: Sampler, width: int) -> Tensor:
-    """Continuations [n, m + new] of ``prompts`` [n, m], drawn with the uniform numbers ``coins`` [n, new]."""
+def _write(model: LanguageModel, prompts: Tensor, uniforms: Tensor, sampler: Sampler, width: int) -> Tensor:
+    """Continuations [n, m + new] of ``prompts`` [n, m], drawn with the uniform numbers ``uniforms`` [n, new]."""
     sequences: list[SequenceState] = []
     columns = [prompts.cpu()]
     try:
@@ -67,7 +67,7 @@ def _write(model: LanguageModel, prompts: Tensor, coins: Tensor, sampler: Sample
             for sequence in sequences:
                 model.commit(sequence, range(prompts.shape[1] - 1))
         last = prompts[:, -1].tolist()
-        for column in coins.unbind(1):
+        for column in uniforms.unbind(1):
             rows = model.forward([Feed(s, [t], wanted=1) for s, t in zip(sequences, last, strict=True)])
             for sequence in sequences:
                 model.commit(sequence, [0])
@@ -82,10 +82,10 @@ def _write(model: LanguageModel, prompts: Tensor, coins: Tensor, sampler: Sample
     return torch.cat(columns, 1)
 
 
-def drawn(distributions: Tensor, coins: Tensor) -> Tensor:
+def drawn(distributions: Tensor, uniforms: Tensor) -> Tensor:
     """One token from each of the ``distributions`` [n, V], by inverting its cumulative distribution, int64 [n]."""
     cdf = distributions.cumsum(-1)
-    points = coins.to(cdf)[:, None] * cdf[:, -1:]
+    points = uniforms.to(cdf)[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, points, right=True).clamp_(max=distributions.shape[-1] - 1)[:, 0]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.engine.stopping import Stopper
-from foretoken.lab.parity.distribution import Evidence, noncentral_tail, smallest_seen, uniform_place
+from foretoken.lab.parity.distribution import Evidence, noncentral_tail, smallest_seen, uniform_value
 from foretoken.lab.parity.report import MODES, Settings
 from foretoken.lab.parity.run import run_parity
 from foretoken.methods.drafters.model import ModelDrafter
@@ -223,7 +223,7 @@ def _evidence(by: float, drawn: torch.Generator) -> Evidence:
         q = _tilted(p, by if prompt % 2 else -by)
         tokens = torch.multinomial(q, 60, replacement=True, generator=drawn).tolist()
         evidence.followers[prompt, ()], evidence.distributions[prompt, ()] = tokens, p
-        evidence.places += [uniform_place(p, token, coins.uniform()) for token in tokens]
+        evidence.values += [uniform_value(p, token, coins.uniform()) for token in tokens]
     return evidence
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from foretoken.core.costs import TargetCost
-from foretoken.lab.plan.ahead import ahead_row, ahead_summary, hit_chance
+from foretoken.lab.plan.ahead import ahead_row, ahead_summary, hit_probability
 from foretoken.lab.plan.assumptions import Assumptions, Measured
 
 SCRIPT = run_path(str(Path(__file__).parents[3] / "benchmarks" / "ahead.py"))
@@ -34,12 +34,14 @@ def drawn_hits(k: int, fanout: int, positions: list[float], rounds: int = 20_000
 @pytest.mark.parametrize("fanout", [1, 3])
 @pytest.mark.parametrize("k", [1, 4])
 def test_hits_are_those_of_drawn_rounds(k: int, fanout: int) -> None:
-    assert hit_chance(POSITIONS[0], k, POSITIONS, fanout) == pytest.approx(drawn_hits(k, fanout, POSITIONS), abs=0.015)
+    assert hit_probability(POSITIONS[0], k, POSITIONS, fanout) == pytest.approx(
+        drawn_hits(k, fanout, POSITIONS), abs=0.015
+    )
 
 
 def test_measured_survival() -> None:
     """Half of the rounds accept both drafts, half end at the first."""
-    assert hit_chance((0.5, 0.5), 2, [0.5, 0.2], 1) == pytest.approx(0.5 * 0.4 + 0.5 * 0.5)
+    assert hit_probability((0.5, 0.5), 2, [0.5, 0.2], 1) == pytest.approx(0.5 * 0.4 + 0.5 * 0.5)
 
 
 def clock(call: float, work: float, s: float) -> float:
@@ -126,9 +128,9 @@ def race_by_hand(trials: int) -> list[float]:
         lambda: ahead_row(Assumptions(0.5), 2, 0, 1.0),
         lambda: ahead_row(Assumptions(0.5), 2, 1, 0.5),
         lambda: ahead_row(Assumptions(0.5), 2, 1, math.nan),
-        lambda: hit_chance(0.5, 2, [0.5], 1),
-        lambda: hit_chance(0.5, 2, [0.7, 0.6], 1),
-        lambda: hit_chance(0.5, 2, [1.2, 0.1], 1),
+        lambda: hit_probability(0.5, 2, [0.5], 1),
+        lambda: hit_probability(0.5, 2, [0.7, 0.6], 1),
+        lambda: hit_probability(0.5, 2, [1.2, 0.1], 1),
         lambda: race_positions([0.5, 0.5], [1.0], 1),
         lambda: residual_positions([0.5, 0.6], [0.5, 0.5], 1),
     ],

@@ -9,7 +9,7 @@ import torch
 
 from foretoken.core import Kind, Scores, TokenTree
 from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.lab.tune.positional import acceptance_chances, measured_acceptance
+from foretoken.lab.tune.positional import acceptance_probabilities, measured_acceptance
 from foretoken.lab.workload import Subject, Workload
 from foretoken.methods.drafters.model import ModelDrafter
 from toys import fixed_tables
@@ -22,7 +22,7 @@ def chances(tokens: tuple[int, ...]) -> list[float]:
     count = len(tokens)
     tree = TokenTree((0, *tokens), (-1, *[0] * count), Kind.WITHOUT_REPLACEMENT, distribution, (-1, *[0] * count))
     logits = torch.tensor([P] * (count + 1), dtype=torch.float64).log()
-    return acceptance_chances(tree, Scores(logits, tree, [0], Sampler(SamplingParams(temperature=1.0))), 0)
+    return acceptance_probabilities(tree, Scores(logits, tree, [0], Sampler(SamplingParams(temperature=1.0))), 0)
 
 
 def test_by_hand() -> None:

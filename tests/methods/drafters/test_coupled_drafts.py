@@ -694,12 +694,12 @@ def test_jacobi_iterates_towards_the_text_of_the_seed() -> None:
     context = Context(0, list(PROMPT), len(PROMPT), Sampler(T1, len(PROMPT), Noise(5)), Rng(0))
     drafter.start(context)
     drafter.propose(context, Budget(6, 6))
-    drafter._window(context).guesses = [*text[:2], 31, *text[3:6]]  # right but for the third
+    drafter._window(context).tokens = [*text[:2], 31, *text[3:6]]  # right but for the third
     tree = drafter.propose(context, Budget(6, 6))
     logits = torch.stack([next_logits(target, [*PROMPT, *tree.tokens[1 : n + 1]]) for n in range(len(tree))])
     scores = Scores(logits, tree, list(PROMPT), context.sampler)
     drafter.observe(context, tree, scores, Verdict((1, 2), text[2], next_is_bonus=False))
-    guesses = drafter._window(context).guesses
+    guesses = drafter._window(context).tokens
     assert guesses == [race(context, logits[node], [0] * node, 1)[0] for node in range(3, 7)]
 
 

@@ -25,7 +25,7 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch, frequent_tokens
-from foretoken.training.recipes.labels import Labels, places_of
+from foretoken.training.recipes.labels import Labels, mask_of
 from toys import engine, llamas, serve
 
 IDS = [3, 1, 4, 15, 9, 2, 6, 5, 30, 8, 7, 20]
@@ -143,7 +143,7 @@ def test_labels_over_few_tokens_are_the_targets_distribution_among_them(monkeypa
     batch = Batch(tokens, recipe.parts.features(tokens[:, :-1], ("last",)), recipe.parts)
     texts, columns = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([1, 4, 0, 5, 7])
     logits = torch.randn(5, len(IDS), generator=torch.Generator().manual_seed(2))
-    labels = Labels(batch, places_of(batch, texts, columns), torch.tensor(IDS))
+    labels = Labels(batch, mask_of(batch, texts, columns), torch.tensor(IDS))
 
     def distance(row: int) -> tuple[Tensor, bool]:
         whole = batch.teacher(texts[row : row + 1], columns[row : row + 1])[0]

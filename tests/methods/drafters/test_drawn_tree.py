@@ -19,7 +19,7 @@ from foretoken.core.costs import TargetCost
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.methods.drafters.dflash import DflashDrafter
-from foretoken.methods.drafters.drawn_tree import DrawnTree, drawn_places, paying_places, traits_of
+from foretoken.methods.drafters.drawn_tree import DrawnTree, drawn_shape, paying_static_tree, traits_of
 from foretoken.methods.drafters.hydra import HydraDrafter
 from foretoken.methods.drafters.medusa import MedusaDrafter
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
@@ -75,16 +75,16 @@ def test_a_stop_ends_a_path_behind_the_token() -> None:
 
 
 def test_as_much_of_a_tree_as_pays() -> None:
-    whole = drawn_places("without_replacement", "", "eagle", 24, 5)
+    whole = drawn_shape("without_replacement", "", "eagle", 24, 5)
     free, expensive = TargetCost({1: 1.0, 64: 1.0}), TargetCost({1: 1.0, 2: 1.5, 3: 2.5, 64: 60.0})
-    sizes = [len(paying_places(whole, costs).choices) for costs in (free, expensive)]  # type: ignore[attr-defined]
+    sizes = [len(paying_static_tree(whole, costs).choices) for costs in (free, expensive)]  # type: ignore[attr-defined]
     assert sizes == [24, 1]
-    by_level = drawn_places("without_replacement", "3x2", "eagle", 24, 5)
-    assert paying_places(by_level, expensive) is by_level
+    by_level = drawn_shape("without_replacement", "3x2", "eagle", 24, 5)
+    assert paying_static_tree(by_level, expensive) is by_level
     with pytest.raises(ValueError, match="give that beside tree=3x2"):
-        drawn_places("iid", "3x2", "eagle", 24, 5)
+        drawn_shape("iid", "3x2", "eagle", 24, 5)
     with pytest.raises(ValueError, match=r"positive child counts .* sequoia"):
-        drawn_places("without_replacement", "nonsense", "eagle", 24, 5)
+        drawn_shape("without_replacement", "nonsense", "eagle", 24, 5)
 
 
 def medusa(target: LanguageModel, draw: str = "without_replacement") -> MedusaDrafter:

@@ -30,7 +30,7 @@ def test_nodes_have_their_places_paths_and_distributions() -> None:
     tree = growing(repetition_penalty=1.1)
     drawn = torch.tensor([0.5, 0.5])
     assert list(tree.add(0, [7, 8], drawn)) == [1, 2] and list(tree.add(2, [9], drawn)) == [3]
-    assert tree.places == [(), (0,), (1,), (1, 0)] and tree.path_of == [(), (7,), (8,), (8, 9)]
+    assert tree.choices == [(), (0,), (1,), (1, 0)] and tree.path_of == [(), (7,), (8,), (8, 9)]
     assert tree.length(0) == 3 and tree.length(3) == 5
     assert tree.prefixes([1, 3]) == [[4, 5, 6, 7], [4, 5, 6, 8, 9]]
     assert growing().prefixes([0]) is None, "no distribution depends on the text"

@@ -35,14 +35,14 @@ def trees_of(kind: Any, net: Any, mode: str, by_path: bool) -> list[Any]:
     model = target()
     drafter = drafter_of(kind, model, net, nodes=NODES, width=3)
     params, noise = REQUESTS[mode]
-    guesses = drafter.guesses
+    guesses = drafter.predictions
 
     def tables(*args: Any) -> Any:
         table = guesses(*args)
         table.by_path = table.by_path or by_path
         return table
 
-    drafter.guesses = tables
+    drafter.predictions = tables
     trees = []
     for seed in range(4):
         context = started(drafter, model, [3, 1, 4, 1, 5 + seed], params, seed, noise)
@@ -68,7 +68,7 @@ def test_a_table_of_other_tokens_is_seen(mode: str, monkeypatch: pytest.MonkeyPa
     net = random_net(kind, target(), **changes)
     rows = trees_of(kind, net, mode, by_path=True)
     monkeypatch.setattr(
-        "foretoken.methods.drafters.pairs.PairGuesses._row_of", lambda self, path: len(path) * self.ids.shape[1]
+        "foretoken.methods.drafters.pairs.PairPredictions._row_of", lambda self, path: len(path) * self.ids.shape[1]
     )
     assert trees_of(kind, net, mode, by_path=False) != rows
 

@@ -121,7 +121,7 @@ def test_only_the_most_likely_tokens_are_stored() -> None:
     logits = next_logits(target, [1, 2, 3])
     mistake, distribution = learner.mistake(3, logits), torch.softmax(logits.float(), -1)
     kept = distribution.topk(4)
-    assert mistake.tokens.tolist() == kept.indices.tolist() and mistake.chances.dtype == torch.half
+    assert mistake.tokens.tolist() == kept.indices.tolist() and mistake.probabilities.dtype == torch.half
     stored = stored_distribution(mistake)
     assert float(stored.sum()) == pytest.approx(1.0)
     torch.testing.assert_close(stored[kept.indices], kept.values, atol=1e-3, rtol=0)
@@ -291,7 +291,7 @@ def test_an_update_that_is_not_finite_is_dropped() -> None:
     learner = learner_of(drafter)
     before = weights_of(learner.served)
     good = learner.mistake(3, next_logits(target, [5, 6, 7]))
-    broken = Mistake(3, 32, good.tokens, torch.full_like(good.chances, math.nan))
+    broken = Mistake(3, 32, good.tokens, torch.full_like(good.probabilities, math.nan))
     learner.lessons.append(Lesson([5, 6, 7], [good]))
     learner.lessons.append(Lesson([5, 6, 7], [broken]))
     assert learner.update() is False

@@ -45,13 +45,13 @@ def test_the_default_template_is_near_the_published_tree() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 3, 5])
 def test_no_tree_of_that_size_expects_more(nodes: int) -> None:
-    chances = (0.6, 0.3, 0.05)
-    template = Template.best(chances, nodes, depth=3)
+    probabilities = (0.6, 0.3, 0.05)
+    template = Template.best(probabilities, nodes, depth=3)
     every = [path for length in (1, 2, 3) for path in itertools.product(range(3), repeat=length)]
     best = 0.0
     for chosen in itertools.combinations(every, nodes):
         if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
-            best = max(best, sum(float(np.prod([chances[r] for r in path])) for path in chosen))
+            best = max(best, sum(float(np.prod([probabilities[r] for r in path])) for path in chosen))
     assert sum(template.scores) == pytest.approx(best)
     assert list(template.scores) == sorted(template.scores, reverse=True)
 
@@ -64,8 +64,8 @@ def test_statistics_shape_the_template() -> None:
     drafter.tenants.of("").reshape(drafter.max_nodes, drafter.max_depth)
     after = [len(level) for level in drafter.tenants.of("").template.levels(12, 12)]
     assert after[0] < before[0] and len(after) > len(before)
-    chances = drafter.tenants.of("").statistics.chances()
-    assert chances[0] == pytest.approx(0.94, abs=0.01) and chances == sorted(chances, reverse=True)
+    probabilities = drafter.tenants.of("").statistics.probabilities()
+    assert probabilities[0] == pytest.approx(0.94, abs=0.01) and probabilities == sorted(probabilities, reverse=True)
 
 
 def test_statistics_count_only_what_was_tried() -> None:

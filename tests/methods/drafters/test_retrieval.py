@@ -104,7 +104,7 @@ def test_a_draft_with_words() -> None:
     store = Datastore.from_documents([[ids[w] for w in line.split()] for line in corpus])
     drafter = RetrievalDrafter(store)
     assert paths(drafter.propose(context([ids["cat"], ids["import"], ids["numpy"]]), BUDGET)) == {(2,), (2, 3)}
-    guess = drafter.guess(context([ids["the"], ids["cat"]]), BUDGET)
+    guess = drafter.draft(context([ids["the"], ids["cat"]]), BUDGET)
     assert dict(zip(guess.tokens, guess.scores, strict=True)) == {
         ids["sat"]: pytest.approx(2 / 3),
         ids["ran"]: pytest.approx(1 / 3),

@@ -25,7 +25,7 @@ from foretoken.methods.drafters.recycling import RecyclingDrafter
 from foretoken.methods.drafters.router import RouterDrafter, parse_costs
 from foretoken.methods.drafters.sam import SamDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter
-from foretoken.methods.drafters.sources import Guess, NgramSource, SourceDrafter
+from foretoken.methods.drafters.sources import NgramSource, SourceDraft, SourceDrafter
 from foretoken.methods.drafters.suffix import SuffixDrafter
 from foretoken.models.base import LanguageModel
 from toys import MarkovTable, engine, llamas, outputs, serve, tables
@@ -132,21 +132,21 @@ class Copying(SourceDrafter):
 
     name = "copying"
 
-    def __init__(self, guess: Callable[[list[int]], Guess]) -> None:
+    def __init__(self, guess: Callable[[list[int]], SourceDraft]) -> None:
         self.guess_of, self.max_depth, self.max_nodes = guess, 4, 4
 
     def open(self, context: Context) -> NgramSource:
         guess = self.guess_of
 
         class Source(NgramSource):
-            def propose(self, budget: Budget) -> Guess:
+            def propose(self, budget: Budget) -> SourceDraft:
                 return guess(self.text)
 
         return Source()
 
 
-def chain(scores: Sequence[float], match: int = 1) -> Guess:
-    return Guess([1] * len(scores), range(-1, len(scores) - 1), scores, match)
+def chain(scores: Sequence[float], match: int = 1) -> SourceDraft:
+    return SourceDraft([1] * len(scores), range(-1, len(scores) - 1), scores, match)
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def chain(scores: Sequence[float], match: int = 1) -> Guess:
         ({"rule": "match", "bias": (0, 2, 0)}, [chain([0.9], 2), chain([0.1], 3)], 0),
         ({"rule": "match", "least": 5}, [chain([0.9], 4), chain([0.1], 3)], 2),
         ({"rule": "match", "least": 5}, [chain([0.9], 4), chain([0.1], 5)], 1),
-        ({"rule": "match"}, [Guess(), Guess()], 2),
-        ({"rule": "match"}, [Guess(match=9), chain([0.1], 1)], 1),
+        ({"rule": "match"}, [SourceDraft(), SourceDraft()], 2),
+        ({"rule": "match"}, [SourceDraft(match=9), chain([0.1], 1)], 1),
     ],
 )
-def test_a_rule_chooses_by_the_guesses(options: dict[str, Any], guesses: list[Guess], chosen: int) -> None:
+def test_a_rule_chooses_by_the_guesses(options: dict[str, Any], guesses: list[SourceDraft], chosen: int) -> None:
     target, draft = tables()
     members: list[Drafter] = [Copying(lambda text, guess=guess: guess) for guess in guesses]  # type: ignore[misc]
     router = Logged([*members, ModelDrafter(draft, k=2)], **options)
@@ -180,7 +180,7 @@ def test_the_best_guess_drafts_where_the_fallback_is_silent() -> None:
 
 def test_members_that_copy_need_no_fallback() -> None:
     target, _ = tables()
-    router = Logged([Copying(lambda text: Guess()), Copying(lambda text: chain([0.6]))], rule="match")
+    router = Logged([Copying(lambda text: SourceDraft()), Copying(lambda text: chain([0.6]))], rule="match")
     assert router.rule is not None and router.rule.fallback is None
     assert set(rounds(router, target, tokens=20)[:-1]) == {1}
 

@@ -45,7 +45,7 @@ def plain_match(text: list[int]) -> tuple[int, int]:
 
 def test_golden_draft() -> None:
     assert draft(SamDrafter(k=4), list(GOLDEN)) == [4, 5, 1, 2]
-    guess = SamDrafter(k=4).guess(
+    guess = SamDrafter(k=4).draft(
         Context(0, list(GOLDEN), 17, Sampler(SamplingParams(), 17), Rng(0)), Budget(max_depth=16)
     )
     assert guess.match == 3

@@ -79,7 +79,7 @@ def plain_path(root: Node, tokens: list[int], limits: MatchLimits) -> float:
     [(1.0, [4, 5, 1], [0.5, 0.25, 0.25], 1.0), (2.0, [4, 5, 1, 2, 3], [0.5, 0.25, 0.25, 0.25, 0.25], 1.5)],
 )
 def test_golden_drafts(factor: float, tokens: list[int], scores: list[float], expected: float) -> None:
-    guess = SuffixDrafter(depth=8, factor=factor).guess(context(list(GOLDEN)), Budget(max_depth=64))
+    guess = SuffixDrafter(depth=8, factor=factor).draft(context(list(GOLDEN)), Budget(max_depth=64))
     assert (guess.tokens, guess.scores, guess.expected, guess.match) == (tokens, scores, expected, 3)
 
 

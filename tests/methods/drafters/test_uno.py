@@ -365,9 +365,9 @@ def test_how_many_places_pay() -> None:
     assert 1 <= steep < 4
     target = llamas()[0]
     drafter = drafter_for(target, draw="without_replacement", nodes=12)
-    assert drafter.places.within(4, 12)(()) == 1 and drafter.places.max_depth <= 4
+    assert drafter.shape.within(4, 12)(()) == 1 and drafter.shape.max_depth <= 4
     drafter.fit(TargetCost({1: 1.0, 2: 1.5, 64: 60.0}))
-    assert drafter.places.within(4, 12)(()) == 1
+    assert drafter.shape.within(4, 12)(()) == 1
     assert drafter.cost_beside(0) == pytest.approx(1 / 4)
 
 

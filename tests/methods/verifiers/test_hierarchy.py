@@ -19,7 +19,7 @@ from foretoken.methods.drafters.cascade import CascadeDrafter, Rule
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.methods.drafters.staged import StagedDrafter
-from foretoken.methods.verifiers.base import Coins, drawn_chance
+from foretoken.methods.verifiers.base import Coins, drawn_probability
 from foretoken.methods.verifiers.compatibility import auto_verifier
 from foretoken.models.other.table import TableModel
 
@@ -76,7 +76,7 @@ def triforce_rule(coins: Coins) -> Rule:
     def verify(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
         for node in range(1, len(tree)):
             p = scores.p(node - 1)
-            if not coins.accept(float(p[tree.tokens[node]]), drawn_chance(tree, node)):
+            if not coins.accept(float(p[tree.tokens[node]]), drawn_probability(tree, node)):
                 return Verdict(tuple(range(1, node)), coins.draw(p), False)
         return Verdict(tuple(range(1, len(tree))), coins.draw(scores.p(len(tree) - 1)), True)
 

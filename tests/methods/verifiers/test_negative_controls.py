@@ -23,8 +23,8 @@ from torch import Tensor
 
 from foretoken import registry
 from foretoken.core import Kind, Scores, TokenTree, Verdict
-from foretoken.methods.verifiers.base import Coins, drawn_chance, leftover, residual, rest_of, scaled, verdict_at
-from foretoken.methods.verifiers.block import pass_chance
+from foretoken.methods.verifiers.base import Coins, drawn_probability, leftover, residual, rest_of, scaled, verdict_at
+from foretoken.methods.verifiers.block import pass_probability
 
 CAUGHT = 0.01
 WOR = Kind.WITHOUT_REPLACEMENT
@@ -128,11 +128,11 @@ def wrong_block(
         last = len(tree) - 1
         keep, ratio = [1.0], 1.0
         for node in range(1, len(tree)):
-            p, q = float(scores.p(node - 1)[tree.tokens[node]]), drawn_chance(tree, node)
+            p, q = float(scores.p(node - 1)[tree.tokens[node]]), drawn_probability(tree, node)
             keep.append(scaled(keep[-1], p, q))
             ratio *= p / q
         rests = [leftover(scores.p(i), tree.distribution(i + 1), tree.tokens[i + 1], keep[i]) for i in range(last)]
-        chances = [1.0, *(pass_chance(float(rests[i].sum()), keep[i]) for i in range(1, last))]
+        chances = [1.0, *(pass_probability(float(rests[i].sum()), keep[i]) for i in range(1, last))]
         chances.append(min(1.0, ratio) if uncapped else keep[last])
         passed = [coins.accept(chance) for chance in chances]
         if first_failure:
@@ -248,7 +248,7 @@ def test_a_target_draw_that_looks_at_the_residual_of_the_wrong_child() -> None:
     def decide(tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         p = scores.p(0)
         for child in tree.children[0]:
-            if coins.accept(float(p[tree.tokens[child]]), drawn_chance(tree, child)):
+            if coins.accept(float(p[tree.tokens[child]]), drawn_probability(tree, child)):
                 return Verdict((child,), coins.draw(scores.p(child)), True)
         return Verdict((), coins.draw(rest_of(p, tree.distribution(1), tree.tokens[1])), False)
 

@@ -155,12 +155,12 @@ def test_what_was_handed_out_survives_the_next_step() -> None:
 
 def test_a_larger_step_gets_more_room_and_smaller_ones_keep_theirs() -> None:
     outputs, like = OutputMemory(), torch.zeros(1)
-    small = outputs.place("logits", like, (2, 3))
-    large = outputs.place("logits", like, (4, 3)).fill_(1.0)
-    assert outputs.place("logits", like, (2, 3)).data_ptr() == large.data_ptr() != small.data_ptr()
+    small = outputs.buffer("logits", like, (2, 3))
+    large = outputs.buffer("logits", like, (4, 3)).fill_(1.0)
+    assert outputs.buffer("logits", like, (2, 3)).data_ptr() == large.data_ptr() != small.data_ptr()
     assert not bool(small.fill_(2.0).eq(1).any()) and bool(large.eq(1).all())
-    assert outputs.place("logits", like.double(), (2, 3)).dtype == torch.float64
-    assert outputs.place("layer:1", like, (2, 3)).data_ptr() != large.data_ptr()
+    assert outputs.buffer("logits", like.double(), (2, 3)).dtype == torch.float64
+    assert outputs.buffer("layer:1", like, (2, 3)).data_ptr() != large.data_ptr()
 
 
 def test_numbers_are_overwritten_only_when_the_device_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:

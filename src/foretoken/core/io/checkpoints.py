@@ -30,11 +30,11 @@ def cause_of(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def place_of(path: str) -> str:
-    """Path or hub id from which Transformers reads a model (:func:`foretoken.core.io.hub_ids.place_of`). Raises
+def location_of(path: str) -> str:
+    """Path or hub id from which Transformers reads a model (:func:`foretoken.core.io.hub_ids.location_of`). Raises
     ``LoadError`` with similar names if it is not local and the hub does not answer."""
     try:
-        return hub_ids.place_of(path)
+        return hub_ids.location_of(path)
     except hub_ids.UnreachableError as error:
         near = did_you_mean(path, [*MODELS, *built_in_models()])
         raise LoadError(f"{error}; {near}`foretoken models` lists names" if near else str(error)) from None
@@ -123,11 +123,11 @@ def check_source(source: str) -> None:
         if fault is not None:
             raise LoadError(fault)
         return
-    place = local_folder(source)
-    if place is None:
-        place_of(resolve(source))
-    elif not is_adapter(place):
-        check_folder(place)
+    path = local_folder(source)
+    if path is None:
+        location_of(resolve(source))
+    elif not is_adapter(path):
+        check_folder(path)
 
 
 def local_folder(source: str | Path, role: str = "target") -> Path | None:

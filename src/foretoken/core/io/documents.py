@@ -31,12 +31,12 @@ class Record:
 
     Attributes:
         content: its text; for a conversation, its messages as JSON without the row's other fields.
-        place: file and line, for error messages.
+        location: file and line, for error messages.
         row: the row of a conversation, with ``messages`` or ``conversations``; else ``None``.
     """
 
     content: str
-    place: str
+    location: str
     row: Mapping[str, Any] | None = None
 
 
@@ -45,7 +45,7 @@ def iter_documents(paths: Sequence[str | Path]) -> Iterator[str]:
     conversation, which has no text without a chat template."""
     for record in iter_records(paths):
         if record.row is not None:
-            raise ValueError(f"{record.place} is a conversation, which only a model with a chat template can read")
+            raise ValueError(f"{record.location} is a conversation, which only a model with a chat template can read")
         yield record.content
 
 
@@ -103,13 +103,13 @@ def _rows_of(file: Path, is_single: bool) -> Iterator[Record]:
     """Texts and conversations of a file. Raises ``ValueError`` for other rows, unless the file was found in a folder
     and holds only texts."""
     chats, others = False, list[str]()
-    for place, _, row in iter_rows(file):
+    for location, _, row in iter_rows(file):
         try:
-            record = _record(row, place)
+            record = _record(row, location)
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
+            raise ValueError(f"{location}: {error}") from None
         if record is None:
-            others.append(place)
+            others.append(location)
         else:
             chats = chats or record.row is not None
         if others and (chats or is_single):
@@ -123,17 +123,17 @@ def _rows_of(file: Path, is_single: bool) -> Iterator[Record]:
         _warn(f"{_count(others, 'row')} of another shape and skipped, the first is {others[0]}")
 
 
-def _record(row: Any, place: str) -> Record | None:
+def _record(row: Any, location: str) -> Record | None:
     """A row's text (may be empty) or conversation; ``None`` without either."""
     if not isinstance(row, dict):
         return None
     conversation = conversation_of(row)
     if conversation is not None:
-        return Record(_said(conversation), place, conversation)
+        return Record(_said(conversation), location, conversation)
     text = row.get("text") or row.get("prompt")
     if isinstance(text, str):
-        return Record(text, place)
-    return Record("", place) if text is None and ("text" in row or "prompt" in row) else None
+        return Record(text, location)
+    return Record("", location) if text is None and ("text" in row or "prompt" in row) else None
 
 
 def _said(row: Mapping[str, Any]) -> str:
@@ -209,13 +209,13 @@ def iter_rows(file: Path) -> Iterator[tuple[str, str, Any]]:
     for number, line in enumerate(_read(file).split("\n"), 1):
         if not line.strip():
             continue
-        place = f"{file}, line {number}"
+        location = f"{file}, line {number}"
         try:
-            yield place, line, json.loads(line)
+            yield location, line, json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{place} is not JSON: {error.msg} (column {error.colno})") from None
+            raise ValueError(f"{location} is not JSON: {error.msg} (column {error.colno})") from None
         except RecursionError as error:
-            raise ValueError(f"{place} is not JSON: {error}") from None
+            raise ValueError(f"{location} is not JSON: {error}") from None
 
 
 def _read(file: Path) -> str:

@@ -157,10 +157,10 @@ def _followed(command: list[str], env: dict[str, str], log: IO[str], look: Calla
 def _largest(folder: Path) -> int:
     """Size of the largest file in bytes: the progress of the download."""
     sizes = [0]
-    for place, _, names in os.walk(folder):
+    for path, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):  # moved in the meantime
-                sizes.append((Path(place) / name).stat().st_size)
+                sizes.append((Path(path) / name).stat().st_size)
     return max(sizes)
 
 

@@ -19,7 +19,7 @@ class UnreachableError(ValueError):
     """A model that is neither local nor reachable; the message gives a remedy."""
 
 
-def place_of(source: str) -> str:
+def location_of(source: str) -> str:
     """Source of a model: the path or id itself, or its folder in the hub's cache if the hub cannot be reached. Raises
     ``UnreachableError`` if it is neither local nor cached and the hub cannot be reached."""
     if Path(source).expanduser().exists():

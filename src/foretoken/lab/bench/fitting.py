@@ -66,16 +66,16 @@ def fits(
 
     Calls ``on_progress`` with (done, total, next item).  Raises ``ValueError`` for a path that does not exist.
     """
-    candidates = [place for folder in folders for place in places(folder) if not _is_from(subject, place)]
+    candidates = [path for folder in folders for path in candidates_in(folder) if not _is_from(subject, path)]
     catalogue = rows("drafter")
     total = len(catalogue) + len(candidates)
     fitting: list[Fit] = []
     for number, row in enumerate(catalogue):
         on_progress(number, total, row.name)
         fitting.append(of_target(row, subject))
-    for number, place in enumerate(candidates, len(catalogue)):
-        on_progress(number, total, str(place))
-        fitting += of_place(place, subject)
+    for number, path in enumerate(candidates, len(catalogue)):
+        on_progress(number, total, str(path))
+        fitting += fits_of(path, subject)
     return fitting
 
 
@@ -101,13 +101,13 @@ def _fit(row: Row, spec: str, reason: str | None) -> Fit:
     return Fit(row.name, spec, reason is None, explanation, only_for)
 
 
-def places(path: Path) -> list[Path]:
+def candidates_in(path: Path) -> list[Path]:
     """The paths to draft with, in a folder and one level below, or the file itself.  Raises ``ValueError`` for a path
     that does not exist."""
     path = path.expanduser()
     if not path.exists():
         raise ValueError(f"no such folder or file: {path}")
-    inside = [place for place in sorted(path.iterdir()) if _is_something(place)] if path.is_dir() else []
+    inside = [entry for entry in sorted(path.iterdir()) if _is_something(entry)] if path.is_dir() else []
     return [path, *inside] if not inside or _is_something(path) else inside
 
 
@@ -125,7 +125,7 @@ def _begins_with_magic(path: Path) -> bool:
         return False
 
 
-def of_place(path: Path, subject: Subject) -> list[Fit]:
+def fits_of(path: Path, subject: Subject) -> list[Fit]:
     """Drafters from a folder or file, or the reason why there are none."""
     if set(",()|") & set(str(path)):
         return [

@@ -88,8 +88,8 @@ def _of(bench: Bench, arm: str, setting: Setting, category: str | None = None) -
     results = [
         r for r in bench.results.values() if r.arm == arm and r.setting == setting and category in (None, r.category)
     ]
-    places = {name: i for i, name in enumerate(bench.ids)}
-    return sorted(results, key=lambda r: (places[r.category], r.unit))
+    order = {name: i for i, name in enumerate(bench.ids)}
+    return sorted(results, key=lambda r: (order[r.category], r.unit))
 
 
 def _cell(bench: Bench, arm: str, setting: Setting, category: str | None) -> dict[str, Any]:

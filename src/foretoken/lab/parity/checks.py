@@ -80,7 +80,7 @@ class Tested:
         """Greedy outputs of every prompt by itself."""
         r = self.reference
         pairs, options = zip(r.prompts, r.predictions, strict=True), r.settings.greedy_options
-        return [self.steady.generate(prompt, prediction=guess, **options) for prompt, guess in pairs]
+        return [self.steady.generate(prompt, prediction=prediction, **options) for prompt, prediction in pairs]
 
     def check(self, mode: str) -> Check:
         """A new check of a mode."""
@@ -139,29 +139,29 @@ def stop_cases(plain: Llm, prompts: Sequence[list[int]], expected: Sequence[list
     """Two requests per prompt, ended after a quarter of the output by a stop string and by an end-of-text token."""
     cases = []
     for i, (prompt, output) in enumerate(zip(prompts, expected, strict=True)):
-        place = len(output) // 4
-        for options in (_stop_string(plain, output, place), _eos_bias(plain.target, prompt, output, place)):
+        index = len(output) // 4
+        for options in (_stop_string(plain, output, index), _eos_bias(plain.target, prompt, output, index)):
             if options:
                 options |= s.greedy_options
                 cases.append(StopCase(i, options, plain.generate(prompt, **options)))
     return cases
 
 
-def _stop_string(plain: Llm, output: list[int], place: int) -> dict[str, Any]:
-    """A stop string over two tokens from index ``place``, across their boundary."""
+def _stop_string(plain: Llm, output: list[int], index: int) -> dict[str, Any]:
+    """A stop string over two tokens from index ``index``, across their boundary."""
     if plain.tokenizer is None:
         return {}
-    before, upto = (plain.tokenizer.decode(output[:n], skip_special_tokens=True) for n in (place, place + 2))
+    before, upto = (plain.tokenizer.decode(output[:n], skip_special_tokens=True) for n in (index, index + 2))
     text = upto[len(before) :]
     return {"stop": text} if text and "\ufffd" not in text else {}
 
 
-def _eos_bias(target: LanguageModel, prompt: list[int], output: list[int], place: int) -> dict[str, Any]:
-    """A bias that makes an end-of-text token most likely at index ``place``, if not earlier."""
+def _eos_bias(target: LanguageModel, prompt: list[int], output: list[int], index: int) -> dict[str, Any]:
+    """A bias that makes an end-of-text token most likely at index ``index``, if not earlier."""
     if not target.eos_token_ids:
         return {}
     eos = min(target.eos_token_ids)
-    logits = next_logits(target, [*prompt, *target.answer_start], output[:place]).cpu().double()
+    logits = next_logits(target, [*prompt, *target.answer_start], output[:index]).cpu().double()
     gap = float(logits.max() - logits[eos])
     return {"logit_bias": {eos: gap + 0.5}} if math.isfinite(gap) else {}
 
@@ -197,8 +197,8 @@ def check_stop(subject: Tested) -> Check | None:
     check = subject.check("stop")
     check.prompts = len(r.stops)
     for case in r.stops:
-        guess = r.predictions[case.prompt]
-        output = subject.steady.generate(r.prompts[case.prompt], prediction=guess, **case.options)
+        prediction = r.predictions[case.prompt]
+        output = subject.steady.generate(r.prompts[case.prompt], prediction=prediction, **case.options)
         _compare(check, r, case.prompt, case.plain.token_ids, output, case.options)
         expected, got = ((o.text, o.finish_reason) for o in (case.plain, output))
         if output.token_ids == case.plain.token_ids and expected != got:
@@ -271,17 +271,18 @@ def _check_coupled(subject: Tested) -> Check:
     options = r.settings.sampled_options
     jobs = list(zip(2 * r.prompts, r.seeds, 2 * r.predictions, strict=True))
     outputs = [
-        subject.steady.generate(ids, seed=seed, prediction=guess, **options) for ids, seed, guess in jobs[:count]
+        subject.steady.generate(ids, seed=seed, prediction=prediction, **options)
+        for ids, seed, prediction in jobs[:count]
     ]
     outputs += subject.chosen.generate(2 * r.prompts, seed=r.seeds, prediction=2 * r.predictions, **options)
     check.prompts = len(outputs)
     params = SamplingParams(**r.settings.sampling)
     for i, output in enumerate(outputs):
-        place, where = (i, "alone") if i < count else (i - count, "in a batch")
-        ids, seed, _ = jobs[place]
+        index, where = (i, "alone") if i < count else (i - count, "in a batch")
+        ids, seed, _ = jobs[index]
         sampler = Sampler(params, len(ids), Noise(seed))
-        case = f"prompt {place % count} with seed {seed}, {where},"
-        _judge(check, r, place % count, r.seeded[place], output, sampler, case)
+        case = f"prompt {index % count} with seed {seed}, {where},"
+        _judge(check, r, index % count, r.seeded[index], output, sampler, case)
     return check
 
 

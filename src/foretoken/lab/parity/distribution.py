@@ -32,13 +32,13 @@ class Evidence:
     """Statistics of sampled tokens.
 
     Attributes:
-        places: every token's position in its distribution (see
-            :func:`foretoken.lab.parity.distribution.uniform_place`).
+        values: every token's position in its distribution (see
+            :func:`foretoken.lab.parity.distribution.uniform_value`).
         followers: next tokens by beginning (prompt, first tokens), for beginnings of at least 10 outputs.
         distributions: the target's distribution [V] after each of these beginnings.
     """
 
-    places: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
     followers: dict[Beginning, list[int]] = field(default_factory=dict)
     distributions: dict[Beginning, Tensor] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class Evidence:
     def tests(self) -> list[tuple[float, int, int]]:
         """Statistic, degrees of freedom and draws for first tokens, tokens after every frequent beginning, and
         positions."""
-        return [self.tables(0), self.tables(TABLE_TOKENS), (*uniformity(self.places), len(self.places))]
+        return [self.tables(0), self.tables(TABLE_TOKENS), (*uniformity(self.values), len(self.values))]
 
     def p_value(self) -> float:
         """P-value of all tests together, corrected for their number."""
@@ -70,8 +70,8 @@ class Evidence:
 
         Excludes the uniformity test, in which errors of opposite signs cancel.
         """
-        *tables, places = self.tests()
-        level = limit / len([*tables, places])
+        *tables, uniformity_test = self.tests()
+        level = limit / len([*tables, uniformity_test])
         return min(smallest_seen(draws, freedom, level) for _, freedom, draws in tables)
 
 
@@ -126,7 +126,7 @@ def _serve(llm: Llm, r: Reference, batch: Sequence[int], outputs: list[list[list
 @torch.inference_mode()
 def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
     """Compare every token with the target's distribution after its prefix."""
-    coins = Rng((r.settings.seed + 1_000_003) % SEEDS)  # separate from every sample's random stream
+    rng = Rng((r.settings.seed + 1_000_003) % SEEDS)  # separate from every sample's random stream
     start = r.target.answer_start
     prompts = [[*prompt, *start] for prompt in r.prompts]
     params = SamplingParams(**r.settings.sampling)
@@ -144,7 +144,7 @@ def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
                 prefixes = [[*prompts[i], *output[:n]] for n in range(len(output))]
                 distributions = samplers[i].distributions(logits, prefixes)
                 for n, (token, distribution) in enumerate(zip(output, distributions.cpu().double(), strict=True)):
-                    evidence.places.append(uniform_place(distribution, token, coins.uniform()))
+                    evidence.values.append(uniform_value(distribution, token, rng.uniform()))
                     beginning = (i, tuple(output[:n]))
                     if begin[beginning] >= 10:
                         evidence.distributions.setdefault(beginning, distribution.clone())
@@ -210,7 +210,7 @@ def _merged(counts: Sequence[float], expected: Sequence[float]) -> list[tuple[fl
     return cells
 
 
-def uniform_place(distribution: Tensor, token: int, u: float) -> float:
+def uniform_value(distribution: Tensor, token: int, u: float) -> float:
     """Position of a drawn token in its distribution [V], uniform in [0, 1) if the distribution is right.
 
     The randomised probability integral transform: the mass of all more likely tokens, plus ``u`` times the token's own
@@ -223,15 +223,15 @@ def uniform_place(distribution: Tensor, token: int, u: float) -> float:
     return float((before + u * mass) / distribution.sum())
 
 
-def uniformity(places: Sequence[float]) -> tuple[float, int]:
-    """Statistic and degrees of freedom of a chi-square test that ``places`` are uniform in [0, 1)."""
-    if not places:
+def uniformity(values: Sequence[float]) -> tuple[float, int]:
+    """Statistic and degrees of freedom of a chi-square test that ``values`` are uniform in [0, 1)."""
+    if not values:
         return 0.0, 0
-    if max(places) > 1.5:
+    if max(values) > 1.5:
         return math.inf, 1
-    cells = torch.tensor(places, dtype=torch.float64).mul(BINS).long().clamp_(0, BINS - 1)
+    cells = torch.tensor(values, dtype=torch.float64).mul(BINS).long().clamp_(0, BINS - 1)
     counts = torch.bincount(cells, minlength=BINS)
-    return chi_square(counts, torch.full((BINS,), len(places) / BINS, dtype=torch.float64))
+    return chi_square(counts, torch.full((BINS,), len(values) / BINS, dtype=torch.float64))
 
 
 def smallest_seen(draws: int, freedom: int, level: float) -> float:

@@ -128,9 +128,9 @@ def _checked(subject: Tested, mode: str, limit: float) -> Check | None:
             llm.engine.close()
         check = subject.check(mode)
         check.differences, check.broke_off = check.prompts, True
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         # An error from a user's drafter already names its line; ours would be a second one.
-        where = "" if isinstance(error, OutsideError) else f" ({Path(place.filename).name}, line {place.lineno})"
+        where = "" if isinstance(error, OutsideError) else f" ({Path(frame.filename).name}, line {frame.lineno})"
         check.notes.append(f"broke off: {' '.join(f'{type(error).__name__}: {error}'.split())}{where}")
         return check
 

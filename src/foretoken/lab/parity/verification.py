@@ -46,17 +46,17 @@ def compare(certificate: Certificate, report: Report, settings: Settings, target
     only near-ties may differ.
     """
     description = target.describe()
-    places = [
+    facts = [
         _facts("versions", certificate.versions, versions()),
         _facts("machine", certificate.machine, machine_here()),
         _facts("model", certificate.model, description, only=("forward", "weights")),
     ]
     texts, ties, differences = _texts(certificate, report, settings, target)
     bitwise = certificate.model["exactness"] == description["exactness"] == "bitwise"
-    must_be_equal = bitwise and all(line.equal for line in places)
+    must_be_equal = bitwise and all(line.equal for line in facts)
     lines = [
         Line("weights", "the same files, by their checksums", True),
-        *places,
+        *facts,
         _exactness(certificate, description),
         *_checks(certificate, report),
         *texts,
@@ -167,11 +167,11 @@ def _texts(
     return lines, ties, differences
 
 
-def _sampler(settings: Settings, prompt: Sequence[int], place: int | None) -> Sampler:
-    """The sampler that determines a greedy output, or the seeded output at index ``place``."""
-    if place is None:
+def _sampler(settings: Settings, prompt: Sequence[int], index: int | None) -> Sampler:
+    """The sampler that determines a greedy output, or the seeded output at index ``index``."""
+    if index is None:
         return Sampler(SamplingParams(**settings.greedy), len(prompt))
-    return Sampler(SamplingParams(**settings.sampling), len(prompt), Noise((settings.seed + place) % SEEDS))
+    return Sampler(SamplingParams(**settings.sampling), len(prompt), Noise((settings.seed + index) % SEEDS))
 
 
 def _note(difference: Difference) -> str:

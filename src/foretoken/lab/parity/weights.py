@@ -19,12 +19,12 @@ Checksums = dict[str, str]
 def model_checksums(source: str) -> Checksums:
     """Checksums of a target, whose files must be on this machine.  An adapter includes its base model's, under
     ``base/``."""
-    place = Path(resolve(source)).expanduser()
-    if not place.exists():
-        place = _fetched(source)
-    checksums = _checksums(place)
-    if place.is_dir() and is_adapter(place):
-        checksums |= {f"base/{name}": digest for name, digest in model_checksums(read_adapter(place).base).items()}
+    path = Path(resolve(source)).expanduser()
+    if not path.exists():
+        path = _fetched(source)
+    checksums = _checksums(path)
+    if path.is_dir() and is_adapter(path):
+        checksums |= {f"base/{name}": digest for name, digest in model_checksums(read_adapter(path).base).items()}
     return checksums
 
 
@@ -62,13 +62,13 @@ def _specs_in(spec: str) -> Iterator[tuple[str, str | None]]:
             yield from _specs_in(part)
 
 
-def _checksums(place: Path) -> Checksums:
+def _checksums(path: Path) -> Checksums:
     """Checksums of a file, or of a folder's files that determine its results (all files if there are no weights)."""
-    if place.is_file():
-        return {place.name: _sha256(place)}
+    if path.is_file():
+        return {path.name: _sha256(path)}
     patterns = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "drafter.json")
-    files = sorted({file for pattern in patterns for file in place.glob(pattern)})
-    return {file.name: _sha256(file) for file in files or sorted(place.iterdir()) if file.is_file()}
+    files = sorted({file for pattern in patterns for file in path.glob(pattern)})
+    return {file.name: _sha256(file) for file in files or sorted(path.iterdir()) if file.is_file()}
 
 
 def _sha256(file: Path) -> str:

@@ -53,7 +53,7 @@ class AheadRow:
         return {**asdict(self), "pays": self.pays}
 
 
-def hit_chance(acceptance: Acceptance, k: int, positions: Sequence[float], fanout: int) -> float:
+def hit_probability(acceptance: Acceptance, k: int, positions: Sequence[float], fanout: int) -> float:
     """Probability that the outcome of a round was drafted for.
 
     After a rejection (a < k) the next token is one of the drafter's lower-ranked candidates, by ``positions``; after k
@@ -64,8 +64,8 @@ def hit_chance(acceptance: Acceptance, k: int, positions: Sequence[float], fanou
         fanout: number of guessed tokens for every a.
     """
     _check_fanout(fanout)
-    for chance in positions:
-        theory.check_alpha(chance, "a probability of --positions")
+    for probability in positions:
+        theory.check_alpha(probability, "a probability of --positions")
     if math.fsum(positions) > 1.0 + SUM_TOLERANCE:
         raise ValueError(
             f"the probabilities of candidates sum to {math.fsum(positions):g} > 1: they exclude each other"
@@ -104,7 +104,7 @@ def ahead_row(
         raise ValueError(f"a contention factor must be a number >= 1 (1: nothing is shared), not {contention:g}")
     if positions is None:
         positions = trial_acceptance(theory.reached(assumptions.acceptance, 1)[0], fanout + 1)
-    hits = hit_chance(assumptions.acceptance, k, positions, fanout)
+    hits = hit_probability(assumptions.acceptance, k, positions, fanout)
     rows, plain = (k + 1) * fanout, assumptions.v(1)
     call = assumptions.v(assumptions.nodes(k)) / plain
     step, fixed = assumptions.c / plain, assumptions.overhead / plain

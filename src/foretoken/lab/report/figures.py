@@ -131,9 +131,9 @@ def positions(run: Run) -> LineChart | None:
         return None
     deepest = int(max(x for s in series for x, _ in s.points))
     every = 1 if deepest <= 16 else 4
-    places = [float(x) for x in range(1, deepest + 1) if x == 1 or x % every == 0]
+    ticks = [float(x) for x in range(1, deepest + 1) if x == 1 or x % every == 0]
     title = f"Acceptance by position ({_positions_of(run)})"
-    return LineChart(title, "position in the draft", "accepted that far", series, percent=True, x_ticks=places)
+    return LineChart(title, "position in the draft", "accepted that far", series, percent=True, x_ticks=ticks)
 
 
 def _positions_of(run: Run) -> str:
@@ -172,10 +172,10 @@ def sweeps(run: Run) -> list[LineChart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _sweep(run: Run, title: str, x_label: str, places: Sequence[tuple[float, Setting]]) -> LineChart | None:
+def _sweep(run: Run, title: str, x_label: str, settings: Sequence[tuple[float, Setting]]) -> LineChart | None:
     series = []
     for arm in run.rivals:
-        measured = [(x, overall(run, setting, arm)) for x, setting in places]
+        measured = [(x, overall(run, setting, arm)) for x, setting in settings]
         points = [(x, s.value) for x, s in measured if s is not None]
         if points:
             series.append(Series(arm, points, colour_of(run, arm)))
@@ -183,11 +183,11 @@ def _sweep(run: Run, title: str, x_label: str, places: Sequence[tuple[float, Set
 
 
 def _against(title: str, x_label: str, series: Sequence[Series]) -> LineChart | None:
-    places = sorted({x for s in series for x, _ in s.points})
-    if len(places) < 2:
+    ticks = sorted({x for s in series for x, _ in s.points})
+    if len(ticks) < 2:
         return None
-    plain = Guide("plain decoding", [(places[0], 1.0), (places[-1], 1.0)])
-    return LineChart(title, x_label, "speed-up", series, [plain], x_ticks=places)
+    plain = Guide("plain decoding", [(ticks[0], 1.0), (ticks[-1], 1.0)])
+    return LineChart(title, x_label, "speed-up", series, [plain], x_ticks=ticks)
 
 
 def _option_sweeps(run: Run) -> list[LineChart]:
@@ -219,13 +219,13 @@ def _numeric_options(arm: str) -> list[tuple[str, float, str]]:
     options = []
     for option, value in spec.options.items():
         try:
-            place = float(value)
+            number = float(value)
         except ValueError:
             continue
         rest = [f"{key}={other}" for key, other in spec.options.items() if key != option]
         name = spec.name if spec.path is None else f"{spec.name}:{spec.path}"
         family = ",".join([name, *rest]) + (f"@{controller}" if controller else "")
-        options.append((option, place, family))
+        options.append((option, number, family))
     return options
 
 

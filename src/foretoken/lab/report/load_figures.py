@@ -34,9 +34,9 @@ def latencies(run: Run, shape: str) -> list[LineChart]:
     charts = []
     for name, title in MEASURES.items():
         series = [
-            Series(f"{arm}, {words}", points, colour_of(run, arm) + place * len(LIGHT))
+            Series(f"{arm}, {words}", points, colour_of(run, arm) + index * len(LIGHT))
             for arm in run.arms
-            for place, (share, words) in enumerate({"p50": "median", "p99": "99th percentile"}.items())
+            for index, (share, words) in enumerate({"p50": "median", "p99": "99th percentile"}.items())
             if (points := _points(run, shape, arm, name, share))
         ]
         if series:
@@ -57,7 +57,7 @@ def _points(run: Run, shape: str, arm: str, name: str, share: str) -> list[tuple
 def throughputs(run: Run, shape: str) -> list[LineChart | BarChart]:
     """Charts of tokens and requests per second: curves over levels, or bars for a single level."""
     charts: list[LineChart | BarChart] = []
-    places = levels(run, shape)
+    ticks = levels(run, shape)
     for name, words in {"tokens_per_s": "tokens per second", "requests_per_s": "requests per second"}.items():
         title = words[0].upper() + words[1:]
         curves = {
@@ -65,12 +65,12 @@ def throughputs(run: Run, shape: str) -> list[LineChart | BarChart]:
             for arm in run.arms
         }
         curves = {arm: points for arm, points in curves.items() if points}
-        if len(places) > 1 and curves:
+        if len(ticks) > 1 and curves:
             series = [Series(arm, points, colour_of(run, arm)) for arm, points in curves.items()]
-            charts.append(LineChart(title, AXES[shape], words, series, x_ticks=places))
+            charts.append(LineChart(title, AXES[shape], words, series, x_ticks=ticks))
         elif curves:
             bars = [Bar(arm, points[0][1], colour=colour_of(run, arm)) for arm, points in curves.items()]
-            charts.append(BarChart(title, f"{words}, {places[0]:g} {AXES[shape]}", bars))
+            charts.append(BarChart(title, f"{words}, {ticks[0]:g} {AXES[shape]}", bars))
     return charts
 
 

@@ -134,7 +134,7 @@ def read_run(file: Path) -> Run:
     if objects and "config" in objects[0][1]:
         cells, summary = _partial([row for _, row in objects])
     else:
-        cells = [_cell(row, place, file) for place, row in objects if not row.get("summary")]
+        cells = [_cell(row, number, file) for number, row in objects if not row.get("summary")]
         summary = whole = next((row for _, row in objects if row.get("summary")), {})
     if not cells:
         raise ValueError(f"{file} contains no cells of a bench run: {NOT_A_RUN}")
@@ -145,14 +145,14 @@ def _objects(file: Path, text: str) -> tuple[list[tuple[int, dict[str, Any]]], l
     """Line numbers and objects, and a note if the last line was truncated."""
     objects: list[tuple[int, dict[str, Any]]] = []
     lines = text.split("\n")
-    for place, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, 1):
         row = _parsed(line) if line.strip() else {}
         if row:
-            objects.append((place, row))
-        elif row is None and place == len(lines) and objects:  # without a line break after it
-            return objects, [f"Line {place} is incomplete and is left out."]
+            objects.append((number, row))
+        elif row is None and number == len(lines) and objects:  # without a line break after it
+            return objects, [f"Line {number} is incomplete and is left out."]
         elif row is None:
-            raise ValueError(f"line {place} of {file} is not a JSON object: {NOT_A_RUN}")
+            raise ValueError(f"line {number} of {file} is not a JSON object: {NOT_A_RUN}")
     return objects, []
 
 
@@ -164,18 +164,18 @@ def _parsed(line: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _cell(row: Mapping[str, Any], place: int, file: Path) -> Mapping[str, Any]:
+def _cell(row: Mapping[str, Any], line_number: int, file: Path) -> Mapping[str, Any]:
     """A cell with valid key fields; charts omit missing numbers."""
     cell = {"category": "all", "temperature": 0.0, "batch": 1, **row}
     if not isinstance(cell.get("arm"), str) or not isinstance(cell["category"], str):
-        raise ValueError(f"line {place} of {file} is not a bench cell, it lacks an arm: {NOT_A_RUN}")
+        raise ValueError(f"line {line_number} of {file} is not a bench cell, it lacks an arm: {NOT_A_RUN}")
     if number(cell["temperature"]) is None or number(cell["batch"]) is None:
         raise ValueError(
-            f"line {place} of {file} is not a bench cell, its temperature or batch is not a number: {NOT_A_RUN}"
+            f"line {line_number} of {file} is not a bench cell, its temperature or batch is not a number: {NOT_A_RUN}"
         )
     # A load test's cells need an arrival pattern and a level
     if "load" in cell and (cell["load"] not in ("rate", "concurrency") or number(cell.get("level")) is None):
-        raise ValueError(f"line {place} of {file} is not a cell of a load test, it lacks its level: {NOT_A_RUN}")
+        raise ValueError(f"line {line_number} of {file} is not a cell of a load test, it lacks its level: {NOT_A_RUN}")
     return cell
 
 

@@ -84,7 +84,7 @@ def survival_of(trials: Sequence[tuple[Sequence[RaceRound], int]]) -> list[float
 
     ``trials`` are pairs of rounds and draft length; a round counts up to its own length.
     """
-    survival, chance = [], 1.0
+    survival, probability = [], 1.0
     for depth in range(1, max(length for _, length in trials) + 1):
         reached = [
             round_.accepted >= depth
@@ -93,8 +93,8 @@ def survival_of(trials: Sequence[tuple[Sequence[RaceRound], int]]) -> list[float
             for round_ in _roomy(rounds, length)
             if round_.accepted >= depth - 1
         ]
-        chance *= sum(reached) / max(len(reached), 1)
-        survival.append(chance)
+        probability *= sum(reached) / max(len(reached), 1)
+        survival.append(probability)
     return survival
 
 

@@ -36,7 +36,7 @@ class PositionalCount(Verifier):
     The probability is computed, not sampled, so that every round informs all ranks.
 
     Attributes:
-        chances: sum over rounds of the probability that the child tried first, second, ... is accepted.
+        probabilities: sum over rounds of the probability that the child tried first, second, ... is accepted.
         rounds: rounds with a draft.
     """
 
@@ -44,47 +44,47 @@ class PositionalCount(Verifier):
     kinds = frozenset({Kind.WITHOUT_REPLACEMENT, Kind.POINT})
 
     def __init__(self, width: int) -> None:
-        self.chances, self.rounds = [0.0] * width, 0
+        self.probabilities, self.rounds = [0.0] * width, 0
         self._rule = WithoutReplacementVerifier()
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         children = tree.children[0]
         if children:
             self.rounds += 1
-            for rank, chance in enumerate(acceptance_chances(tree, scores, 0)):
-                self.chances[rank] += chance
+            for rank, probability in enumerate(acceptance_probabilities(tree, scores, 0)):
+                self.probabilities[rank] += probability
         return self._rule.decide(tree, scores, coins)
 
     @property
     def acceptance(self) -> tuple[float, ...]:
         """The positional acceptance vector."""
-        return tuple(chance / max(self.rounds, 1) for chance in self.chances)
+        return tuple(total / max(self.rounds, 1) for total in self.probabilities)
 
 
-def acceptance_chances(tree: TokenTree, scores: Scores, node: int) -> list[float]:
+def acceptance_probabilities(tree: TokenTree, scores: Scores, node: int) -> list[float]:
     """Acceptance probability of every child of ``node``, in the order of trial."""
     rest, drawn, likelihood = scores.p(node), SiblingDistributions(tree), 1.0  # rest: [V]
-    chances = []
+    probabilities = []
     for child in tree.children[node]:
         token, q = tree.tokens[child], drawn.distribution(child)  # q: [V]
         accepted = min(1.0, float(rest[token]) / (1.0 if q is None else float(q[token])))
-        chances.append(likelihood * accepted)
+        probabilities.append(likelihood * accepted)
         likelihood *= 1.0 - accepted
         rest = rest_of(rest, q, token)
         drawn.remove(child)
-    return chances
+    return probabilities
 
 
 def measured_acceptance(work: Workload, drafter: ModelDrafter, width: int = 8) -> tuple[float, ...]:
     """Probability [width] that the child tried k-th is the accepted one, over text that the target writes.  Raises
     ``ValueError`` if none was ever accepted."""
     counter = PositionalCount(min(width, work.target.vocab_size))
-    wide = drafter.reshaped([(rank,) for rank in range(len(counter.chances))])
+    wide = drafter.reshaped([(rank,) for rank in range(len(counter.probabilities))])
     llm = assemble(work.target, wide, counter, "constant", None)
     for seed, prompt in enumerate(work.prompts):
         llm.generate(list(prompt), max_new_tokens=work.new_tokens, temperature=work.temperature, seed=seed,
                      ignore_eos=True)  # fmt: skip
-    if not any(counter.chances):
+    if not any(counter.probabilities):
         raise ValueError("no draft was ever accepted: this draft model does not fit the target")
     return counter.acceptance
 
@@ -189,5 +189,5 @@ def sequoia_spec(spec: str, shape: Mapping[str, Any], target: TargetCost) -> str
     nodes, depth, _ = best_shape(trees, lambda n: target.of(n) + shape["node_s"] * (n - 1), shape["level_s"])
     if nodes <= depth:
         return None
-    vector = " ".join(f"{chance:.3g}" for chance in shape["acceptance"])
+    vector = " ".join(f"{probability:.3g}" for probability in shape["acceptance"])
     return with_option(spec, "tree", f"sequoia,nodes={nodes},depth={depth},acceptance={vector}")

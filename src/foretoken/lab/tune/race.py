@@ -115,16 +115,16 @@ def heat(
         for racer in racers:
             racer.begin(prompt)
         live = list(range(len(racers)))
-        for turn, place in interleave(live, -(-most // BLOCK), 1):
+        for turn, index in interleave(live, -(-most // BLOCK), 1):
             if clock() >= until:
                 break
-            while new_tokens[place] < (turn + 1) * BLOCK and clock() < until:
-                round_ = racers[place].advance()
+            while new_tokens[index] < (turn + 1) * BLOCK and clock() < until:
+                round_ = racers[index].advance()
                 if round_ is None:
-                    live.remove(place)
+                    live.remove(index)
                     break
-                laps[place].append(round_)
-                new_tokens[place] += round_.new_tokens
+                laps[index].append(round_)
+                new_tokens[index] += round_.new_tokens
     finally:
         for racer in racers:
             racer.cancel()

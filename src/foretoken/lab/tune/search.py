@@ -176,19 +176,19 @@ class Search:
     def _brief(self, arm: EngineRacer, until: float) -> Standing:
         """Race on some prompts, and on more while the answers are too short for an estimate."""
         standing = Standing()
-        for place, prompt in enumerate(self.job.work.prompts):
-            if self.job.clock() >= until or (place >= SCOUTS and standing.is_known):
+        for index, prompt in enumerate(self.job.work.prompts):
+            if self.job.clock() >= until or (index >= SCOUTS and standing.is_known):
                 break
-            standing.add(*self._heat([arm], place, prompt, until, SCOUTED))
+            standing.add(*self._heat([arm], index, prompt, until, SCOUTED))
         return standing
 
     def _heat(
-        self, arms: Sequence[EngineRacer], place: int, prompt: Sequence[int], until: float, most: int = 1 << 20
+        self, arms: Sequence[EngineRacer], index: int, prompt: Sequence[int], until: float, most: int = 1 << 20
     ) -> list[list[RaceRound]]:
         """The rounds of some arms on a prompt, and last those of plain decoding in the same turns."""
         *laps, plain = heat([*arms, self._plain], prompt, self.job.clock, until, most)
         self._plain_rounds += plain
-        self._decoded.add(place)
+        self._decoded.add(index)
         return [*laps, plain]
 
     def _shapes(self, share_s: float, latest_s: float) -> Iterator[str]:
@@ -230,10 +230,10 @@ class Search:
                 if way not in arms and self.job.clock() < until:
                     self._enter(way, arms)
             racing = [way for way in racing if way in arms]
-            for place, prompt in turn:
+            for index, prompt in turn:
                 if self.job.clock() >= until or not racing:
                     break
-                *laps, plain = self._heat([arms[way] for way in racing], place, prompt, until)
+                *laps, plain = self._heat([arms[way] for way in racing], index, prompt, until)
                 for way, rounds in zip(racing, laps, strict=True):
                     self.finals.setdefault(way, Standing()).add(rounds, plain)
             measured = [way for way in racing if way in self.finals and self.finals[way].is_known]

@@ -74,8 +74,8 @@ def measured(target: LanguageModel, drafter: Drafter) -> RoundCosts:
         if member.relative_cost and not drafter.traits.shares_state:
             nodes = max(member.max_nodes, 1)
             lengths = sorted({min(length, member.max_depth) for length in LENGTHS})
-            place = index if limits.members else None
-            seconds = {k: _draft_s(target, drafter, text, FixedDepthController(place, k, nodes)) for k in lengths}
+            own_index = index if limits.members else None
+            seconds = {k: _draft_s(target, drafter, text, FixedDepthController(own_index, k, nodes)) for k in lengths}
             drafters[member.name] = line_of(seconds)
     return RoundCosts(curve, drafters, _rest_s(target, text, curve))
 

@@ -46,9 +46,9 @@ class DraftCounts:
         while len(self.tries) < reached:
             self.tries.append(0.0)
             self.hits.append(0.0)
-        for place in range(reached):
-            self.tries[place] += 1.0
-            self.hits[place] += place < accepted
+        for position in range(reached):
+            self.tries[position] += 1.0
+            self.hits[position] += position < accepted
 
     def discount(self, keep: float) -> None:
         """Discount all counts."""
@@ -104,11 +104,11 @@ class AcceptanceModel:
         """Expected acceptance of drafts of up to ``depth``, for requests with these pooled ``counts``."""
         everyone, copies = self.population[greedy][member], self.copies[member]
         weight = (COPIER_WEIGHT if copies else REQUEST_WEIGHT) * requests
-        chance, survival, prior = 1.0, [], PRIOR
-        for place in range(depth):
-            prior = shrunk(everyone, place, prior, DEPTH_WEIGHT if place else FIRST_WEIGHT)
-            chance *= prior if copies else shrunk(counts, place, prior, weight)
-            survival.append(chance)
+        probability, survival, prior = 1.0, [], PRIOR
+        for position in range(depth):
+            prior = shrunk(everyone, position, prior, DEPTH_WEIGHT if position else FIRST_WEIGHT)
+            probability *= prior if copies else shrunk(counts, position, prior, weight)
+            survival.append(probability)
         if copies:
             survival = mixed(counts, survival, weight)
         share = (everyone.covered + 1.0) / (everyone.covered + everyone.bare + 1.0)
@@ -124,16 +124,16 @@ def mixed(counts: DraftCounts, others: Sequence[float], weight: float) -> list[f
     ten times would be followed by others' nine in ten.
     """
     drafts = counts.tries[0] if counts.tries else 0.0
-    chance, prior, survival = 1.0, others[0], []
-    for place, promised in enumerate(others):
-        prior = shrunk(counts, place, prior, DEPTH_WEIGHT if place else 0.0)
-        chance *= prior
-        survival.append((drafts * chance + weight * promised) / (drafts + weight))
+    probability, prior, survival = 1.0, others[0], []
+    for position, promised in enumerate(others):
+        prior = shrunk(counts, position, prior, DEPTH_WEIGHT if position else 0.0)
+        probability *= prior
+        survival.append((drafts * probability + weight * promised) / (drafts + weight))
     return survival
 
 
-def shrunk(counts: DraftCounts, place: int, prior: float, weight: float) -> float:
+def shrunk(counts: DraftCounts, position: int, prior: float, weight: float) -> float:
     """Acceptance probability at a depth, shrunk towards ``prior`` with the weight of ``weight`` tries."""
-    if place >= len(counts.tries):
+    if position >= len(counts.tries):
         return prior
-    return (counts.hits[place] + weight * prior) / (counts.tries[place] + weight)
+    return (counts.hits[position] + weight * prior) / (counts.tries[position] + weight)

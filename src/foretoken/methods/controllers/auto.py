@@ -174,9 +174,9 @@ class AutoController(Controller):
         outlook = self.acceptance.outlook(contexts[0].sampler.greedy, index, counts, depths[-1], batch)
         drafts, tokens, squares, first = [], 1.0, 0.0, 0
         for depth in depths:
-            for place in range(first, depth):
-                tokens += outlook.survival[place]
-                squares += (2 * place + 1) * outlook.survival[place]
+            for position in range(first, depth):
+                tokens += outlook.survival[position]
+                squares += (2 * position + 1) * outlook.survival[position]
             first = depth
             # Upper bound: 1.5 standard errors above the mean.
             variance = max(squares - (tokens - 1.0) ** 2, 0.0)

@@ -53,7 +53,7 @@ class ConfidenceController(StoppingController):
         if not self.adapt or not drafted or not len(drafted) == levels(record) == record.num_draft_tokens:
             return
         accepted = record.num_accepted_tokens
-        self._outcomes.extend((chance, i < accepted) for i, chance in enumerate(drafted[: accepted + 1]))
+        self._outcomes.extend((probability, i < accepted) for i, probability in enumerate(drafted[: accepted + 1]))
         if len(self._outcomes) > 5 and len({is_accepted for _, is_accepted in self._outcomes}) == 2:
             self.threshold = best_threshold(self._outcomes)
 
@@ -65,9 +65,12 @@ def best_threshold(outcomes: Iterable[tuple[float, bool]]) -> float:
         outcomes: probabilities of draft tokens, and whether they were accepted; must contain both outcomes.
     """
     pairs = list(outcomes)
-    chances, accepts = np.array([chance for chance, _ in pairs]), np.array([accepted for _, accepted in pairs])
-    thresholds = np.unique(chances)[::-1]
-    reached = chances[None, :] >= thresholds[:, None]  # [thresholds, tokens]
+    probabilities, accepts = (
+        np.array([probability for probability, _ in pairs]),
+        np.array([accepted for _, accepted in pairs]),
+    )
+    thresholds = np.unique(probabilities)[::-1]
+    reached = probabilities[None, :] >= thresholds[:, None]  # [thresholds, tokens]
     false_positive = (reached & ~accepts).sum(1) / (~accepts).sum()
     false_negative = (~reached & accepts).sum(1) / accepts.sum()
     return float(thresholds[int(np.argmin(false_positive + 3.0 * false_negative))])

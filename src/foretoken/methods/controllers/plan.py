@@ -116,7 +116,7 @@ def best_plan(
     """The plan with the highest goodput, and the best one with drafts. Each member drafts at its best length; the
     candidates are every prefix of the members by rate, and each member alone."""
     ranked = best_drafts(drafts, batch, costs)
-    orders = [ranked[:place] for place in range(1, len(ranked) + 1)] + [[draft] for draft in ranked[1:]]
+    orders = [ranked[:count] for count in range(1, len(ranked) + 1)] + [[draft] for draft in ranked[1:]]
     plain = planned((), batch, costs)
     rival = max((planned(order, batch, costs, pads) for order in orders), key=lambda plan: plan.goodput, default=None)
     return (plain if rival is None or plain.goodput >= rival.goodput else rival), rival

@@ -42,8 +42,8 @@ class HeadStop(PathStop):
         if self._device != hidden.device:
             self.net.to(hidden.device)
             self._device = hidden.device
-        chances: list[float] = torch.sigmoid(self.net(hidden.float())).tolist()
-        return [before * chance for before, chance in zip(above, chances, strict=True)]
+        probabilities: list[float] = torch.sigmoid(self.net(hidden.float())).tolist()
+        return [before * probability for before, probability in zip(above, probabilities, strict=True)]
 
     def ends(self, likelihood: float) -> bool:
         return 1.0 - likelihood > self.threshold

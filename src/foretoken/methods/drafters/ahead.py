@@ -30,7 +30,7 @@ from foretoken.models.base import CapabilityError, Feed, LanguageModel, Sequence
 
 
 @dataclass
-class OutcomeGuess:
+class OutcomeDraft:
     """A predicted outcome and the chain after it.
 
     Attributes:
@@ -68,7 +68,7 @@ class Ahead:
     depth: int
     uniforms: Sequence[float]
     races: bool
-    branches: list[OutcomeGuess] = field(default_factory=list)
+    branches: list[OutcomeDraft] = field(default_factory=list)
 
 
 class AheadDrafter(ModelDrafter):
@@ -237,13 +237,13 @@ class AheadDrafter(ModelDrafter):
         rows = projected(self.head, self.twin.forward, feeds)
         for item, feed, row in zip(items, feeds, rows, strict=True):
             self._guess(item, self._widened(row.logits), len(feed.tokens) - 1 - len(item.drafts))
-        for place in range(self.max_depth):
-            going = [item for item in items if item.branches and place < item.depth]
-            feeds = [self._next_feed(item, place) for item in going]
+        for position in range(self.max_depth):
+            going = [item for item in items if item.branches and position < item.depth]
+            feeds = [self._next_feed(item, position) for item in going]
             if not feeds:
                 break
             for item, row in zip(going, projected(self.head, self.twin.forward, feeds), strict=True):
-                self._extend(item, self._widened(row.logits), place)
+                self._extend(item, self._widened(row.logits), position)
 
     def _guess(self, item: Ahead, logits: Tensor, root: int) -> None:
         """Set the predicted outcomes from draft logits [k + 1, V] after the root and every draft token; the root is
@@ -252,18 +252,18 @@ class AheadDrafter(ModelDrafter):
         ranking = ranked(item.sampler, logits, lengths, None) if item.races else logits
         for accepted, row in enumerate(ranking):
             rejected = item.drafts[accepted] if accepted < len(item.drafts) else None
-            guesses = [token for token in best(row, self.fanout + 1) if token != rejected][: self.fanout]
+            recovered = [token for token in best(row, self.fanout + 1) if token != rejected][: self.fanout]
             path = tuple(item.drafts[:accepted])
-            item.branches += [OutcomeGuess((*path, token), root + accepted) for token in guesses]
+            item.branches += [OutcomeDraft((*path, token), root + accepted) for token in recovered]
 
-    def _next_feed(self, item: Ahead, place: int) -> Feed:
-        tokens = [branch.outcome[-1] if not place else branch.tokens[-1] for branch in item.branches]
+    def _next_feed(self, item: Ahead, position: int) -> Feed:
+        tokens = [branch.outcome[-1] if not position else branch.tokens[-1] for branch in item.branches]
         parents, first = [branch.node for branch in item.branches], len(item.sequence.scratch_tokens)
         for i, branch in enumerate(item.branches):
             branch.node = first + i
         return Feed(item.sequence, self._readable(tokens), parents)
 
-    def _extend(self, item: Ahead, logits: Tensor, place: int) -> None:
+    def _extend(self, item: Ahead, logits: Tensor, position: int) -> None:
         """Append one token to every branch, from draft logits [n, V]."""
         if item.uniforms:
             for branch, row in zip(item.branches, logits, strict=True):
@@ -271,10 +271,10 @@ class AheadDrafter(ModelDrafter):
                 if distribution is None:
                     raise ValueError("the draft model excludes every token: nothing can be drafted ahead")
                 branch.rows.append(distribution)
-                branch.tokens += drawn_at(distribution, [item.uniforms[place]])
+                branch.tokens += drawn_at(distribution, [item.uniforms[position]])
             return
         if item.races:
-            lengths = [len(item.text) + len(branch.outcome) + place for branch in item.branches]
+            lengths = [len(item.text) + len(branch.outcome) + position for branch in item.branches]
             logits = ranked(item.sampler, logits, lengths, None)
         for branch, token in zip(item.branches, logits.argmax(-1).tolist(), strict=True):
             branch.tokens.append(token)

@@ -17,7 +17,7 @@ from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.methods.drafters.nets.block_model import BlockModel
 from foretoken.methods.drafters.nets.store import load_net
-from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
+from foretoken.methods.drafters.parallel import ParallelDrafter, Predictions
 from foretoken.methods.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL, Window
@@ -118,7 +118,7 @@ class BlockDrafter(OnePassDrafter):
     def _depth(self, context: Context, budget: Budget) -> int:
         return min(self.max_depth, budget.max_depth, budget.max_nodes)
 
-    def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
+    def _all_predictions(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Predictions]:
         """Predict with one call for the committed tokens and one for all blocks; requests without read tokens are left
         out."""
         level, _ = self.follow(contexts)
@@ -128,16 +128,16 @@ class BlockDrafter(OnePassDrafter):
         return dict(zip(ready, self._guess([contexts[i] for i in ready], max(depths[i] for i in ready)), strict=True))
 
     @torch.inference_mode()
-    def _guess(self, contexts: Sequence[Context], depth: int) -> list[Guesses]:
+    def _guess(self, contexts: Sequence[Context], depth: int) -> list[Predictions]:
         config = self.net.config
         sequences, roots = [c.state[self] for c in contexts], [c.root for c in contexts]
         first = 0 if config.from_anchor else 1
         guessing = range(first, first + depth)
         blocks = self.model.blocks(sequences, roots, config.rows_for(depth), guessing)
-        return [self.guesses(*each, guessing) for each in zip(contexts, blocks, strict=True)]
+        return [self.predictions(*each, guessing) for each in zip(contexts, blocks, strict=True)]
 
-    def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:
-        return Guesses(context, block.logits, self.head, self._races(context), block.best)
+    def predictions(self, context: Context, block: BlockRows, guessing: range) -> Predictions:
+        return Predictions(context, block.logits, self.head, self._races(context), block.best)
 
 
 def block_model(net: BlockNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> BlockModel:

@@ -39,11 +39,11 @@ class Chain:
         length: planned number of draft tokens.
         to_write: how many of them the model writes; the late drafter adds the others.
         distributions: per draft token the distribution [V] that it was drawn from; ``None`` for a point mass.
-        places: per token that the model wrote, the scores and the node that it follows.
+        sources: per token that the model wrote, the scores and the node that it follows.
         unread: tokens to feed to the model next; the last is the root of the next inner draft.
         parent: scratch node that they follow.
         root: scratch node of the last root.
-        spots: the model's scratch node for each of ``places``.
+        spots: the model's scratch node for each of ``sources``.
         stopped: whether the budget's stop rule ended the chain.
         most_guesses: maximum nodes of an inner draft; 0: no limit but the inner drafter's.
     """
@@ -56,7 +56,7 @@ class Chain:
     to_write: int
     tokens: list[int] = field(default_factory=list)
     distributions: list[Tensor | None] = field(default_factory=list)
-    places: list[tuple[Scores, int]] = field(default_factory=list)
+    sources: list[tuple[Scores, int]] = field(default_factory=list)
     unread: Sequence[int] = ()
     parent: int = -1
     root: int = -1
@@ -291,7 +291,7 @@ class CascadeDrafter(BatchDrafter):
         distribution = None if scores.sampler.fixed else scores.p(node)
         chain.tokens.append(token)
         chain.distributions.append(distribution)
-        chain.places.append((scores, node))
+        chain.sources.append((scores, node))
         chain.spots.append(chain.root + node)
         chain.stopped = self._is_last(chain, scores, node, token)
 

@@ -48,11 +48,11 @@ def fingerprint(tokenizer: Any) -> str:
 def write_arrays(path: str | Path, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     """Write arrays to ``path`` via a temporary file: an interrupted write leaves an old file intact."""
     path = Path(path)
-    places, offset = {}, 0
+    layouts, offset = {}, 0
     for name, array in arrays.items():
-        places[name] = [array.dtype.str, len(array), offset]
+        layouts[name] = [array.dtype.str, len(array), offset]
         offset += -(-array.nbytes // ALIGN) * ALIGN
-    header = json.dumps({"kind": kind, "bytes": offset, "arrays": places, **meta}).encode()
+    header = json.dumps({"kind": kind, "bytes": offset, "arrays": layouts, **meta}).encode()
     header += b" " * (-(PREFIX.size + len(header)) % ALIGN)
     with replacing(path) as draft, draft.open("wb") as file:
         file.write(b"\0" * PREFIX.size + header)

@@ -67,7 +67,7 @@ def distribution_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int]) -> 
         return None
 
 
-def chances_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int], length: int) -> Tensor | None:
+def probabilities_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int], length: int) -> Tensor | None:
     """Distribution [V] of the token after ``length`` tokens, by draft logits [V]: with noise by its race, else by the
     request's sampler; ``None`` if the request allows no token."""
     if sampler.noise is None:

@@ -20,7 +20,7 @@ from foretoken.methods.trees.cost_aware import paying_count
 from foretoken.methods.trees.counts import Counts, Levels, Ranks, StaticTree
 from foretoken.methods.trees.sequoia import TYPICAL, Sequoia, values_of_ranks
 from foretoken.methods.trees.shapes import Choice
-from foretoken.methods.trees.specs import places_of
+from foretoken.methods.trees.specs import static_tree_of
 
 DRAWS = ("iid", "without_replacement", "greedy")
 """Proposals of requests that sample without noise: a drawn chain, a drawn tree, or the likeliest tokens."""
@@ -32,7 +32,7 @@ def check_draw(name: str, draw: str) -> None:
         raise ValueError(f"{name} needs draw={', '.join(DRAWS[:-1])} or {DRAWS[-1]}, not {draw!r}")
 
 
-def drawn_places(draw: str, tree: str, name: str, nodes: int, depth: int) -> StaticTree:
+def drawn_shape(draw: str, tree: str, name: str, nodes: int, depth: int) -> StaticTree:
     """The shape of drawn proposals: a chain, or a tree of distinct siblings, by default Sequoia's.
 
     Raises:
@@ -42,18 +42,18 @@ def drawn_places(draw: str, tree: str, name: str, nodes: int, depth: int) -> Sta
         if tree:
             raise ValueError(f"{name} draws a tree with draw=without_replacement only: give that beside tree={tree}")
         return Levels((1,) * depth)
-    return places_of(tree, name) if tree else Ranks(Sequoia(nodes, depth).choices())
+    return static_tree_of(tree, name) if tree else Ranks(Sequoia(nodes, depth).choices())
 
 
-def paying_places(places: StaticTree, costs: TargetCost) -> StaticTree:
+def paying_static_tree(shape: StaticTree, costs: TargetCost) -> StaticTree:
     """The part of a tree that pays off on this machine, by typical probabilities of its ranks; a shape by levels stays
     whole.
 
     The cost is that of a single request, because drawn tokens must not depend on the other requests of a call.
     """
-    if not isinstance(places, Ranks) or not places.branches:
-        return places
-    return Ranks(places.choices[: paying_count(values_of_ranks(places.choices, TYPICAL), costs, 1)])
+    if not isinstance(shape, Ranks) or not shape.branches:
+        return shape
+    return Ranks(shape.choices[: paying_count(values_of_ranks(shape.choices, TYPICAL), costs, 1)])
 
 
 def traits_of(draw: str, points_branch: bool, drawn_branch: bool) -> Traits:
@@ -69,27 +69,27 @@ class DrawnTree:
     """A tree or chain under construction whose shape is fixed before its tokens; node 0 is the root.
 
     Args:
-        places: the shape.
+        shape: the static tree.
         most: the drafter's maximum number of nodes.
 
     Attributes:
-        places: ranks of every node below the root.
+        choices: ranks of every node below the root.
         path_of: tokens from below the root to every node.
         distributions: distributions [V] of drawn tokens; ``q_rows`` are each node's index in it.
     """
 
-    def __init__(self, context: Context, places: StaticTree, budget: Budget, most: int) -> None:
+    def __init__(self, context: Context, shape: StaticTree, budget: Budget, most: int) -> None:
         self.context, self.budget, self.sampler = context, budget, context.sampler
         self.most = min(most, budget.max_nodes)
-        self.counts: Counts = places.within(budget.max_depth, self.most)
-        self.branches = places.branches
+        self.counts: Counts = shape.within(budget.max_depth, self.most)
+        self.branches = shape.branches
         self.tokens, self.parents, self.q_rows = [context.root], [-1], [-1]
-        self.places: list[Choice] = [()]
+        self.choices: list[Choice] = [()]
         self.path_of: list[tuple[int, ...]] = [()]
         self.distributions: list[Tensor] = []
 
     def width(self, node: int) -> int:
-        return max(0, min(self.counts(self.places[node]), self.most - (len(self.tokens) - 1)))
+        return max(0, min(self.counts(self.choices[node]), self.most - (len(self.tokens) - 1)))
 
     def prefix(self, node: int) -> Sequence[int]:
         """The committed tokens and the path, if a distribution depends on them."""
@@ -104,7 +104,7 @@ class DrawnTree:
             self.tokens.append(token)
             self.parents.append(node)
             self.q_rows.append(row)
-            self.places.append((*self.places[node], rank))
+            self.choices.append((*self.choices[node], rank))
             self.path_of.append((*self.path_of[node], token))
         return range(first, len(self.tokens))
 

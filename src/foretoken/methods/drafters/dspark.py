@@ -14,13 +14,13 @@ import torch
 from foretoken.core import Context
 from foretoken.methods.drafters.nets.block_model import BlockModel
 from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
-from foretoken.methods.drafters.pairs import PairDrafter, PairGuesses
-from foretoken.methods.drafters.parallel import Guesses, PlaceScores
+from foretoken.methods.drafters.pairs import PairDrafter, PairPredictions
+from foretoken.methods.drafters.parallel import PositionScores, Predictions
 from foretoken.models.cache.window import USUAL
 from foretoken.models.forward.heads.native_net import BlockRows
 
 
-class SparkGuesses(PairGuesses):
+class SparkPredictions(PairPredictions):
     """Scores, and the probability by the confidence head that a path survives so far.
 
     A position's confidence depends only on the tokens before it, so that stopping there is exact for drawn chains.
@@ -29,7 +29,7 @@ class SparkGuesses(PairGuesses):
     net: DsparkNet
     stop: float = 0.0
 
-    def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
+    def row(self, path: Sequence[int], state: Any) -> tuple[PositionScores, Any]:
         """The position's candidates; none if its path is not likely enough to get there and be right."""
         memory, survival = state or (None, 1.0)
         if self.stop > 0:
@@ -37,7 +37,7 @@ class SparkGuesses(PairGuesses):
                 odds = self.net.confidences(self.before(path), self.states[len(path)])
             survival *= 1.0 if odds is None else float(torch.sigmoid(odds.float()))
             if survival < self.stop:
-                return PlaceScores(self.values[len(path)], self.ids[len(path)], ends=True), None
+                return PositionScores(self.values[len(path)], self.ids[len(path)], ends=True), None
         row, memory = super().row(path, memory)
         return row, (memory, survival)
 
@@ -74,7 +74,7 @@ class DsparkDrafter(PairDrafter):
             raise ValueError("this dspark has no confidence head to stop by: leave stop out")
         self.stop = stop
 
-    def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:
-        guesses = SparkGuesses(context, block, guessing, self.head, self._races(context), self.net)
-        guesses.stop, guesses.by_path = self.stop, guesses.by_path or self.stop > 0
-        return guesses
+    def predictions(self, context: Context, block: BlockRows, guessing: range) -> Predictions:
+        predictions = SparkPredictions(context, block, guessing, self.head, self._races(context), self.net)
+        predictions.stop, predictions.by_path = self.stop, predictions.by_path or self.stop > 0
+        return predictions

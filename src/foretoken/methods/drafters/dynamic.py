@@ -85,10 +85,10 @@ class DynamicTree:
             For every node of the new frontier, its parent's index in the previous one.
         """
         first, row_of = len(candidates), {node: row for row, node in enumerate(tree.frontier)}
-        for node, chosen, chances in zip(tree.frontier, tokens, values, strict=True):
-            possible = [i for i, chance in enumerate(chances) if chance > -math.inf]
+        for node, chosen, log_probs in zip(tree.frontier, tokens, values, strict=True):
+            possible = [i for i, log_prob in enumerate(log_probs) if log_prob > -math.inf]
             candidates.add(
-                node, [chosen[i] for i in possible], [candidates.scores[node] + chances[i] for i in possible]
+                node, [chosen[i] for i in possible], [candidates.scores[node] + log_probs[i] for i in possible]
             )
         tree.path_of += [
             (*tree.path_of[candidates.parents[node]], candidates.tokens[node]) for node in range(first, len(candidates))

@@ -68,8 +68,8 @@ def vocabulary_head(net: Eagle3Net, parts: TargetParts, ids: Tensor | None = Non
     net = net.to(parts.device)
     weight = None if net.lm_head is None else net.lm_head.weight.detach()
     if ids is not None and weight is not None:
-        place = {token: row for row, token in enumerate(net.vocabulary.tolist())}
-        weight = weight[[place[token] for token in ids.tolist()]]
+        row_of = {token: row for row, token in enumerate(net.vocabulary.tolist())}
+        weight = weight[[row_of[token] for token in ids.tolist()]]
     return DraftHead(parts, net.vocabulary if ids is None else ids, weight)
 
 

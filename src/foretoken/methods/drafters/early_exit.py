@@ -50,8 +50,8 @@ class Saturation:
             best = torch.softmax(row.logits.float(), -1).topk(2, -1).values
             return bool((best[:, 0] - best[:, 1] >= self.threshold).all())
         count = len(row.logits)
-        behind, before = (row.taps[f"layer:{i}"][-count:].float() for i in (layer, layer - 1))
-        return bool((functional.cosine_similarity(behind, before, dim=-1) >= self.threshold).all())
+        after, before = (row.taps[f"layer:{i}"][-count:].float() for i in (layer, layer - 1))
+        return bool((functional.cosine_similarity(after, before, dim=-1) >= self.threshold).all())
 
     def taps(self, layer: int) -> tuple[str, ...]:
         """The hidden states that a pass up to ``layer`` must return, to continue from and for the test."""

@@ -66,7 +66,7 @@ class EnsembleDrafter(GroupDrafter):
         return [self._merged(context, trees) for context, trees in zip(contexts, proposed, strict=True)]
 
     def _merged(self, context: Context, trees: Sequence[TokenTree]) -> TokenTree:
-        tree, places = merge(trees, self.traits.kind)
-        parts = {i: MemberTree(part, place) for i, (part, place) in enumerate(zip(trees, places, strict=True))}
+        tree, node_maps = merge(trees, self.traits.kind)
+        parts = {i: MemberTree(part, node_map) for i, (part, node_map) in enumerate(zip(trees, node_maps, strict=True))}
         context.state[self] = Proposal(tree, parts)
         return tree

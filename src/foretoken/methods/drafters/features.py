@@ -16,7 +16,7 @@ from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import BatchDrafter, share_of_bytes
 from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
-from foretoken.methods.drafters.drawn_tree import check_draw, drawn_places, paying_places, traits_of
+from foretoken.methods.drafters.drawn_tree import check_draw, drawn_shape, paying_static_tree, traits_of
 from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, best_of
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.reading import FeatureReader
@@ -83,10 +83,10 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         model.window, model.top = Window(window, sink), width
         self.draw = draw
         self.dynamic = DynamicTree(build_tree(grow, Growth), None, width)
-        self.places = drawn_places(draw, tree, self.name, nodes, depth)
+        self.shape = drawn_shape(draw, tree, self.name, nodes, depth)
         self.max_depth, self.max_nodes = depth, nodes
         self.vocab_size = model.vocab_size
-        self.traits = traits_of(draw, width > 1, self.places.branches)
+        self.traits = traits_of(draw, width > 1, self.shape.branches)
 
     @property
     def costs(self) -> TargetCost | None:
@@ -118,7 +118,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
             return cls(model, nodes=nodes, **options)
         built = cls(model, nodes=MOST_NODES, **options)
         built.costs = quick_costs(target)
-        built.places = paying_places(built.places, built.costs)
+        built.shape = paying_static_tree(built.shape, built.costs)
         return built
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
@@ -147,7 +147,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         draws, races = self.draw != "greedy" and not fixed, is_ranked(context.sampler, self.draw == "greedy")
         return Growing(
             context,
-            self.places,
+            self.shape,
             budget,
             self.max_nodes,
             context.state[self],

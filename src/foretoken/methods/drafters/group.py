@@ -23,11 +23,11 @@ class MemberTree:
     """A member's proposal.
 
     Attributes:
-        places: the group tree's node for each of its nodes.
+        nodes: the group tree's node for each of its nodes.
     """
 
     tree: TokenTree
-    places: Sequence[int]
+    nodes: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ def show(member: Drafter, context: Context, part: MemberTree | None, scores: Sco
     if part is not None:
         path = _path_along(part.tree, tokens[:-1])
         last = path[-1] if path else 0
-        mine = _scores_at(scores, part.tree, part.places)
+        mine = _scores_at(scores, part.tree, part.nodes)
         member.observe(context, part.tree, mine, Verdict(path, tokens[len(path)], not part.tree.children[last]))
         first = len(path) + 1
     for node, token in zip(nodes[first:], tokens[first:], strict=True):
@@ -131,11 +131,11 @@ def _path_along(tree: TokenTree, tokens: Sequence[int]) -> tuple[int, ...]:
     return tuple(tree.path(alive[0])[1:])
 
 
-def _scores_at(scores: Scores, tree: TokenTree, places: Sequence[int]) -> Scores:
-    """The scores of ``tree``, whose nodes are at ``places`` of the scored tree."""
-    if list(places) == list(range(len(scores.tree))):
+def _scores_at(scores: Scores, tree: TokenTree, nodes: Sequence[int]) -> Scores:
+    """The scores of ``tree``, whose nodes are at ``nodes`` of the scored tree."""
+    if list(nodes) == list(range(len(scores.tree))):
         return replace(scores, tree=tree, _distributions={})
-    rows = slice(places[0], places[0] + 1) if len(places) == 1 else list(places)  # a slice does not copy
+    rows = slice(nodes[0], nodes[0] + 1) if len(nodes) == 1 else list(nodes)  # a slice does not copy
     taps = HiddenStates.of(scores.taps).at(rows) if scores.taps else {}
     return Scores(scores.logits[rows], tree, scores.prefix, scores.sampler, taps)
 

@@ -19,7 +19,7 @@ class Growing(DrawnTree):
     """A tree that a model grows level by level.
 
     Args:
-        places: the shape, unless it grows by confidence.
+        shape: the static tree, unless it grows by confidence.
         most: the drafter's maximum number of nodes.
         sequence: the model's, whose scratch holds the nodes that it has read.
         draws: whether tokens are drawn, with their distributions recorded; otherwise the best ones are taken.
@@ -41,7 +41,7 @@ class Growing(DrawnTree):
     def __init__(
         self,
         context: Context,
-        places: StaticTree,
+        shape: StaticTree,
         budget: Budget,
         most: int,
         sequence: SequenceState,
@@ -52,7 +52,7 @@ class Growing(DrawnTree):
         candidates: Candidates | None = None,
         sharing: int = 1,
     ) -> None:
-        super().__init__(context, places, budget, most)
+        super().__init__(context, shape, budget, most)
         self.sequence, self.draws, self.races, self.text = sequence, draws, races, text
         self.candidates, self.sharing = candidates, sharing
         if candidates is not None:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from foretoken.core import Budget, Context
 from foretoken.methods.drafters.base import Drafter
-from foretoken.methods.drafters.sources import Guess, SourceDrafter
+from foretoken.methods.drafters.sources import SourceDraft, SourceDrafter
 
 RULES = ("cost", "expected", "match")
 """``cost`` compares no drafts; the cheapest member drafts first."""
 
 
 @dataclass(frozen=True)
-class GuessRule:
+class DraftRule:
     """A rule over the drafts of some members.
 
     Attributes:
@@ -38,7 +38,7 @@ class GuessRule:
     fallback: int | None
 
     @classmethod
-    def over(cls, name: str, least: float, bias: Sequence[float], drafters: Sequence[Drafter]) -> GuessRule | None:
+    def over(cls, name: str, least: float, bias: Sequence[float], drafters: Sequence[Drafter]) -> DraftRule | None:
         """A rule over members; ``None`` for ``cost``.  The last member is the fallback if ``least`` is above 0 or it
         gives no estimates."""
         if name not in RULES:
@@ -64,15 +64,15 @@ class GuessRule:
         fallback = len(drafters) - 1 if falls_back else None
         return cls(name, least, tuple(bias) or (0.0,) * len(drafters), weighed, fallback)
 
-    def value(self, index: int, guess: Guess) -> float:
+    def value(self, index: int, draft: SourceDraft) -> float:
         """The compared estimate."""
-        if not guess.tokens:
+        if not draft.tokens:
             return -math.inf
-        return guess.expected if self.name == "expected" else guess.match - self.bias[index]
+        return draft.expected if self.name == "expected" else draft.match - self.bias[index]
 
-    def best(self, context: Context, budget: Budget) -> tuple[int, Guess, bool]:
+    def best(self, context: Context, budget: Budget) -> tuple[int, SourceDraft, bool]:
         """The member with the best draft (the first one wins ties), that draft, and whether it reaches ``least``."""
-        guesses = [member.guess(context, budget) for member in self.weighed]
-        values = [self.value(index, guess) for index, guess in enumerate(guesses)]
+        drafts = [member.draft(context, budget) for member in self.weighed]
+        values = [self.value(index, draft) for index, draft in enumerate(drafts)]
         index = max(range(len(values)), key=values.__getitem__)
-        return index, guesses[index], values[index] >= max(self.least, 0.0) and bool(guesses[index].tokens)
+        return index, drafts[index], values[index] >= max(self.least, 0.0) and bool(drafts[index].tokens)

@@ -98,8 +98,8 @@ class HeadsDrafter(BatchDrafter):
         self.max_nodes = len(self.choices)
         self.traits = replace(type(self).traits, draws_trees=len(set(self.parents)) < len(self.parents))
         if self.draws:
-            self.places = Ranks(self.choices)
-            drawn = traits_of(self.draw, self.traits.draws_trees, self.places.branches)
+            self.shape = Ranks(self.choices)
+            drawn = traits_of(self.draw, self.traits.draws_trees, self.shape.branches)
             self.traits = replace(drawn, learns=self.traits.learns)
         self.values: list[float] = []
         self.costs: TargetCost | None = None
@@ -192,7 +192,7 @@ class HeadsDrafter(BatchDrafter):
                 for i, by_node in zip(filled, tokens, strict=True):
                     trees[i] = self._tree(contexts[i].root, by_node)
             if drawn:
-                growing = [DrawnTree(contexts[i], self.places, budgets[i], len(shapes[i])) for i in drawn]
+                growing = [DrawnTree(contexts[i], self.shape, budgets[i], len(shapes[i])) for i in drawn]
                 self.draw_all(states[[*drawn.values()]], growing)
                 for i, tree in zip(drawn, growing, strict=True):
                     trees[i] = tree.finished()
@@ -283,8 +283,8 @@ class HeadsDrafter(BatchDrafter):
 
     def _tree(self, root: int, tokens: Mapping[int, int]) -> TokenTree:
         nodes = sorted(tokens)
-        place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
-        parents = (place[self.parents[node - 1]] for node in nodes)
+        new_index = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
+        parents = (new_index[self.parents[node - 1]] for node in nodes)
         return TokenTree((root, *(tokens[node] for node in nodes)), (-1, *parents))
 
 

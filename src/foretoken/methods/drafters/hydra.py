@@ -137,8 +137,8 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
             logits = self.scored(level, inputs).split([*map(len, frontiers)])
             for i, (tree, part) in enumerate(zip(trees, logits, strict=True)):
                 if frontiers[i]:
-                    behind = zip(frontiers[i], self.distributions(tree, frontiers[i], part), strict=True)
-                    frontiers[i] = [child for node, each in behind for child in tree.draw(node, each)]
+                    distributions = zip(frontiers[i], self.distributions(tree, frontiers[i], part), strict=True)
+                    frontiers[i] = [child for node, each in distributions for child in tree.draw(node, each)]
 
     def natives(self) -> list[NativeBlocks]:
         """One entry per head, because each head's input depends on the previous head's predictions."""

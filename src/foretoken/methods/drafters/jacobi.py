@@ -16,7 +16,7 @@ from foretoken.methods.drafters.base import Drafter, Traits
 class _Window:
     """Guesses for the tokens after the root, and the proposal made from them."""
 
-    guesses: list[int]
+    tokens: list[int]
     proposed: TokenTree | None = None
     copied: int = 0  # prompt tokens used as fresh guesses so far
 
@@ -48,32 +48,32 @@ class JacobiDrafter(Drafter):
         window = self._window(context)
         self._refill(window, context)
         length = min(self.max_depth, budget.max_depth, budget.max_nodes)
-        window.proposed = TokenTree.chain(context.root, window.guesses[:length])
+        window.proposed = TokenTree.chain(context.root, window.tokens[:length])
         return window.proposed
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Replace every scored guess by the target's prediction, and drop those that are now committed."""
         window = self._window(context)
         count = len(verdict.path) + 1
-        later = window.guesses[count:]
+        later = window.tokens[count:]
         if tree is window.proposed and count < len(tree):
             # Row i predicts the token i + 1 after the old root; guesses beyond the scored ones stay as they are.
             fixed = scores.sampler.noise is not None and scores.sampler.context_free
             choices = [scores.choice(node) for node in range(count, len(tree))] if fixed else None
             later[: len(tree) - count] = choices or predictions(scores, count, len(tree))
-        window.guesses = later
+        window.tokens = later
         window.proposed = None
 
     def _window(self, context: Context) -> _Window:
         return context.state.setdefault(self, _Window([]))
 
     def _refill(self, window: _Window, context: Context) -> None:
-        guesses = window.guesses
-        while len(guesses) < self.max_depth:
+        tokens = window.tokens
+        while len(tokens) < self.max_depth:
             if self.init == "repeat":
-                guesses.append(guesses[-1] if guesses else context.root)
+                tokens.append(tokens[-1] if tokens else context.root)
             else:
-                guesses.append(context.tokens[window.copied % context.prompt_length])
+                tokens.append(context.tokens[window.copied % context.prompt_length])
                 window.copied += 1
 
 

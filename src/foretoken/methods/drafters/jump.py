@@ -90,8 +90,8 @@ class JumpDrafter(OwnLayersDrafter):
     def _state_before(self, context: Context) -> Tensor | None:
         """[1, D] of the token before the root."""
         rows = context.hidden.get(self.taps[0])
-        place = len(context.tokens) - 2 - context.hidden_start
-        return None if rows is None or not 0 <= place < len(rows) else rows[place : place + 1]
+        row = len(context.tokens) - 2 - context.hidden_start
+        return None if rows is None or not 0 <= row < len(rows) else rows[row : row + 1]
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         """Predict the states of all new nodes, run the window, and compute the logits."""

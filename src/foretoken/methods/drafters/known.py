@@ -109,8 +109,8 @@ class KnownDrafter(GroupDrafter):
                 return forced[: self.k], False
         if not (self.prediction.default if context.prediction is None else context.prediction):
             return [], False
-        guess = self.prediction.guess(context, Budget(max_depth=self.k, max_nodes=self.k))
-        return list(guess.tokens), True
+        draft = self.prediction.draft(context, Budget(max_depth=self.k, max_nodes=self.k))
+        return list(draft.tokens), True
 
 
 def _allowed(tree: TokenTree, context: Context) -> TokenTree:

@@ -148,8 +148,8 @@ def _leave_best(part: _Rows, values: Tensor, tokens: Tensor) -> None:
     if part.tree.candidates is not None:
         part.tree.looked = (part.ranking, tokens.tolist(), values.tolist())
         return
-    for node, best, chances in zip(part.tree.frontier, tokens.tolist(), values.tolist(), strict=True):
-        chosen = [token for token, chance in zip(best, chances, strict=True) if chance > -torch.inf]
+    for node, best, log_probs in zip(part.tree.frontier, tokens.tolist(), values.tolist(), strict=True):
+        chosen = [token for token, log_prob in zip(best, log_probs, strict=True) if log_prob > -torch.inf]
         part.tree.ready[node] = (None, chosen)
 
 
@@ -191,7 +191,7 @@ def _draw_here(part: _Rows, rows: Tensor, width_of: WidthOf, iid: bool) -> None:
     tree, added = part.tree, 0
     room = tree.budget.max_nodes - (len(tree.tokens) - 1)
     for node, row, kept_row in zip(tree.frontier, rows, part.ranking, strict=True):
-        width = max(0, min(tree.counts(tree.places[node]), room - added, width_of(tree, node)))
+        width = max(0, min(tree.counts(tree.choices[node]), room - added, width_of(tree, node)))
         if not width:
             continue
         draw = draw_iid if iid or width == 1 else draw_without_replacement

@@ -143,9 +143,9 @@ class LookaheadDrafter(Drafter):
         """The pool's n-grams that begin with the root, as a trie, followed by the window as probes."""
         state = self._state(context)
         depth = min(self.n - 1, budget.max_depth)
-        guesses = from_paths(context.root, [gram[:depth] for gram in state.pool.of(context.root)])
+        draft = from_paths(context.root, [gram[:depth] for gram in state.pool.of(context.root)])
         room = budget.max_depth if self.context_length is None else self.context_length - len(context.tokens)
-        state.proposed = self._with_window(first_nodes(guesses, budget.max_nodes), state, room)
+        state.proposed = self._with_window(first_nodes(draft, budget.max_nodes), state, room)
         return state.proposed
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
@@ -167,17 +167,17 @@ class LookaheadDrafter(Drafter):
             self.start(context)
         return context.state[self]
 
-    def _with_window(self, guesses: TokenTree, state: _Lookahead, room: int) -> TokenTree:
+    def _with_window(self, draft: TokenTree, state: _Lookahead, room: int) -> TokenTree:
         """Add the window's probes, as many columns as fit into ``room`` positions below the root.
 
         The draft comes first, so that its first n-gram is already in place in the cache if it is accepted.
         """
         rows = state.rows
-        state.first_row = [guesses.tokens[0], *rows[0]]
+        state.first_row = [draft.tokens[0], *rows[0]]
         state.width = width = max(0, min(len(state.first_row), room - len(rows) + 2))
         if width == 0:
-            return guesses
-        tokens, parents = [*guesses.tokens, *rows[0][: width - 1]], list(guesses.parents)
+            return draft
+        tokens, parents = [*draft.tokens, *rows[0][: width - 1]], list(draft.parents)
         row = [0, *range(len(parents), len(tokens))]
         parents += row[:-1]
         for next_row in rows[1:]:
@@ -185,7 +185,7 @@ class LookaheadDrafter(Drafter):
             row = list(range(len(tokens), len(tokens) + width))
             tokens += next_row[:width]
         state.last = row[0]
-        probes = (False,) * len(guesses) + (True,) * (len(tokens) - len(guesses))
+        probes = (False,) * len(draft) + (True,) * (len(tokens) - len(draft))
         return TokenTree(tuple(tokens), tuple(parents), probes=probes)
 
     def _move(self, state: _Lookahead, scored: list[int], accepted: int) -> None:

@@ -30,7 +30,7 @@ class MaskedReader(FeatureReader):
     def scored(self, feeds: Sequence[Feed]) -> list[Rows]:
         return self.model.forward(feeds)
 
-    def guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Tensor]:
+    def logits_of(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Tensor]:
         """Logits [depth, V_d] of the positions after every sequence, by ``id`` of its request; requests without any are
         left out."""
         feeds, fed = [], []

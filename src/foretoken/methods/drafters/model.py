@@ -29,7 +29,7 @@ from foretoken.methods.drafters.texts import TextReader, level
 from foretoken.methods.trees.base import Candidates
 from foretoken.methods.trees.counts import Levels, Ranks, StaticTree
 from foretoken.methods.trees.shapes import Choice
-from foretoken.methods.trees.specs import places_of
+from foretoken.methods.trees.specs import static_tree_of
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
@@ -75,17 +75,17 @@ class ModelDrafter(BatchDrafter):
     ) -> None:
         check_least(self.name, 1, k=k)
         dynamic = is_dynamic(tree)
-        self.places = places_of(tree, self.name) if tree and not dynamic else Levels((1,) * k)
-        draw = draw or ("without_replacement" if self.places.branches else "iid")
+        self.shape = static_tree_of(tree, self.name) if tree and not dynamic else Levels((1,) * k)
+        draw = draw or ("without_replacement" if self.shape.branches else "iid")
         if draw not in KINDS:
             raise ValueError(f"draw must be iid, without_replacement or greedy, not {draw!r}")
         if dynamic and draw == "without_replacement":
             raise ValueError(f"tree={tree} grows by the draft's confidence, and drawn trees must not: leave out draw")
-        check_growth(model, self.places.branches or dynamic)
+        check_growth(model, self.shape.branches or dynamic)
         self.model = model
         self.target_bytes = 0 if target is None else target.weight_bytes
         self.vocab_size = model.vocab_size if target is None else target.vocab_size
-        self._take(self.places, draw)
+        self._take(self.shape, draw)
         if dynamic:
             self._grow_by_confidence(tree, model if target is None else target)
 
@@ -96,12 +96,12 @@ class ModelDrafter(BatchDrafter):
         sorts = {(Kind.POINT, True)} | ({(Kind.IID, False)} if self.draw == "iid" else set())
         self.traits = replace(self.traits, draws_trees=True, sorts=frozenset(sorts))
 
-    def _take(self, places: StaticTree, draw: str) -> None:
-        self.places, self.max_depth, self.draw = places, places.max_depth, draw
+    def _take(self, shape: StaticTree, draw: str) -> None:
+        self.shape, self.max_depth, self.draw = shape, shape.max_depth, draw
         self.dynamic = None
-        self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=places.branches, sorts=frozenset())
-        if isinstance(places, Ranks):
-            self.max_nodes = len(places.choices)
+        self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=shape.branches, sorts=frozenset())
+        if isinstance(shape, Ranks):
+            self.max_nodes = len(shape.choices)
 
     def reshaped(self, choices: Sequence[Choice]) -> Self:
         """A copy of this drafter that fills another tree, with distinct siblings if it branches.
@@ -110,10 +110,10 @@ class ModelDrafter(BatchDrafter):
             ValueError: the siblings of the tree cannot be drawn in order.
             CapabilityError: the draft model cannot grow trees.
         """
-        places = Ranks(choices)
-        check_growth(self.model, places.branches)
+        shape = Ranks(choices)
+        check_growth(self.model, shape.branches)
         other = copy.copy(self)
-        other._take(places, "without_replacement" if places.branches and self.draw == "iid" else self.draw)
+        other._take(shape, "without_replacement" if shape.branches and self.draw == "iid" else self.draw)
         return other
 
     @classmethod
@@ -259,7 +259,7 @@ class ModelDrafter(BatchDrafter):
         confident = self.dynamic is not None and not draws
         return Growing(
             context,
-            self.places,
+            self.shape,
             budget,
             self.max_nodes if confident else budget.max_nodes,
             context.state[self],
@@ -270,7 +270,7 @@ class ModelDrafter(BatchDrafter):
         )
 
     def _width(self, tree: Growing, node: int) -> int:
-        has_room = tree.text and len(tree.places[node]) <= self.model.context_length - len(tree.text)
+        has_room = tree.text and len(tree.choices[node]) <= self.model.context_length - len(tree.text)
         return tree.width(node) if has_room else 0
 
     def _expand(self, tree: Growing, logits: Tensor) -> Feed | None:
@@ -341,8 +341,8 @@ class ModelDrafter(BatchDrafter):
         untempered softmax for greedy drafts."""
         if distribution is None or not tree.budget.asks_for_confidence:
             return False
-        chances = torch.softmax(logits.float(), -1) if tree.sampler.greedy else distribution
-        return tree.budget.stops_after(chances, float(chances[token]))
+        probabilities = torch.softmax(logits.float(), -1) if tree.sampler.greedy else distribution
+        return tree.budget.stops_after(probabilities, float(probabilities[token]))
 
     def _finished(self, tree: Growing) -> TokenTree:
         return tree.finished(self.traits.kind)

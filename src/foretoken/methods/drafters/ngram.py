@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from foretoken.core import Budget, Context, check_least
 from foretoken.methods.drafters.base import Traits
-from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
+from foretoken.methods.drafters.sources import NOTHING, NgramSource, SourceDraft, SourceDrafter
 
-Places = dict[tuple[int, ...], list[int]]
+Ends = dict[tuple[int, ...], list[int]]
 
 
 class PromptSource(NgramSource):
@@ -24,35 +24,35 @@ class PromptSource(NgramSource):
     def __init__(self, sizes: range, match: str, most: int) -> None:
         super().__init__()
         self.sizes, self.match, self.most = sizes, match, most
-        self.places: list[Places] = [{} for _ in sizes]
+        self.ends: list[Ends] = [{} for _ in sizes]
 
     def extend(self, tokens: Sequence[int]) -> None:
         start = len(self.text)
         self.text.extend(tokens)
         for end in range(start + 1, len(self.text) + 1):
-            for n, places in zip(self.sizes, self.places, strict=True):
+            for n, ends in zip(self.sizes, self.ends, strict=True):
                 if end >= n:
-                    places.setdefault(tuple(self.text[end - n : end]), []).append(end)
+                    ends.setdefault(tuple(self.text[end - n : end]), []).append(end)
 
     def rewind(self, length: int) -> None:
         """Remove the n-grams that end after ``length`` from the index."""
         for end in range(len(self.text), length, -1):
-            for n, places in zip(self.sizes, self.places, strict=True):
+            for n, ends in zip(self.sizes, self.ends, strict=True):
                 if end >= n:
                     key = tuple(self.text[end - n : end])
-                    places[key].pop()
-                    if not places[key]:
-                        del places[key]
+                    ends[key].pop()
+                    if not ends[key]:
+                        del ends[key]
         super().rewind(length)
 
-    def propose(self, budget: Budget) -> Guess:
+    def propose(self, budget: Budget) -> SourceDraft:
         for i in range(len(self.sizes) - 1, -1, -1):
             n = self.sizes[i]
-            ends = self.places[i].get(tuple(self.text[-n:]), ()) if n < len(self.text) else ()
+            ends = self.ends[i].get(tuple(self.text[-n:]), ()) if n < len(self.text) else ()
             if len(ends) > 1:
                 end = ends[-2] if self.match == "recent" else ends[0]
                 most = min(self.most, budget.max_depth, budget.max_nodes)
-                return Guess.copied(self.text[end : end + most], n)
+                return SourceDraft.copied(self.text[end : end + most], n)
         return NOTHING
 
 

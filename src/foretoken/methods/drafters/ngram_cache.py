@@ -14,7 +14,7 @@ from foretoken.core import Budget, Context, check_least
 from foretoken.methods.drafters.base import BuildContext, Traits
 from foretoken.methods.drafters.datastore import encoded, fingerprint, joined
 from foretoken.methods.drafters.ngram_counts import SIZES, CountTable, FollowerCounts, NgramCache
-from foretoken.methods.drafters.sources import Guess, NgramSource, SourceDrafter
+from foretoken.methods.drafters.sources import NgramSource, SourceDraft, SourceDrafter
 from foretoken.methods.drafters.tenants import Tenants
 
 LAX = ((2, 66), (2, 50), (1, 50), (1, 50))
@@ -54,7 +54,7 @@ class _CacheSource(NgramSource):
         self.text.extend(tokens)
         self.current.count(self.text, start)
 
-    def propose(self, budget: Budget) -> Guess:
+    def propose(self, budget: Budget) -> SourceDraft:
         tokens: list[int] = []
         scores: list[float] = []
         tail, sure = self.text[-SIZES[-1] :], 1.0
@@ -66,7 +66,7 @@ class _CacheSource(NgramSource):
             tokens.append(best[0])
             scores.append(sure)
             tail = [*tail[-SIZES[-1] + 1 :], best[0]]
-        return Guess(tokens, range(-1, len(tokens) - 1), scores, counted=True)
+        return SourceDraft(tokens, range(-1, len(tokens) - 1), scores, counted=True)
 
     def close(self) -> None:
         self.drafter.remember(self.text, self.salt)

@@ -106,8 +106,8 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
     # Comparisons with NaN are false, so test what must be true, not what must be false.
     if not bool((q >= 0).all()) or not bool(((q.sum(-1) - 1).abs() <= 1e-3).all()):
         raise _broken(author, "gave q with rows that are not distributions: they must be >= 0 and sum to 1")
-    chances = q[torch.tensor([rows[n] for n in drawn]), torch.tensor([tree.tokens[n] for n in drawn])]
-    if not bool((chances > 0).all()):
+    probabilities = q[torch.tensor([rows[n] for n in drawn]), torch.tensor([tree.tokens[n] for n in drawn])]
+    if not bool((probabilities > 0).all()):
         raise _broken(author, "proposed a token with probability 0 in q: it was not drawn from q")
 
 

@@ -12,12 +12,12 @@ from foretoken.core import Context
 from foretoken.core.largest import largest
 from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
-from foretoken.methods.drafters.parallel import BestTable, Guesses, PlaceScores
+from foretoken.methods.drafters.parallel import BestTable, PositionScores, Predictions
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.native_net import BlockRows
 
 
-class PairGuesses(Guesses):
+class PairPredictions(Predictions):
     """The candidates of a position are its tokens of largest logits; the previous token ranks them.
 
     Tokens are drawn from the recorded distribution over the candidates, so any restriction is exact.
@@ -35,12 +35,12 @@ class PairGuesses(Guesses):
         self._numbers: list[dict[int, int]] = []  # per position, from a token to its candidate number
 
     @torch.no_grad()
-    def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
+    def row(self, path: Sequence[int], state: Any) -> tuple[PositionScores, Any]:
         """The position's candidates, scored after the last token of the path."""
-        place, before = len(path), self.before(path)
-        query, state = self.net.query(before, self.states[place], state)
-        scores = self.net.corrected(self.values[place], self.ids[place], self.targets[place], query[None])[0]
-        return PlaceScores(scores, self.ids[place]), state
+        position, before = len(path), self.before(path)
+        query, state = self.net.query(before, self.states[position], state)
+        scores = self.net.corrected(self.values[position], self.ids[position], self.targets[position], query[None])[0]
+        return PositionScores(scores, self.ids[position]), state
 
     @torch.no_grad()
     def _table(self, width: int) -> BestTable:
@@ -83,5 +83,5 @@ class PairDrafter(BlockDrafter):
         """
         return context.sampler.noise is not None and super()._races(context)
 
-    def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:
-        return PairGuesses(context, block, guessing, self.head, self._races(context), self.net)
+    def predictions(self, context: Context, block: BlockRows, guessing: range) -> Predictions:
+        return PairPredictions(context, block, guessing, self.head, self._races(context), self.net)

@@ -21,7 +21,7 @@ from foretoken.core.costs import TargetCost
 from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import BatchDrafter
 from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
-from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
+from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_shape, paying_static_tree, traits_of
 from foretoken.methods.drafters.dynamic import MOST_NODES
 from foretoken.methods.trees.cost_aware import PayingNodes
 from foretoken.methods.trees.counts import StaticTree
@@ -43,7 +43,7 @@ class DraftIds(Protocol):
 
 
 @dataclass(frozen=True)
-class PlaceScores:
+class PositionScores:
     """Candidates at one position.
 
     Attributes:
@@ -84,7 +84,7 @@ def _ends(beliefs: Callable[[], Tensor], log_probs: Sequence[float], budget: Bud
     return [budget.stops_after(distribution, math.exp(value)) for value in log_probs]
 
 
-class Guesses:
+class Predictions:
     """The network's predictions for one request's block.
 
     Args:
@@ -103,11 +103,11 @@ class Guesses:
         self.context, self.logits, self.head, self.races, self._best = context, logits, ids, races, best
         self._tables: dict[int, BestTable] = {}  # by width
 
-    def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
+    def row(self, path: Sequence[int], state: Any) -> tuple[PositionScores, Any]:
         """Candidates after a path of draft tokens, and the state to pass for the next position."""
-        return PlaceScores(self.logits[len(path)]), None
+        return PositionScores(self.logits[len(path)]), None
 
-    def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
+    def continuations(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
         """The ``width`` best candidates after a path, with noise those of the race."""
         if not self.by_path and (not self.races or self.context.sampler.context_free):
             if width not in self._tables:
@@ -155,18 +155,18 @@ class Guesses:
         """Row of :meth:`_table` with the candidates after a path."""
         return len(path)
 
-    def distribution(self, path: Sequence[int], row: PlaceScores) -> Tensor | None:
+    def distribution(self, path: Sequence[int], row: PositionScores) -> Tensor | None:
         """Distribution [V] of the token after a path; ``None`` if the request allows no candidate."""
         sampler = self.context.sampler
         prefix = () if sampler.context_free else (*self.context.tokens, *path)
         return distribution_of(sampler, self._spread(row)[0], prefix)
 
-    def _ranking(self, path: Sequence[int], row: PlaceScores) -> Tensor:
+    def _ranking(self, path: Sequence[int], row: PositionScores) -> Tensor:
         text, sampler = self.context.tokens, self.context.sampler
         prefixes = None if sampler.context_free else [[*text, *path]]
         return ranked(sampler, self._spread(row), [len(text) + len(path)], prefixes)
 
-    def _spread(self, row: PlaceScores) -> Tensor:
+    def _spread(self, row: PositionScores) -> Tensor:
         """Scores [1, V] over the target's ids; -inf for other tokens than the candidates."""
         if row.ids is None:
             return self.head.widened(row.scores[None])
@@ -190,7 +190,7 @@ class ParallelDrafter(BatchDrafter):
 
     width: int
     draw: str
-    places: StaticTree
+    shape: StaticTree
     costs: TargetCost | None = None
     model: LanguageModel
 
@@ -199,8 +199,8 @@ class ParallelDrafter(BatchDrafter):
         check_draw(self.name, draw)
         check_least(self.name, 1, nodes=nodes, width=width)
         self.width, self.draw, self.max_depth, self.max_nodes = width, draw, depth, nodes
-        self.places = drawn_places(draw, tree, self.name, nodes, depth)
-        self.traits = replace(traits_of(draw, width > 1, self.places.branches), rewinds=rewinds)
+        self.shape = drawn_shape(draw, tree, self.name, nodes, depth)
+        self.traits = replace(traits_of(draw, width > 1, self.shape.branches), rewinds=rewinds)
 
     @classmethod
     def sized(cls, target: LanguageModel, nodes: int | None, /, *args: Any, **options: Any) -> Self:
@@ -212,7 +212,7 @@ class ParallelDrafter(BatchDrafter):
 
     def fit(self, costs: TargetCost) -> None:
         """Keep as many nodes of every tree as pay off by the costs of the target's calls."""
-        self.costs, self.places = costs, paying_places(self.places, costs)
+        self.costs, self.shape = costs, paying_static_tree(self.shape, costs)
         self._paying_of = dict[int, PayingNodes]()  # by the number of requests in a call
 
     def _races(self, context: Context) -> bool:
@@ -221,11 +221,11 @@ class ParallelDrafter(BatchDrafter):
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One pass for the whole batch; a request whose tokens are not read yet or leave no room gets no draft."""
         depths = [self._depth(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
-        guesses = self._all_guesses(contexts, depths)
+        predictions = self._all_predictions(contexts, depths)
         trees = [TokenTree.root_only(context.root) for context in contexts]
-        for i, guess in guesses.items():
-            sharing = len(guesses) if contexts[i].sampler.fixed else 1
-            trees[i] = self.drafted(guess, budgets[i], depths[i], sharing)
+        for i, prediction in predictions.items():
+            sharing = len(predictions) if contexts[i].sampler.fixed else 1
+            trees[i] = self.drafted(prediction, budgets[i], depths[i], sharing)
         return trees
 
     def _depth(self, context: Context, budget: Budget) -> int:
@@ -234,25 +234,25 @@ class ParallelDrafter(BatchDrafter):
         return min(self.max_depth, budget.max_depth, budget.max_nodes, room)
 
     @abstractmethod
-    def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
+    def _all_predictions(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Predictions]:
         """Predictions for ``depths`` positions, by index in the batch, without requests that cannot be drafted for."""
 
-    def drafted(self, guess: Guesses, budget: Budget, depth: int, sharing: int) -> TokenTree:
+    def drafted(self, prediction: Predictions, budget: Budget, depth: int, sharing: int) -> TokenTree:
         """The tree of one request, or its drawn chain or tree.
 
         Args:
-            guess: the network's predictions.
+            prediction: the network's predictions.
             sharing: requests in the target's next call, as far as the tree may depend on that.
         """
-        if self.draw != "greedy" and not guess.context.sampler.fixed:
-            return self._drawn(guess, budget, depth)
+        if self.draw != "greedy" and not prediction.context.sampler.fixed:
+            return self._drawn(prediction, budget, depth)
 
-        def place(path: Sequence[int], state: Any) -> Continuations:
-            return guess.place(path, state, self.width, budget)
+        def extend(path: Sequence[int], state: Any) -> Continuations:
+            return prediction.continuations(path, state, self.width, budget)
 
         paying = self._paying(sharing)
         most = min(self.max_nodes, budget.max_nodes)
-        candidates = lattice(guess.context.root, place, depth, most, None if paying is None else paying.add)
+        candidates = lattice(prediction.context.root, extend, depth, most, None if paying is None else paying.add)
         return candidates.tree(range(1, len(candidates))[: None if paying is None else paying.count])
 
     def _paying(self, sharing: int) -> PayingNodes | None:
@@ -262,13 +262,13 @@ class ParallelDrafter(BatchDrafter):
             self._paying_of[sharing] = PayingNodes(self.costs, sharing, self.max_nodes)
         return self._paying_of[sharing].start()
 
-    def _drawn(self, guess: Guesses, budget: Budget, depth: int) -> TokenTree:
-        drawn = DrawnTree(guess.context, self.places, replace(budget, max_depth=depth), self.max_nodes)
-        behind: dict[int, Any] = {}  # by node, the state for its children's candidates
+    def _drawn(self, prediction: Predictions, budget: Budget, depth: int) -> TokenTree:
+        drawn = DrawnTree(prediction.context, self.shape, replace(budget, max_depth=depth), self.max_nodes)
+        states: dict[int, Any] = {}  # by node, the state for its children's candidates
 
         def after(node: int) -> Tensor | None:
             path = drawn.path_of[node]
-            row, behind[node] = guess.row(path, behind[drawn.parents[node]] if node else None)
-            return None if row.ends else guess.distribution(path, row)
+            row, states[node] = prediction.row(path, states[drawn.parents[node]] if node else None)
+            return None if row.ends else prediction.distribution(path, row)
 
         return drawn.grow(after)

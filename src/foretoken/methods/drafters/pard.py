@@ -17,7 +17,7 @@ from foretoken.core import Context, check_least
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
 from foretoken.methods.drafters.growing import check_growth, cut_back, readable, widened
 from foretoken.methods.drafters.narrowed import bytes_read, described, light_head, projected, reduced_head
-from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
+from foretoken.methods.drafters.parallel import ParallelDrafter, Predictions
 from foretoken.methods.drafters.reading import ReadingDrafter
 from foretoken.methods.drafters.target_states import TargetStates, projection_of
 from foretoken.methods.drafters.texts import TextReader, level
@@ -150,7 +150,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
     def rewind(self, context: Context, length: int) -> None:
         cut_back(self.model, context.state.get(self), length)
 
-    def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
+    def _all_predictions(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Predictions]:
         """Run the pass; masks stay in the scratch until the sequence grows, and are dropped with rejected tokens."""
         texts = [readable(c.tokens, self.model.vocab_size, self.vocab_size) for c in contexts]
         if self.reader is None:
@@ -161,7 +161,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
         if not ready:
             return {}
         if self.reader is not None:
-            logits = self.reader.guesses([contexts[i] for i in ready], [depths[i] for i in ready])
+            logits = self.reader.logits_of([contexts[i] for i in ready], [depths[i] for i in ready])
             return {i: self._guess(contexts[i], logits[id(contexts[i])]) for i in ready if id(contexts[i]) in logits}
         feeds = [self._feed(contexts[i].state[self], texts[i], depths[i]) for i in ready]
         rows = projected(self.head, self.model.forward, feeds)
@@ -171,9 +171,9 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
         unread = self.model.catch_up(sequence, text)
         return Feed(sequence, [*unread, *[self.mask] * (depth - 1)], wanted=depth)
 
-    def _guess(self, context: Context, logits: Tensor) -> Guesses:
+    def _guess(self, context: Context, logits: Tensor) -> Predictions:
         cut = self.ids.cut(logits)
-        return Guesses(context, cut, self.ids, self._races(context))
+        return Predictions(context, cut, self.ids, self._races(context))
 
 
 def mask_token(model: LanguageModel) -> int | None:

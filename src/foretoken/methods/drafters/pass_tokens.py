@@ -28,7 +28,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes, check_least
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
-from foretoken.methods.drafters.drawing import chances_of, distribution_of, draw_without_replacement
+from foretoken.methods.drafters.drawing import distribution_of, draw_without_replacement, probabilities_of
 from foretoken.methods.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.methods.drafters.nets.store import load_net
 from foretoken.models.base import LanguageModel
@@ -172,7 +172,7 @@ class PassTokensDrafter(Drafter):
             length = len(context.tokens) + len(drafts)
             prefix = () if sampler.context_free else [*context.tokens, *drafts]
             distribution = (
-                distribution_of(sampler, row, prefix) if likeliest else chances_of(sampler, row, prefix, length)
+                distribution_of(sampler, row, prefix) if likeliest else probabilities_of(sampler, row, prefix, length)
             )
             if distribution is None:
                 break  # the request allows nothing here

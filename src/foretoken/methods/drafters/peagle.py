@@ -20,7 +20,7 @@ from foretoken.methods.drafters.eagle3 import vocabulary_head
 from foretoken.methods.drafters.masked import MaskedReader
 from foretoken.methods.drafters.nets.peagle import DEEPEST, PeagleConfig, PeagleModel, PeagleNet
 from foretoken.methods.drafters.nets.store import load_net
-from foretoken.methods.drafters.parallel import Guesses
+from foretoken.methods.drafters.parallel import Predictions
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.forward.parts import TargetParts
@@ -80,13 +80,13 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
         return self.net.fuse([hidden[tap].float() for tap in self.net.config.taps])
 
-    def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
+    def _all_predictions(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Predictions]:
         """Read the newly committed tokens together with the masks after them."""
         level = self.read_up_to_end(contexts)
         ready = [i for i in range(len(contexts)) if level[i] and depths[i] > 0]
-        logits = self.guesses([contexts[i] for i in ready], [depths[i] for i in ready])
+        logits = self.logits_of([contexts[i] for i in ready], [depths[i] for i in ready])
         guessed = ((i, contexts[i], logits.get(id(contexts[i]))) for i in ready)
-        return {i: Guesses(c, rows, self.head, self._races(c)) for i, c, rows in guessed if rows is not None}
+        return {i: Predictions(c, rows, self.head, self._races(c)) for i, c, rows in guessed if rows is not None}
 
     def mask_states(self, count: int, last: Tensor | None) -> Tensor:
         return self.model.mask_states(count)

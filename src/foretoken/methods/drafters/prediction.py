@@ -12,7 +12,7 @@ from typing import Any
 
 from foretoken.core import Budget, Context, check_least
 from foretoken.methods.drafters.base import BuildContext, Foresight, Traits
-from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
+from foretoken.methods.drafters.sources import NOTHING, NgramSource, SourceDraft, SourceDrafter
 
 LONGEST = 12
 """Maximum number of matching tokens that are compared."""
@@ -32,9 +32,9 @@ class PredictionSource(NgramSource):
         self.prediction, self.prompt_length, self.most = list(prediction), prompt_length, most
         self.at = self.lost = self.drafted = 0
         self._trail: list[tuple[int, int]] = []  # ``at`` and ``lost`` before every token of the answer
-        self._places: dict[int, list[int]] = {}
-        for place, token in enumerate(self.prediction):
-            self._places.setdefault(token, []).append(place)
+        self._positions: dict[int, list[int]] = {}
+        for position, token in enumerate(self.prediction):
+            self._positions.setdefault(token, []).append(position)
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -58,45 +58,45 @@ class PredictionSource(NgramSource):
         # Assume that as many tokens were replaced as generated: right for a changed word, and the start of the search.
         self.at += 1
         self.lost += 1
-        place = self._place()
-        if place is not None:
-            self.at, self.lost = place, 0
+        position = self._nearest()
+        if position is not None:
+            self.at, self.lost = position, 0
 
-    def _place(self, candidates: int = 32) -> int | None:
+    def _nearest(self, candidates: int = 32) -> int | None:
         """Index in the prediction after the match of the last generated tokens: most matching tokens, then nearest.
 
         Checks ``candidates`` positions of the last token in each direction.
         """
-        places = self._places.get(self.text[-1], [])
-        middle = bisect_left(places, self.at - 1)
+        positions = self._positions.get(self.text[-1], [])
+        middle = bisect_left(positions, self.at - 1)
         best: tuple[int, int] | None = None
         following = None
-        for place in places[max(0, middle - candidates) : middle + candidates]:
-            distance = abs(place + 1 - self.at)
-            matching = self._matching(place)
+        for position in positions[max(0, middle - candidates) : middle + candidates]:
+            distance = abs(position + 1 - self.at)
+            matching = self._matching(position)
             near = distance <= 4 ** (matching + 1)  # 16 for one matching token, 64, 256, ...
             if near and (best is None or (matching, -distance) > best):
-                best, following = (matching, -distance), place + 1
+                best, following = (matching, -distance), position + 1
         return following
 
-    def _matching(self, place: int) -> int:
-        """Number of tokens up to ``place`` in the prediction that match the end of the answer."""
+    def _matching(self, position: int) -> int:
+        """Number of tokens up to ``position`` in the prediction that match the end of the answer."""
         count, end = 0, len(self.text) - 1
-        longest = min(LONGEST, place + 1, len(self.text) - self.prompt_length)
-        while count < longest and self.prediction[place - count] == self.text[end - count]:
+        longest = min(LONGEST, position + 1, len(self.text) - self.prompt_length)
+        while count < longest and self.prediction[position - count] == self.text[end - count]:
             count += 1
         return count
 
-    def propose(self, budget: Budget) -> Guess:
+    def propose(self, budget: Budget) -> SourceDraft:
         self.drafted = self.at
         tokens = self.prediction[self.at : self.at + min(self.most, budget.max_depth, budget.max_nodes)]
-        return Guess.copied(tokens, LONGEST if not self.lost else 1)
+        return SourceDraft.copied(tokens, LONGEST if not self.lost else 1)
 
 
 class NoPrediction(NgramSource):
     """A request without a prediction, which gets no draft."""
 
-    def propose(self, budget: Budget) -> Guess:
+    def propose(self, budget: Budget) -> SourceDraft:
         return NOTHING
 
 

@@ -40,8 +40,8 @@ class Template:
     scores: tuple[float, ...]
 
     @classmethod
-    def best(cls, chances: Sequence[float], nodes: int, depth: int) -> Template:
-        """The ``nodes`` most probable nodes if the follower of rank r is right with probability ``chances[r]``.
+    def best(cls, probabilities: Sequence[float], nodes: int, depth: int) -> Template:
+        """The ``nodes`` most probable nodes if the follower of rank r is right with probability ``probabilities[r]``.
 
         A node's probability is the product along its path, so repeatedly adding the most probable node whose parent is
         in the tree maximises the expected number of accepted tokens for that size.
@@ -49,7 +49,7 @@ class Template:
         parents: list[int] = []
         ranks: list[int] = []
         scores: list[float] = []
-        heap = [(-chance, 0, 0, rank, 1) for rank, chance in enumerate(chances) if chance > 0]
+        heap = [(-probability, 0, 0, rank, 1) for rank, probability in enumerate(probabilities) if probability > 0]
         heapq.heapify(heap)
         pushed = len(heap)
         while heap and len(ranks) < nodes:
@@ -58,10 +58,10 @@ class Template:
             ranks.append(rank)
             scores.append(-negative)
             if level < depth:
-                for child, chance in enumerate(chances):
-                    if chance > 0:
+                for child, probability in enumerate(probabilities):
+                    if probability > 0:
                         pushed += 1
-                        heapq.heappush(heap, (negative * chance, pushed, len(ranks), child, level + 1))
+                        heapq.heappush(heap, (negative * probability, pushed, len(ranks), child, level + 1))
         return cls(tuple(parents), tuple(ranks), tuple(scores))
 
     def levels(self, max_depth: int, max_nodes: int) -> list[list[int]]:
@@ -123,7 +123,7 @@ class Statistics:
             self.tried[rank] += 1
             self.hits[rank] += candidate == token
 
-    def chances(self, weight: int = 50) -> list[float]:
+    def probabilities(self, weight: int = 50) -> list[float]:
         """Estimates per rank, never rising with rank; :data:`PRIOR` counts as ``weight`` observations."""
         raw = [
             (hits + weight * before) / (tried + weight)
@@ -153,7 +153,7 @@ class TenantState:
         return self._levels[key]
 
     def reshape(self, nodes: int, depth: int) -> None:
-        self.template = Template.best(self.statistics.chances(), nodes, depth)
+        self.template = Template.best(self.statistics.probabilities(), nodes, depth)
         self._levels.clear()
 
 
@@ -196,11 +196,11 @@ class RecyclingDrafter(Drafter):
         learned = self.learned(context)
         learned.followers.reserve(context.root + 1)
         rows, template = learned.followers.rows, learned.template
-        tokens, parents, place = [context.root], [-1], {0: 0}
+        tokens, parents, new_index = [context.root], [-1], {0: 0}
         for level in learned.levels(budget):
             followers: dict[int, list[int]] = {}
             for node in level:
-                parent = place.get(template.parents[node - 1])
+                parent = new_index.get(template.parents[node - 1])
                 if parent is None:
                     continue
                 if parent not in followers:
@@ -208,7 +208,7 @@ class RecyclingDrafter(Drafter):
                     followers[parent] = rows[token].tolist() if token < len(rows) else [-1] * WIDTH
                 token = followers[parent][template.ranks[node - 1]]
                 if token >= 0:
-                    place[node] = len(tokens)
+                    new_index[node] = len(tokens)
                     tokens.append(token)
                     parents.append(parent)
         return TokenTree(tuple(tokens), tuple(parents))

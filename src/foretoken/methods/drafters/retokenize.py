@@ -118,12 +118,12 @@ class RetokenizeDrafter(BatchDrafter):
         if not text.ids:
             text.ids = vocabulary.encode_text(new)
             return 0
-        behind = text.ids[-self.lookbehind :]
-        start = len(text.ids) - len(behind)
+        recent = text.ids[-self.lookbehind :]
+        start = len(text.ids) - len(recent)
         # New text may merge with the text before it: both are tokenized, and the tokens that changed are replaced.
-        again = vocabulary.encode(vocabulary.bytes_of(behind).decode(errors="ignore") + new)
-        mine, theirs = common_border(vocabulary, behind, again, len(new.encode()))
-        if vocabulary.bytes_of(again[theirs:]) == vocabulary.bytes_of(behind[mine:]) + new.encode():
+        again = vocabulary.encode(vocabulary.bytes_of(recent).decode(errors="ignore") + new)
+        mine, theirs = common_border(vocabulary, recent, again, len(new.encode()))
+        if vocabulary.bytes_of(again[theirs:]) == vocabulary.bytes_of(recent[mine:]) + new.encode():
             text.ids[start + mine :] = again[theirs:]
             return min(start + mine, len(text.ids) - 1)
         text.ids += vocabulary.spell(new)
@@ -168,10 +168,10 @@ class RetokenizeDrafter(BatchDrafter):
         vocabulary = self.target_vocabulary
         # The lookbehind may begin inside a character and the draft end inside one.
         no_first_bytes = bytes(range(0x80, 0xC0))
-        behind = vocabulary.bytes_of(context.tokens[-self.lookbehind :]).lstrip(no_first_bytes)
-        whole = whole_characters(behind + spelling[len(begun) :])
+        recent = vocabulary.bytes_of(context.tokens[-self.lookbehind :]).lstrip(no_first_bytes)
+        whole = whole_characters(recent + spelling[len(begun) :])
         tokens = vocabulary.encode(whole.decode())
-        start, size = len(tokens), len(whole) - len(behind)
+        start, size = len(tokens), len(whole) - len(recent)
         while start and size > 0:
             start -= 1
             size -= len(vocabulary.spellings[tokens[start]])

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from foretoken.core import Budget, Context
 from foretoken.methods.drafters.base import BuildContext, Traits
 from foretoken.methods.drafters.datastore import DEPTH, SEPARATOR, Datastore, encoded
-from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
+from foretoken.methods.drafters.sources import NOTHING, NgramSource, SourceDraft, SourceDrafter
 
 
-def most_frequent(rows: NDArray[np.int32], most: int) -> Guess:
+def most_frequent(rows: NDArray[np.int32], most: int) -> SourceDraft:
     """The trie of the ``most`` most frequent prefixes of sorted ``rows`` [R, k]; no prefix contains a separator.
 
     A prefix is at least as frequent as its extensions, so the chosen prefixes form a tree; of equally frequent ones the
@@ -40,7 +40,7 @@ def most_frequent(rows: NDArray[np.int32], most: int) -> Guess:
     for node, level in enumerate(column[chosen].tolist()):
         parents.append(above[level])
         above[level + 1] = node
-    return Guess(tokens, parents, (size[chosen] / count).tolist(), counted=True)
+    return SourceDraft(tokens, parents, (size[chosen] / count).tolist(), counted=True)
 
 
 class _DatastoreSource(NgramSource):
@@ -48,7 +48,7 @@ class _DatastoreSource(NgramSource):
         super().__init__()
         self.drafter = drafter
 
-    def propose(self, budget: Budget) -> Guess:
+    def propose(self, budget: Budget) -> SourceDraft:
         options, datastore = self.drafter, self.drafter.datastore
         length = min(options.max_depth, budget.max_depth)
         matched, low, high = datastore.longest(self.text[-options.n :], options.n, options.min_n)
@@ -59,10 +59,10 @@ class _DatastoreSource(NgramSource):
             chosen = np.arange(low, high)
         else:  # evenly over all of them
             chosen = low + np.arange(options.hits) * hits // options.hits
-        guess = most_frequent(
+        draft = most_frequent(
             datastore.continuations(chosen, matched, length), min(options.max_nodes, budget.max_nodes)
         )
-        return Guess(guess.tokens, guess.parents, guess.scores, matched, counted=True)
+        return SourceDraft(draft.tokens, draft.parents, draft.scores, matched, counted=True)
 
 
 class RetrievalDrafter(SourceDrafter):

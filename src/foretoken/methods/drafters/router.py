@@ -14,9 +14,9 @@ from foretoken.core import Budget, Context, Limits, TokenTree
 from foretoken.core.outside import is_outside
 from foretoken.methods.drafters.base import BuildContext, Drafter
 from foretoken.methods.drafters.group import GroupDrafter, MemberTree, Proposal, ask
-from foretoken.methods.drafters.guess_rules import GuessRule
+from foretoken.methods.drafters.guess_rules import DraftRule
 from foretoken.methods.drafters.outside import check_proposal
-from foretoken.methods.drafters.sources import Guess, SourceDrafter
+from foretoken.methods.drafters.sources import SourceDraft, SourceDrafter
 from foretoken.models.base import LanguageModel
 
 
@@ -51,7 +51,7 @@ class RouterDrafter(GroupDrafter):
         bias: Sequence[float] = (),
     ) -> None:
         super().__init__(drafters)
-        self.rule = GuessRule.over(rule, least, bias, self.drafters)
+        self.rule = DraftRule.over(rule, least, bias, self.drafters)
         if costs and len(costs) != len(drafters):
             raise ValueError(f"router has {len(costs)} costs for {len(drafters)} drafters: give one per drafter")
         if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
@@ -98,19 +98,19 @@ class RouterDrafter(GroupDrafter):
         spare = self._weigh(self.rule, contexts, budgets, trees) if self.rule is not None else {}
         orders = [self._order(budget) for budget in budgets]
         waiting = [i for i, tree in enumerate(trees) if tree is None]
-        for place in range(max((len(orders[i]) for i in waiting), default=0)):
+        for turn in range(max((len(orders[i]) for i in waiting), default=0)):
             groups: dict[int, list[int]] = {}
             for i in waiting:
-                if place < len(orders[i]):
-                    groups.setdefault(orders[i][place][0], []).append(i)
+                if turn < len(orders[i]):
+                    groups.setdefault(orders[i][turn][0], []).append(i)
             waiting = []
             for index in sorted(groups):
                 some = groups[index]
-                proposed = ask(self.drafters[index], [contexts[i] for i in some], [orders[i][place][1] for i in some])
+                proposed = ask(self.drafters[index], [contexts[i] for i in some], [orders[i][turn][1] for i in some])
                 for i, tree in zip(some, proposed, strict=True):
                     if len(tree) > 1:
                         trees[i] = self._owned(contexts[i], index, tree)
-                        self._guess_beside(contexts[i], orders[i][: place + 1])
+                        self._guess_beside(contexts[i], orders[i][: turn + 1])
                     else:
                         waiting.append(i)
         for i in waiting:
@@ -129,22 +129,22 @@ class RouterDrafter(GroupDrafter):
         context.beside = {i: ask(self.drafters[i], [context], [most[i]])[0] for i in others}
 
     def _weigh(
-        self, rule: GuessRule, contexts: Sequence[Context], budgets: Sequence[Budget], trees: list[TokenTree | None]
-    ) -> dict[int, tuple[int, Guess]]:
+        self, rule: DraftRule, contexts: Sequence[Context], budgets: Sequence[Budget], trees: list[TokenTree | None]
+    ) -> dict[int, tuple[int, SourceDraft]]:
         """Set the trees whose best draft is good enough; return the members and drafts of the others that have any."""
-        spare: dict[int, tuple[int, Guess]] = {}
+        spare: dict[int, tuple[int, SourceDraft]] = {}
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
             if budget.member is not None or budget.max_depth < 1 or budget.max_nodes < 1:
                 continue
-            index, guess, is_good = rule.best(context, budget)
+            index, draft, is_good = rule.best(context, budget)
             if is_good:
-                trees[i] = self._guessed(context, index, guess)
-            elif guess.tokens:
-                spare[i] = index, guess
+                trees[i] = self._guessed(context, index, draft)
+            elif draft.tokens:
+                spare[i] = index, draft
         return spare
 
-    def _guessed(self, context: Context, index: int, guess: Guess) -> TokenTree:
-        tree = guess.tree(context.root)
+    def _guessed(self, context: Context, index: int, draft: SourceDraft) -> TokenTree:
+        tree = draft.tree(context.root)
         if is_outside(type(self.drafters[index])):
             check_proposal(tree, context, self.drafters[index], None, thorough=True)
         return self._owned(context, index, tree)

@@ -12,7 +12,7 @@ import numpy as np
 from foretoken.core import Budget, Context
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.datastore import DEPTH, SEPARATOR, Datastore
-from foretoken.methods.drafters.sources import NOTHING, Automaton, Guess, NgramSource, SourceDrafter
+from foretoken.methods.drafters.sources import NOTHING, Automaton, NgramSource, SourceDraft, SourceDrafter
 
 
 class Corpus(Protocol):
@@ -74,7 +74,7 @@ class _SamSource(NgramSource):
         for token in tokens:
             self.end = self.automaton.append(self.end, token)
 
-    def propose(self, budget: Budget) -> Guess:
+    def propose(self, budget: Budget) -> SourceDraft:
         options, corpus = self.drafter, self.drafter.corpus
         most = min(options.max_depth, budget.max_depth, budget.max_nodes)
         # The longest suffix that also ends elsewhere, so that the end of the tokens does not match itself.
@@ -83,10 +83,10 @@ class _SamSource(NgramSource):
         if corpus is not None:
             length, tokens = corpus.after(self.text[-DEPTH:], most)
             if length - options.bias > matched and length >= options.min_match and tokens:
-                return Guess.copied(tokens[: options.draft_length(length, most)], length)
+                return SourceDraft.copied(tokens[: options.draft_length(length, most)], length)
         if matched < options.min_match:
             return NOTHING
-        return Guess.copied(self._after(state, options.draft_length(matched, most)), matched)
+        return SourceDraft.copied(self._after(state, options.draft_length(matched, most)), matched)
 
     def _after(self, state: int, count: int) -> list[int]:
         """Tokens after the first occurrence, or after that of a shorter suffix if the former ends too soon."""

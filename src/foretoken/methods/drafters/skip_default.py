@@ -197,9 +197,9 @@ class _OwnText:
         sets = (SkipSet(), SkipSet(attention=middle), SkipSet(mlp=middle))
         quickest = [math.inf] * len(sets)
         for _ in range(steps):
-            for place, skips in enumerate(sets):
-                quickest[place] = min(quickest[place], self._step_s(skips))
-        attention, mlp = (max(1.0 - quickest[place] / quickest[0], 0.0) / len(middle) for place in (1, 2))
+            for number, skips in enumerate(sets):
+                quickest[number] = min(quickest[number], self._step_s(skips))
+        attention, mlp = (max(1.0 - quickest[number] / quickest[0], 0.0) / len(middle) for number in (1, 2))
         most = 1.0 / layers  # a larger saving than a layer's share is noise
         scale = min(1.0, most / max(attention + mlp, 1e-9))
         return attention * scale, mlp * scale

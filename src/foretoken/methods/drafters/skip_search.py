@@ -39,8 +39,8 @@ class SkipSearch:
         patience: int = 300,
     ) -> None:
         middle = range(keep, num_layers - keep)
-        self.places = [(sublayer, layer) for sublayer in ("attention", "mlp") for layer in middle]
-        self.size = min(round(ratio * 2 * num_layers), len(self.places), 2 * num_layers - 1)
+        self.sublayers = [(sublayer, layer) for sublayer in ("attention", "mlp") for layer in middle]
+        self.size = min(round(ratio * 2 * num_layers), len(self.sublayers), 2 * num_layers - 1)
         self.goal, self.most, self.patience = goal, most, patience
         self.best = SkipSet.odd(num_layers, keep)
         self.best_score = -1.0
@@ -71,8 +71,8 @@ class SkipSearch:
             self.best, self.best_score, self.stale = skips, score, 0
 
     def _random(self) -> Bits:
-        bits = np.zeros(len(self.places), np.bool_)
-        bits[self._rng.choice(len(self.places), self.size, replace=False)] = True
+        bits = np.zeros(len(self.sublayers), np.bool_)
+        bits[self._rng.choice(len(self.sublayers), self.size, replace=False)] = True
         return bits
 
     def _suggested(self, random_sets: int = 256, latest: int = 200, kappa: float = 2.5) -> Bits:
@@ -83,12 +83,12 @@ class SkipSearch:
         return pool[int((mean + kappa * deviation).argmax())]
 
     def _set(self, bits: Bits) -> SkipSet:
-        chosen = [place for place, bit in zip(self.places, bits, strict=True) if bit]
+        chosen = [sublayer for sublayer, bit in zip(self.sublayers, bits, strict=True) if bit]
         attention, mlp = (frozenset(n for kind, n in chosen if kind == name) for name in ("attention", "mlp"))
         return SkipSet(attention, mlp)
 
     def _bits(self, skips: SkipSet) -> Bits:
-        return np.array([layer in getattr(skips, kind) for kind, layer in self.places], np.bool_)
+        return np.array([layer in getattr(skips, kind) for kind, layer in self.sublayers], np.bool_)
 
 
 def posterior(x: Bits, y: Floats, pool: Bits, noise: float = 1e-2) -> tuple[Floats, Floats]:

@@ -1,8 +1,8 @@
 """Base of the drafters that copy from text: a source that knows a text and predicts its continuation.
 
-A :class:`NgramSource` receives the tokens of one request (``extend``) and returns a :class:`Guess` (``propose``): a
-tree of tokens, each with an estimate of the probability that the whole path to it is right.  The sum of these estimates
-is the expected number of accepted tokens, by which sources are compared (SuffixDecoding, arXiv 2411.04975).
+A :class:`NgramSource` receives the tokens of one request (``extend``) and returns a :class:`SourceDraft` (``propose``):
+a tree of tokens, each with an estimate of the probability that the whole path to it is right.  The sum of these
+estimates is the expected number of accepted tokens, by which sources are compared (SuffixDecoding, arXiv 2411.04975).
 
 All guesses are deterministic, so the point rule makes them lossless.
 """
@@ -21,7 +21,7 @@ from foretoken.methods.drafters.texts import reading
 
 
 @dataclass(frozen=True)
-class Guess:
+class SourceDraft:
     """A tree of deterministic tokens below the root.
 
     Attributes:
@@ -39,7 +39,7 @@ class Guess:
     counted: bool = False
 
     @classmethod
-    def copied(cls, tokens: Sequence[int], match: int) -> Guess:
+    def copied(cls, tokens: Sequence[int], match: int) -> SourceDraft:
         """A chain copied from one match; its probability per token grows with the match's length."""
         sure = match / (match + 1)
         return cls(tokens, range(-1, len(tokens) - 1), [sure ** (i + 1) for i in range(len(tokens))], match)
@@ -49,27 +49,27 @@ class Guess:
         """Expected number of accepted tokens."""
         return sum(self.scores)
 
-    def within(self, budget: Budget) -> Guess:
+    def within(self, budget: Budget) -> SourceDraft:
         """The part within the budget: depth, number of nodes (parents come first), and confidence if it was counted."""
         asks = self.counted and (budget.min_confidence > 0 or budget.stop is not None)
         if not asks and len(self.tokens) <= min(budget.max_depth, budget.max_nodes):
             return self
-        place: dict[int, int] = {-1: -1}
+        new_index: dict[int, int] = {-1: -1}
         depth, ended = {-1: 0}, set()
         nodes: list[int] = []
         for node, parent in enumerate(self.parents):
             if len(nodes) >= budget.max_nodes:
                 break
-            if parent not in place or parent in ended or depth[parent] >= budget.max_depth:
+            if parent not in new_index or parent in ended or depth[parent] >= budget.max_depth:
                 continue
-            place[node], depth[node] = len(nodes), depth[parent] + 1
+            new_index[node], depth[node] = len(nodes), depth[parent] + 1
             nodes.append(node)
             above = self.scores[parent] if parent >= 0 else 1.0
             if asks and budget.stops_after(None, self.scores[node] / above):
                 ended.add(node)
-        return Guess(
+        return SourceDraft(
             [self.tokens[n] for n in nodes],
-            [place[self.parents[n]] for n in nodes],
+            [new_index[self.parents[n]] for n in nodes],
             [self.scores[n] for n in nodes],
             self.match,
             self.counted,
@@ -79,7 +79,7 @@ class Guess:
         return TokenTree((root, *self.tokens), (-1, *(parent + 1 for parent in self.parents)))
 
 
-NOTHING = Guess()
+NOTHING = SourceDraft()
 
 
 class NgramSource(ABC):
@@ -97,7 +97,7 @@ class NgramSource(ABC):
         self.text.extend(tokens)
 
     @abstractmethod
-    def propose(self, budget: Budget) -> Guess:
+    def propose(self, budget: Budget) -> SourceDraft:
         """Predict the tokens after ``text``."""
 
     def rewind(self, length: int) -> None:
@@ -134,12 +134,12 @@ class SourceDrafter(Drafter):
         if self.traits.shares_state:
             self.source(context)
 
-    def guess(self, context: Context, budget: Budget) -> Guess:
+    def draft(self, context: Context, budget: Budget) -> SourceDraft:
         """The draft of :meth:`propose`, with the estimates that a router compares."""
         return self.source(context).propose(budget).within(budget)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
-        return self.guess(context, budget).tree(context.root)
+        return self.draft(context, budget).tree(context.root)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Read the new tokens if other requests may use them; otherwise the next proposal does."""

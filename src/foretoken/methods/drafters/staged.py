@@ -16,7 +16,7 @@ from foretoken.methods.drafters.cascade import CascadeDrafter, Chain, Rule
 from foretoken.methods.drafters.drawing import best, draw_without_replacement
 from foretoken.methods.trees.counts import Ranks, StaticTree
 from foretoken.methods.trees.shapes import Choice, fitting_nodes
-from foretoken.methods.trees.specs import places_of
+from foretoken.methods.trees.specs import static_tree_of
 from foretoken.models.base import LanguageModel
 
 MOST_NODES = 256
@@ -28,11 +28,11 @@ class StagedNode:
     """A token of the tree.
 
     Attributes:
-        place: its ranks from the root downwards.
+        choice: its ranks from the root downwards.
         distribution: distribution [V] that it was drawn from; ``None`` for a point.
     """
 
-    place: Choice
+    choice: Choice
     token: int
     distribution: Tensor | None
 
@@ -49,11 +49,11 @@ class Spine(Chain):
     counts: dict[Choice, int] = field(default_factory=dict)
     nodes: list[StagedNode] = field(default_factory=list)
 
-    def first_children(self, place: Choice) -> int:
-        """Planned length of the chain of first children below ``place``."""
+    def first_children(self, choice: Choice) -> int:
+        """Planned length of the chain of first children below ``choice``."""
         length = 0
-        while self.counts.get(place, 0):
-            place, length = (*place, 0), length + 1
+        while self.counts.get(choice, 0):
+            choice, length = (*choice, 0), length + 1
         return length
 
 
@@ -105,7 +105,7 @@ class StagedDrafter(CascadeDrafter):
         tree: str = "",
     ) -> None:
         check_least(self.name, 1, width=width)
-        shape = listed(places_of(tree, self.name)) if tree else None
+        shape = listed(static_tree_of(tree, self.name)) if tree else None
         if (k * width if shape is None else len(shape)) > MOST_NODES:
             tried = f"tree={tree}" if tree else f"k={k} times width={width}"
             raise ValueError(f"staged needs a tree of at most {MOST_NODES} nodes, not {tried}")
@@ -138,20 +138,20 @@ class StagedDrafter(CascadeDrafter):
             stage = [branch for item in stage for branch in self._settle(*item)]
             self._write_rounds([chain for *_, chain in stage])
 
-    def _settle(self, spine: Spine, place: Choice, path: tuple[int, ...], chain: Chain) -> Stage:
+    def _settle(self, spine: Spine, choice: Choice, path: tuple[int, ...], chain: Chain) -> Stage:
         """Add a written chain to the tree, draw the siblings of its tokens, and return the chains below these."""
         pairs = list(zip(chain.tokens, chain.distributions, strict=True))
         for depth, (token, distribution) in enumerate(pairs, 1):
-            spine.nodes.append(StagedNode((*place, *[0] * depth), token, distribution))
+            spine.nodes.append(StagedNode((*choice, *[0] * depth), token, distribution))
         branches: Stage = []
         for depth, (_, distribution) in enumerate(pairs):
-            above = (*place, *[0] * depth)
+            above = (*choice, *[0] * depth)
             siblings = self._siblings(chain, depth, spine.counts.get(above, 0) - 1)
             for rank, token in enumerate(siblings, 1):
                 sibling, down = (*above, rank), (*path, *chain.tokens[:depth], token)
                 spine.nodes.append(StagedNode(sibling, token, distribution))
                 length = spine.first_children(sibling)
-                if length and not self._is_last(chain, *chain.places[depth], token):
+                if length and not self._is_last(chain, *chain.sources[depth], token):
                     branch = SiblingChain(
                         spine.context, spine.inside, spine.sequence, spine.budget, length, length, path=down,
                         unread=(token,), parent=chain.spots[depth], most_guesses=length,
@@ -168,16 +168,16 @@ class StagedDrafter(CascadeDrafter):
             weights = distribution.clone()  # [V]
             weights[token] = 0.0
             return draw_without_replacement(weights, count, chain.context)
-        scores, node = chain.places[depth]
+        scores, node = chain.sources[depth]
         ranking = scores.ranking(node).clone()  # [V]
         ranking[token] = -torch.inf
         return best(ranking, count)
 
     def _finished(self, chain: Chain) -> TokenTree:
         nodes = chain.nodes if isinstance(chain, Spine) else []
-        numbers = {(): 0, **{node.place: number for number, node in enumerate(nodes, 1)}}
+        numbers = {(): 0, **{node.choice: number for number, node in enumerate(nodes, 1)}}
         tokens = (chain.context.root, *(node.token for node in nodes))
-        parents = (-1, *(numbers[node.place[:-1]] for node in nodes))
+        parents = (-1, *(numbers[node.choice[:-1]] for node in nodes))
         if not nodes or nodes[0].distribution is None:
             return TokenTree(tokens, parents)
         rows: dict[int, int] = {}  # siblings share a distribution
@@ -219,17 +219,17 @@ def comb(k: int, width: int) -> list[Choice]:
     return [*spine, *((*(0,) * depth, rank) for depth in range(k) for rank in range(1, width))]
 
 
-def listed(places: StaticTree) -> list[Choice]:
+def listed(shape: StaticTree) -> list[Choice]:
     """The nodes of a static tree, parents and earlier siblings first.  Raises ``ValueError`` for more than 256."""
-    counts = places.within(places.max_depth, MOST_NODES + 1)
-    if isinstance(places, Ranks):
-        nodes = list(places.choices)
+    counts = shape.within(shape.max_depth, MOST_NODES + 1)
+    if isinstance(shape, Ranks):
+        nodes = list(shape.choices)
     else:
         nodes = [(rank,) for rank in range(counts(()))]
-        for place in nodes:  # level by level: the list grows during the iteration
+        for choice in nodes:  # level by level: the list grows during the iteration
             if len(nodes) > MOST_NODES:
                 break
-            nodes += [(*place, rank) for rank in range(counts(place))]
+            nodes += [(*choice, rank) for rank in range(counts(choice))]
     if len(nodes) > MOST_NODES:
         raise ValueError(f"staged needs a tree of at most {MOST_NODES} nodes")
     return nodes

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from foretoken.core import Budget, Context, check_least
 from foretoken.methods.drafters.base import Traits
-from foretoken.methods.drafters.sources import NOTHING, Automaton, Guess, NgramSource, SourceDrafter
+from foretoken.methods.drafters.sources import NOTHING, Automaton, NgramSource, SourceDraft, SourceDrafter
 from foretoken.methods.drafters.tenants import Tenants
 
 
@@ -47,13 +47,13 @@ class MatchLimits:
         return most if self.tree else min(most, self.depth - matched)
 
 
-def speculate(automaton: Automaton, context: Sequence[int], limits: MatchLimits) -> Guess:
+def speculate(automaton: Automaton, context: Sequence[int], limits: MatchLimits) -> SourceDraft:
     """The draft after the suffix of ``context`` with the largest expected number of accepted tokens."""
     tail = context[max(0, len(context) - limits.depth + 1) :]
     return speculate_from(automaton, *automaton.match(tail), limits)
 
 
-def speculate_from(automaton: Automaton, state: int, matched: int, limits: MatchLimits) -> Guess:
+def speculate_from(automaton: Automaton, state: int, matched: int, limits: MatchLimits) -> SourceDraft:
     """:func:`speculate` for a context whose last ``matched`` tokens lead to ``state``.
 
     All suffixes are tried; longer ones win ties.  Suffixes of one state have equal continuations, so only the one that
@@ -70,7 +70,7 @@ def speculate_from(automaton: Automaton, state: int, matched: int, limits: Match
             tokens, parents, scores = _path(automaton, at, allowed, limits.min_prob)
         expected = sum(scores)
         if tokens and (expected > best.expected or (expected == best.expected and length > best.match)):
-            best = Guess(tokens, parents, scores, length, counted=True)
+            best = SourceDraft(tokens, parents, scores, length, counted=True)
     return best
 
 
@@ -196,15 +196,15 @@ class _SuffixSource(NgramSource):
                 self.output = self.others.open()
             self.output.extend(self.text[max(start, self.prompt_length) :])
 
-    def propose(self, budget: Budget) -> Guess:
+    def propose(self, budget: Budget) -> SourceDraft:
         limits = self.drafter.limits_for(budget)
         document = self.document
         best = speculate_from(document.automaton, document.end, document.automaton.length[document.end], limits)
         if self.others is not None:
             for automaton in self.others.generations:
-                guess = speculate(automaton, self.text, limits)
-                if guess.expected > best.expected:
-                    best = guess
+                draft = speculate(automaton, self.text, limits)
+                if draft.expected > best.expected:
+                    best = draft
         return best
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.largest import largest
-from foretoken.methods.drafters.drawing import chances_of
+from foretoken.methods.drafters.drawing import probabilities_of
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.methods.drafters.skip_search import SkipSearch
@@ -103,9 +103,9 @@ class SwiftDrafter(OwnLayersDrafter):
         searches = [self.search(context) for context in contexts]
         trees: dict[int, TokenTree] = {}
         for search in {id(s): s for s in searches}.values():
-            places = [i for i, s in enumerate(searches) if s is search]
-            some = self._drafted(search, [contexts[i] for i in places], [budgets[i] for i in places])
-            trees.update(zip(places, some, strict=True))
+            indices = [i for i, s in enumerate(searches) if s is search]
+            some = self._drafted(search, [contexts[i] for i in indices], [budgets[i] for i in indices])
+            trees.update(zip(indices, some, strict=True))
         return [trees[i] for i in range(len(contexts))]
 
     def _drafted(self, search: SkipSearch, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
@@ -132,7 +132,7 @@ class SwiftDrafter(OwnLayersDrafter):
 
     def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
         """Add the best token to the chain and keep the distribution for siblings."""
-        distribution = chances_of(tree.sampler, logits, tree.prefix(parent), tree.length(parent))
+        distribution = probabilities_of(tree.sampler, logits, tree.prefix(parent), tree.length(parent))
         if distribution is None:
             return
         # A one-hot distribution names the best token, penalties included, but ranks no others.
@@ -146,15 +146,15 @@ class SwiftDrafter(OwnLayersDrafter):
     def _finished(self, tree: Growing) -> TokenTree:
         """The chain, and the likeliest siblings that still fit."""
         spare: list[tuple[float, int, int]] = []  # (probability of the path, parent, token)
-        chance = 1.0
+        probability = 1.0
         for parent, ranking in enumerate(tree.distributions):
             token = tree.tokens[parent + 1]
             confidence = float(ranking[token])
             count = num_children(confidence, tree.sampler.greedy) - 1
             best = largest(ranking, min(count + 1, len(ranking)))
             pairs = zip(*(each.tolist() for each in best), strict=True)
-            spare += [(chance * p, parent, t) for p, t in pairs if t != token and p > 0][:count]
-            chance *= confidence
+            spare += [(probability * p, parent, t) for p, t in pairs if t != token and p > 0][:count]
+            probability *= confidence
         spare.sort(key=lambda sibling: -sibling[0])
         room = tree.budget.max_nodes - (len(tree.tokens) - 1)
         siblings = spare[:room]

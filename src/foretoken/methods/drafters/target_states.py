@@ -74,12 +74,12 @@ def taps_of(layers: Sequence[int], num_layers: int) -> tuple[str, ...]:
     """
     names = []
     for layer in layers:
-        place = layer + num_layers + 1 if layer < 0 else layer
-        if not 0 <= place <= num_layers:
+        depth = layer + num_layers + 1 if layer < 0 else layer
+        if not 0 <= depth <= num_layers:
             raise ValueError(
                 f"the target has hidden states 0 to {num_layers} (or -1 to {-num_layers - 1}), not {layer}"
             )
-        names.append("last" if place == num_layers else f"layer:{place}")
+        names.append("last" if depth == num_layers else f"layer:{depth}")
     return tuple(names)
 
 

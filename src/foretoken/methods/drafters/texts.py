@@ -112,7 +112,7 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
     """
     model = reader.model
     ready = [len(tokens) <= model.context_length for tokens in texts]
-    behind: dict[int, int] = {}
+    unread: dict[int, int] = {}
     start_s, opened = now(getattr(model, "device", None)), False
     for i in [i for i, fits in enumerate(ready) if fits]:
         opened = _open(key, model, contexts[i], texts[i]) or opened
@@ -120,13 +120,13 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
         if model.reads:
             missing = reader.settle(contexts[i], text.sequence, texts[i])
             if missing - 1 > BESIDE:
-                behind[i] = missing - 1
+                unread[i] = missing - 1
             else:
                 _note_level(contexts[i], text, missing)
-    if behind:
-        pace = DraftTexts.of(contexts[next(iter(behind))]).pace
-        sizes = portions(list(behind.values()), pace.remaining)
-        chosen = {i: sizes[place] for place, i in enumerate(behind) if sizes.get(place)}
+    if unread:
+        pace = DraftTexts.of(contexts[next(iter(unread))]).pace
+        sizes = portions(list(unread.values()), pace.remaining)
+        chosen = {i: sizes[number] for number, i in enumerate(unread) if sizes.get(number)}
         pace.remaining -= sum(chosen.values())
         if chosen:
             parts = []
@@ -135,10 +135,10 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
                 have = len(sequence.tokens)
                 parts.append((contexts[i], sequence, texts[i][have : have + size]))
             reader.read(parts)
-        for i, size in behind.items():
+        for i, size in unread.items():
             text = DraftTexts.of(contexts[i]).by_key[key]
             ready[i] = _note_read(contexts[i], text, chosen.get(i, 0), size)
-    if behind or opened:
+    if unread or opened:
         spent = now(getattr(model, "device", None)) - start_s
         for pace in {id(p): p for p in (DraftTexts.of(context).pace for context in contexts)}.values():
             pace.spent_s += spent

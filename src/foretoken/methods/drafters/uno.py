@@ -24,7 +24,7 @@ from foretoken.methods.drafters.drawing import best
 from foretoken.methods.drafters.narrowed import projected, reduced_head
 from foretoken.methods.drafters.nets.store import load_net
 from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
-from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
+from foretoken.methods.drafters.parallel import ParallelDrafter, Predictions
 from foretoken.methods.drafters.pard import ModelIds
 from foretoken.methods.trees.counts import Counts, StaticTree
 from foretoken.methods.trees.lattice import Continuations
@@ -51,14 +51,14 @@ def paying_rows(accuracies: Sequence[float], most: int, cost: Callable[[int], fl
     return max(range(1, min(most, len(accuracies) + 1) + 1), key=rate)
 
 
-class UnoGuesses(Guesses):
+class UnoPredictions(Predictions):
     """The target's own row fixes the first position: if the request's next token is fixed, it is the only candidate."""
 
-    def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
+    def continuations(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
         """The ``width`` best candidates after a path; at the first position the target's token."""
         certain = not path and (self.races or self.context.sampler.greedy)
         if not certain or self.head.vocab_size != self.logits.shape[-1]:
-            return super().place(path, state, width, budget)
+            return super().continuations(path, state, width, budget)
         row, after = self.row(path, state)
         if self.races:
             tokens = best(self._ranking(path, row)[0], 1)
@@ -77,8 +77,8 @@ class _OneFirst:
     def within(self, max_depth: int, max_nodes: int) -> Counts:
         counts = self.below.within(max_depth - 1, max_nodes - 1)
 
-        def count(place: Choice) -> int:
-            return counts(place[1:]) if place else int(max_depth > 0 and max_nodes > 0)
+        def count(choice: Choice) -> int:
+            return counts(choice[1:]) if choice else int(max_depth > 0 and max_nodes > 0)
 
         return count
 
@@ -116,7 +116,7 @@ class UnoDrafter(ParallelDrafter):
         self._shape(nodes, depth, width, draw, tree)
         if draw == "without_replacement" and not tree and depth > 1:
             self._shape(max(1, nodes - 1), depth - 1, width, draw, tree)
-            self.places, self.max_depth, self.max_nodes = _OneFirst(self.places), depth, nodes
+            self.shape, self.max_depth, self.max_nodes = _OneFirst(self.shape), depth, nodes
         self.traits = replace(self.traits, runs_target=True, learns=False)
         device = getattr(target, "device", None)
         self.net = (net if device is None else net.to(device)).eval()
@@ -155,11 +155,11 @@ class UnoDrafter(ParallelDrafter):
 
     def fit(self, costs: TargetCost) -> None:
         """Keep as many nodes of every tree as pay off; the first token of a drawn one always does."""
-        places = self.places
-        if isinstance(places, _OneFirst):
-            self.places = places.below
+        shape = self.shape
+        if isinstance(shape, _OneFirst):
+            self.shape = shape.below
             super().fit(costs)
-            self.places = _OneFirst(self.places)
+            self.shape = _OneFirst(self.shape)
         else:
             super().fit(costs)
 
@@ -171,7 +171,7 @@ class UnoDrafter(ParallelDrafter):
         size = self.model.vocab_size if self.head is None else self.head.size
         return [{**entry, "vocabulary": size} for entry in super().describe()]
 
-    def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
+    def _all_predictions(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Predictions]:
         """Run the forward, which leaves the target's sequences unchanged."""
         ready = [i for i, depth in enumerate(depths) if depth > 0]
         if not ready:
@@ -183,7 +183,7 @@ class UnoDrafter(ParallelDrafter):
             for context in contexts:
                 context.sequence.clear_scratch()
         each = ((i, contexts[i], row.logits) for i, row in zip(ready, rows, strict=True))
-        return {i: UnoGuesses(context, logits, self.ids, self._races(context)) for i, context, logits in each}
+        return {i: UnoPredictions(context, logits, self.ids, self._races(context)) for i, context, logits in each}
 
     def _depth(self, context: Context, budget: Budget) -> int:
         """Rows of the pass; 0 unless the target has read all tokens but the root."""
@@ -193,5 +193,5 @@ class UnoDrafter(ParallelDrafter):
 
     def _feed(self, context: Context, depth: int) -> Feed:
         context.sequence.clear_scratch()
-        behind = len(context.tokens) + torch.arange(depth - 1)  # positions of the unknown tokens
-        return Feed(context.sequence, [context.root, *self.net.config.filler(behind).tolist()], wanted=depth)
+        positions = len(context.tokens) + torch.arange(depth - 1)  # positions of the unknown tokens
+        return Feed(context.sequence, [context.root, *self.net.config.filler(positions).tolist()], wanted=depth)

@@ -113,13 +113,13 @@ class Vocabulary:
 
     def longest_pieces(self, text: bytes) -> list[int]:
         """Greedy spelling with ordinary tokens."""
-        ids, place = [], 0
-        while place < len(text):
-            sizes = range(min(self._longest, len(text) - place), 0, -1)
-            size = next((n for n in sizes if text[place : place + n] in self.first), 0)
+        ids, start = [], 0
+        while start < len(text):
+            sizes = range(min(self._longest, len(text) - start), 0, -1)
+            size = next((n for n in sizes if text[start : start + n] in self.first), 0)
             if size:
-                ids.append(self.first[text[place : place + size]])
-            place += size or 1
+                ids.append(self.first[text[start : start + size]])
+            start += size or 1
         return ids
 
     @cached_property

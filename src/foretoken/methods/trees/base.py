@@ -72,8 +72,8 @@ class Candidates:
     def tree(self, nodes: Sequence[int]) -> TokenTree:
         """A tree of ``nodes`` below the root as point proposals, in order of creation (likelier siblings first)."""
         chosen = [0, *sorted(nodes)]
-        place = {node: i for i, node in enumerate(chosen)}
-        parents = [-1, *(place[self.parents[node]] for node in chosen[1:])]
+        new_index = {node: i for i, node in enumerate(chosen)}
+        parents = [-1, *(new_index[self.parents[node]] for node in chosen[1:])]
         return TokenTree(tuple(self.tokens[node] for node in chosen), tuple(parents))
 
 

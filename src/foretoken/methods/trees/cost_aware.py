@@ -72,13 +72,13 @@ class PayingNodes:
         self.count, self._found, self._tokens, self._best = 1, 0, 1.0, 1.0 / self._costs[0]
         return self
 
-    def add(self, chance: float) -> bool:
+    def add(self, probability: float) -> bool:
         """Whether the next node, and later ones of at most its probability, may still pay."""
         further = enumerate(self._costs[self._found + 1 :], 1)
-        if self._found and all(self._tokens + chance * more <= self._best * cost for more, cost in further):
+        if self._found and all(self._tokens + probability * more <= self._best * cost for more, cost in further):
             return False
         self._found += 1
-        self._tokens += chance
+        self._tokens += probability
         rate = self._tokens / self._costs[self._found]
         if rate > self._best:
             self.count, self._best = self._found, rate

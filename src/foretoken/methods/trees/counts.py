@@ -46,7 +46,7 @@ class Levels:
     def within(self, max_depth: int, max_nodes: int) -> Counts:
         """The counts within ``max_depth``; the drafter enforces ``max_nodes`` while it draws."""
         widths = self.widths[: max(max_depth, 0)]
-        return lambda place: widths[len(place)] if len(place) < len(widths) else 0
+        return lambda choice: widths[len(choice)] if len(choice) < len(widths) else 0
 
 
 class Ranks:
@@ -62,9 +62,9 @@ class Ranks:
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = list(choices)
         self.parents = choice_parents(self.choices)
-        place = {choice: node for node, choice in enumerate(self.choices)}
+        node_of = {choice: node for node, choice in enumerate(self.choices)}
         for node, choice in enumerate(self.choices):
-            if choice[-1] and place.get((*choice[:-1], choice[-1] - 1), len(place)) > node:
+            if choice[-1] and node_of.get((*choice[:-1], choice[-1] - 1), len(node_of)) > node:
                 raise ValueError(
                     f"the tree has {choice} without rank {choice[-1] - 1} before it: siblings are tried in order"
                 )
@@ -75,7 +75,7 @@ class Ranks:
     def within(self, max_depth: int, max_nodes: int) -> Counts:
         """The counts of the first ``max_nodes`` nodes within ``max_depth`` levels."""
         counts = self._within(max_depth, max_nodes)
-        return lambda place: counts.get(place, 0)
+        return lambda choice: counts.get(choice, 0)
 
     def _counts(self, max_depth: int, max_nodes: int) -> dict[Choice, int]:
         ranks = 1 + max((choice[-1] for choice in self.choices), default=0)

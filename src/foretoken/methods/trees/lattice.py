@@ -32,7 +32,7 @@ class Continuations:
 
 def lattice(
     root: int,
-    place: Callable[[Sequence[int], Any], Continuations],
+    extend: Callable[[Sequence[int], Any], Continuations],
     depth: int,
     nodes: int,
     goes_on: Callable[[float], bool] | None = None,
@@ -44,7 +44,7 @@ def lattice(
 
     Args:
         root: the last committed token.
-        place: continuations of a path of drafted tokens, called with the previous position's state (``None`` at first).
+        extend: continuations of a path of draft tokens, called with the previous position's state (``None`` at first).
         goes_on: called with the next node's probability; false ends the search.
     """
     candidates = Candidates([root])
@@ -53,23 +53,23 @@ def lattice(
 
     def wait(node: int, rank: int) -> None:
         """Queue the candidate of this rank after a node; later ranks are queued when it is taken."""
-        behind = following[node]
-        if behind is not None and rank < len(behind.tokens) and behind.log_probs[rank] > -math.inf:
-            score = candidates.scores[node] + behind.log_probs[rank]
-            heapq.heappush(waiting, (-score, candidates.depths[node] + 1, rank, behind.tokens[rank], node))
+        continuations = following[node]
+        if continuations is not None and rank < len(continuations.tokens) and continuations.log_probs[rank] > -math.inf:
+            score = candidates.scores[node] + continuations.log_probs[rank]
+            heapq.heappush(waiting, (-score, candidates.depths[node] + 1, rank, continuations.tokens[rank], node))
 
     def expand(node: int, state: Any) -> None:
-        following.append(None if candidates.depths[node] >= depth else place(candidates.path_tokens(node), state))
+        following.append(None if candidates.depths[node] >= depth else extend(candidates.path_tokens(node), state))
         wait(node, 0)
 
     expand(0, None)
     while waiting and len(candidates) <= nodes and (goes_on is None or goes_on(math.exp(-waiting[0][0]))):
         score, _, rank, token, parent = heapq.heappop(waiting)
-        behind: Any = following[parent]
+        continuations: Any = following[parent]
         candidates.add(parent, [token], [-score])
-        if behind.ends[rank]:
+        if continuations.ends[rank]:
             following.append(None)
         else:
-            expand(len(candidates) - 1, behind.state)
+            expand(len(candidates) - 1, continuations.state)
         wait(parent, rank + 1)
     return candidates

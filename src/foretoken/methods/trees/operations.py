@@ -15,11 +15,11 @@ def select(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
     """The sub-tree of ``nodes`` (ascending, the root first, every parent included)."""
     if len(nodes) == len(tree):
         return tree
-    place = {node: i for i, node in enumerate(nodes)}
+    new_index = {node: i for i, node in enumerate(nodes)}
     return replace(
         tree,
         tokens=tuple(tree.tokens[n] for n in nodes),
-        parents=tuple(-1 if n == 0 else place[tree.parents[n]] for n in nodes),
+        parents=tuple(-1 if n == 0 else new_index[tree.parents[n]] for n in nodes),
         q_rows=tuple(tree.q_rows[n] for n in nodes) if tree.q_rows else (),
         probes=tuple(tree.probes[n] for n in nodes) if tree.probes else (),
         drafters=tuple(tree.drafters[n] for n in nodes) if tree.drafters else (),
@@ -110,15 +110,15 @@ def _union(trees: Sequence[TokenTree], kind: Kind) -> tuple[TokenTree, list[list
     tokens, parents, q_rows, probes, owners = [trees[0].tokens[0]], [-1], [-1], [False], [-1]
     certain: dict[tuple[int, int], int] = {}  # (parent, token) -> its point mass
     distributions: list[Tensor] = []
-    places: list[list[int]] = []
+    node_maps: list[list[int]] = []
     for owner, tree in enumerate(trees):
-        place, shift = [0], sum(map(len, distributions))
+        node_map, shift = [0], sum(map(len, distributions))
         for node in range(1, len(tree)):
             row = tree.q_rows[node] if tree.q_rows else -1
-            key = (place[tree.parents[node]], tree.tokens[node])
+            key = (node_map[tree.parents[node]], tree.tokens[node])
             probe = bool(tree.probes and tree.probes[node])
             same = certain.get(key) if row < 0 and not probe else None
-            place.append(len(tokens) if same is None else same)
+            node_map.append(len(tokens) if same is None else same)
             if same is not None:
                 continue
             if row < 0 and not probe:
@@ -128,7 +128,7 @@ def _union(trees: Sequence[TokenTree], kind: Kind) -> tuple[TokenTree, list[list
             q_rows.append(-1 if row < 0 else row + shift)
             probes.append(probe)
             owners.append(owner)
-        places.append(place)
+        node_maps.append(node_map)
         if tree.q is not None:
             distributions.append(tree.q)
     drawn = kind is not Kind.POINT
@@ -141,4 +141,4 @@ def _union(trees: Sequence[TokenTree], kind: Kind) -> tuple[TokenTree, list[list
         tuple(probes) if any(probes) else (),
         tuple(owners),
     )
-    return merged, places
+    return merged, node_maps

@@ -74,7 +74,7 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
     Raises:
         ValueError: an empty or invalid acceptance vector, or fewer than one node or level.
     """
-    if not acceptance or not all(chance >= 0 for chance in acceptance) or sum(acceptance) > 1 + 1e-6:  # NaN as well
+    if not acceptance or not all(rate >= 0 for rate in acceptance) or sum(acceptance) > 1 + 1e-6:  # NaN as well
         raise ValueError(
             f"a positional acceptance vector holds probabilities with a sum of at most 1, not {acceptance}"
         )
@@ -87,12 +87,12 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
     remaining: dict[tuple[int, int, int], int] = {}
     for level in range(1, depth + 1):
         row, count, most = leaf, [0] * sizes, list(leaf)
-        for b, chance in enumerate(acceptance, 1):
+        for b, rate in enumerate(acceptance, 1):
             wider = [-math.inf] * sizes
             for m in range(b + 1, sizes):
                 below = best[level - 1]
                 # (Impossible sizes are skipped, because a probability of 0 times -inf would be NaN.)
-                value, y = max((row[y] + chance * below[m - y], -y) for y in range(b, m) if below[m - y] > -math.inf)
+                value, y = max((row[y] + rate * below[m - y], -y) for y in range(b, m) if below[m - y] > -math.inf)
                 if value > -math.inf:
                     wider[m], remaining[level, b, m] = value, -y
                 if value > most[m]:
@@ -108,11 +108,11 @@ def by_value(choices: Iterable[Choice], acceptance: Sequence[float]) -> list[Cho
 
     Any first n nodes are thus a tree that can be drawn (where p falls: the best one within the shape).
     """
-    places, ordered = set(choices), []
+    remaining, ordered = set(choices), []
     waiting: list[tuple[float, int, Choice]] = []
 
     def offer(path: Choice, parent: float) -> None:
-        if path in places:
+        if path in remaining:
             heapq.heappush(waiting, (-parent * acceptance[path[-1]], len(path), path))
 
     values: dict[Choice, float] = {(): 1.0}

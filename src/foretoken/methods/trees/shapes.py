@@ -51,15 +51,15 @@ def choice_parents(choices: Sequence[Choice]) -> list[int]:
     Raises:
         ValueError: a choice before its parent, a duplicate, or the root.
     """
-    place: dict[Choice, int] = {(): 0}
+    node_of: dict[Choice, int] = {(): 0}
     parents = []
     for node, choice in enumerate(choices, 1):
-        if choice[:-1] not in place:
+        if choice[:-1] not in node_of:
             raise ValueError(f"the tree lacks the parent of {choice}: list parents before children")
-        if choice in place:
+        if choice in node_of:
             raise ValueError(f"the tree has {choice} twice: list every node once, and the root () not at all")
-        parents.append(place[choice[:-1]])
-        place[choice] = node
+        parents.append(node_of[choice[:-1]])
+        node_of[choice] = node
     return parents
 
 

@@ -29,7 +29,7 @@ def build_tree(spec: str, sort: type[Any]) -> Any:
     return make("tree", spec)
 
 
-def places_of(tree: str, name: str) -> StaticTree:
+def static_tree_of(tree: str, name: str) -> StaticTree:
     """The static tree of an option ``tree``: child counts per level, a file, or a spec.
 
     Raises:

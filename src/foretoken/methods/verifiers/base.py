@@ -34,12 +34,12 @@ class Coins:
             tests.append((u, min(1.0, num / den) if den > 0 else float(num > 0)))
         return u * den < num
 
-    def accept_lazily(self, bound: float, chance: Callable[[], float]) -> bool:
-        """True with probability ``chance()``, which is at most ``bound`` and not computed if the bound decides."""
+    def accept_lazily(self, bound: float, probability: Callable[[], float]) -> bool:
+        """True with probability ``probability()``, which is at most ``bound`` and not computed if the bound decides."""
         u, tests = self._rng.uniform(), self._rng.tests
         if tests is not None:
-            tests.append((u, chance()))
-        return u < bound and u < chance()
+            tests.append((u, probability()))
+        return u < bound and u < probability()
 
     def draw(self, distribution: Tensor) -> int:
         """A token drawn from a distribution or unnormalised weights [V]."""
@@ -176,7 +176,7 @@ def scaled(budget: float, p: float, q: float) -> float:
     return 1.0 if weight >= q else weight / q
 
 
-def drawn_chance(tree: TokenTree, node: int) -> float:
+def drawn_probability(tree: TokenTree, node: int) -> float:
     """q(token) of ``node``: the probability of its token in its distribution (1 for a point mass)."""
     distribution = tree.distribution(node)
     return 1.0 if distribution is None else float(distribution[tree.tokens[node]])

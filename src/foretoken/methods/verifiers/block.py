@@ -15,7 +15,7 @@ from foretoken.methods.verifiers.base import (
     can_go_at_once,
     chain_nodes,
     chain_weights,
-    drawn_chance,
+    drawn_probability,
     is_nothing,
     leftover,
     scaled,
@@ -44,7 +44,7 @@ class BlockVerifier(Verifier):
         keep = [1.0]  # P_i
         for i in range(last):
             child = nodes[i + 1]
-            keep.append(scaled(keep[i], float(distributions[i][tree.tokens[child]]), drawn_chance(tree, child)))
+            keep.append(scaled(keep[i], float(distributions[i][tree.tokens[child]]), drawn_probability(tree, child)))
         if last == 0 or (keep[last] > 0.0 and coins.accept(keep[last])):
             return Verdict(tuple(nodes[1:]), coins.draw(distributions[last]), next_is_bonus=True)
         for i in range(last - 1, -1, -1):
@@ -53,7 +53,7 @@ class BlockVerifier(Verifier):
             child = nodes[i + 1]
             residual = leftover(distributions[i], tree.distribution(child), tree.tokens[child], keep[i])
             total = float(residual.sum())
-            if i == 0 or coins.accept(pass_chance(total, keep[i])):
+            if i == 0 or coins.accept(pass_probability(total, keep[i])):
                 next_token = coins.draw(distributions[i] if is_nothing(total, residual) else residual)
                 return Verdict(tuple(nodes[1 : i + 1]), next_token, next_is_bonus=False)
         raise AssertionError("unreachable: the empty prefix is always accepted")
@@ -81,7 +81,7 @@ class BlockVerifier(Verifier):
             return residual, float(residual.sum())
 
         def passes(i: int) -> bool:
-            return keep[i] > 0.0 and coins.accept_lazily(keep[i], lambda: pass_chance(rest_after(i)[1], keep[i]))
+            return keep[i] > 0.0 and coins.accept_lazily(keep[i], lambda: pass_probability(rest_after(i)[1], keep[i]))
 
         stop = next((i for i in range(last - 1, 0, -1) if passes(i)), 0)
         residual, total = rest_after(stop)
@@ -89,7 +89,7 @@ class BlockVerifier(Verifier):
         return Verdict(tuple(nodes[1 : stop + 1]), next_token, next_is_bonus=False)
 
 
-def pass_chance(residual: float, budget: float) -> float:
+def pass_probability(residual: float, budget: float) -> float:
     """S / (S + 1 - P): the probability to keep a prefix of budget P none of whose extensions were accepted."""
     total = residual + (1.0 - budget)
     return 1.0 if total <= 0.0 else residual / total
@@ -114,5 +114,5 @@ def _distributions_and_budgets(
         return distributions.__getitem__, keep
     for node, child in pairwise(nodes):
         p = float(scores.p(node)[tree.tokens[child]]) if keep[-1] > 0.0 else 0.0
-        keep.append(scaled(keep[-1], p, drawn_chance(tree, child)))
+        keep.append(scaled(keep[-1], p, drawn_probability(tree, child)))
     return lambda i: scores.p(nodes[i]), keep

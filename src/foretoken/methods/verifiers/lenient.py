@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from foretoken.core import Kind, Scores, TokenTree, Verdict
-from foretoken.methods.verifiers.base import Coins, Verifier, chain_nodes, drawn_chance, is_nothing
+from foretoken.methods.verifiers.base import Coins, Verifier, chain_nodes, drawn_probability, is_nothing
 from foretoken.methods.verifiers.longest import graded_distribution
 
 
@@ -40,7 +40,7 @@ class LenientVerifier(Verifier):
                     return Verdict(tuple(nodes[:i]), scores.argmax(parent), next_is_bonus=False)
                 continue
             p = scores.p(parent)  # [V]
-            if not coins.accept(float(p[x]), self.lenience * drawn_chance(tree, node)):
+            if not coins.accept(float(p[x]), self.lenience * drawn_probability(tree, node)):
                 return Verdict(
                     tuple(nodes[:i]), coins.draw(self._residual(p, tree.distribution(node), x)), next_is_bonus=False
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foretoken.core import Kind, Scores, TokenTree, Verdict
-from foretoken.methods.verifiers.base import Coins, Verifier, drawn_chance, rest_of, walk_down
+from foretoken.methods.verifiers.base import Coins, Verifier, drawn_probability, rest_of, walk_down
 
 
 class MultiRoundVerifier(Verifier):
@@ -23,7 +23,7 @@ class MultiRoundVerifier(Verifier):
             residual = scores.p(node)  # [V]
             for child in children:
                 token = tree.tokens[child]
-                if coins.accept(float(residual[token]), drawn_chance(tree, child)):
+                if coins.accept(float(residual[token]), drawn_probability(tree, child)):
                     return token
                 residual = rest_of(residual, tree.distribution(child), token)
             return coins.draw(residual)

@@ -24,8 +24,8 @@ def check_verifier(verifier: Any) -> None:
         raise VerifierError(fault)
     cls, kinds = type(verifier), verifier.kinds
     if not isinstance(kinds, set | frozenset) or not kinds or not all(isinstance(kind, Kind) for kind in kinds):
-        place = f"{cls.__name__} ({line_of(cls)})"
-        raise VerifierError(f"{place} has kinds = {kinds!r}: write a set, such as frozenset({{Kind.IID}})")
+        origin = f"{cls.__name__} ({line_of(cls)})"
+        raise VerifierError(f"{origin} has kinds = {kinds!r}: write a set, such as frozenset({{Kind.IID}})")
 
 
 def check_verdict(verdict: Any, tree: TokenTree, verifier: Verifier, vocab_size: int) -> None:

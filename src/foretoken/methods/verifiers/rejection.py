@@ -9,7 +9,7 @@ from foretoken.methods.verifiers.base import (
     can_go_at_once,
     chain_nodes,
     chain_weights,
-    drawn_chance,
+    drawn_probability,
     rest_of,
 )
 
@@ -26,7 +26,7 @@ class RejectionVerifier(Verifier):
         nodes = chain_nodes(tree, self.name)
         for i, node in enumerate(nodes):
             p, x = scores.p(tree.parents[node]), tree.tokens[node]  # [V]
-            if not coins.accept(float(p[x]), drawn_chance(tree, node)):
+            if not coins.accept(float(p[x]), drawn_probability(tree, node)):
                 return Verdict(
                     tuple(nodes[:i]), coins.draw(rest_of(p, tree.distribution(node), x)), next_is_bonus=False
                 )

@@ -14,7 +14,7 @@ from foretoken.methods.verifiers.base import (
     scaled,
     verdict_at,
 )
-from foretoken.methods.verifiers.block import BlockVerifier, all_at_once, pass_chance
+from foretoken.methods.verifiers.block import BlockVerifier, all_at_once, pass_probability
 
 
 class TraversalVerifier(Verifier):
@@ -55,8 +55,8 @@ def _visit(tree: TokenTree, scores: Scores, coins: Coins, node: int, budget: flo
     distribution, drawn = scores.p(node), SiblingDistributions(tree)  # [V]
     for child in children:
         token, q = tree.tokens[child], drawn.distribution(child)
-        chance = scaled(budget, float(distribution[token]), 1.0 if q is None else float(q[token]))
-        if chance > 0.0 and (verdict := _visit(tree, scores, coins, child, chance)) is not None:
+        probability = scaled(budget, float(distribution[token]), 1.0 if q is None else float(q[token]))
+        if probability > 0.0 and (verdict := _visit(tree, scores, coins, child, probability)) is not None:
             return verdict
         distribution, budget = _after_rejection(distribution, q, token, budget)
         if tree.kind is Kind.WITHOUT_REPLACEMENT:
@@ -74,5 +74,5 @@ def _after_rejection(distribution: Tensor, q: Tensor | None, token: int, budget:
     total = residual.sum()
     weight = float(total)
     if is_nothing(weight, residual):  # at the root by rounding only: it keeps its distribution
-        return distribution, pass_chance(0.0, budget)
-    return residual / total, pass_chance(weight, budget)
+        return distribution, pass_probability(0.0, budget)
+    return residual / total, pass_probability(weight, budget)

@@ -218,13 +218,13 @@ class TreeCache(Cache):
         """
         parts = self._parts()
         devices = {part.device for part in parts}
-        places = {device: [index.to(device) for index in (rows, source, target)] for device in devices}
+        indices = {device: [index.to(device) for index in (rows, source, target)] for device in devices}
         read = []
         for part in parts:
-            r, s, _ = places[part.device]
+            r, s, _ = indices[part.device]
             read.append(part[:, r, :, s])
         for part, moved in zip(parts, read, strict=True):
-            r, _, t = places[part.device]
+            r, _, t = indices[part.device]
             part[:, r, :, t] = moved
 
     def _parts(self) -> list[Tensor]:

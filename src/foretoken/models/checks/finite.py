@@ -19,21 +19,21 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     return next((name for name, tensor in tensors if not _is_finite(tensor)), None)
 
 
-def check_finite(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
+def check_finite(tensors: Iterable[tuple[str, Tensor]], source: object) -> None:
     """Raise ``ValueError`` for weights with NaN or inf, with which a drafter would silently draft nonsense."""
     name = first_not_finite(tensors)
     if name is not None:
-        raise ValueError(f"{name} in {place} holds NaN or inf: {REMEDY}")
+        raise ValueError(f"{name} in {source} holds NaN or inf: {REMEDY}")
 
 
-def check_stored(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
+def check_stored(tensors: Iterable[tuple[str, Tensor]], source: object) -> None:
     """Raise ``ValueError`` for 8-bit weights, whose scales a drafter cannot store; 64-bit numbers and flags are
     tables."""
     for name, tensor in tensors:
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{name} in {place} is stored as {kind}, and only unquantised weights are supported: use a file of "
+                f"{name} in {source} is stored as {kind}, and only unquantised weights are supported: use a file of "
                 "those"
             )
 
@@ -44,8 +44,8 @@ def why_not_finite(model: Any) -> str:
     name = first_not_finite(weights_of(network)) if isinstance(network, nn.Module) else None
     if name is None:
         return NON_FINITE
-    place = getattr(getattr(network, "config", None), "_name_or_path", "") or "the model"
-    return f"the model's logits are NaN or all -inf, because {name} in {place} holds NaN or inf: {REMEDY}"
+    source = getattr(getattr(network, "config", None), "_name_or_path", "") or "the model"
+    return f"the model's logits are NaN or all -inf, because {name} in {source} holds NaN or inf: {REMEDY}"
 
 
 def weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -130,11 +130,11 @@ def fixed_mask(numbers: Mapping[str, Tensor], layer: LayerMask, slots: int, dtyp
     positions, tree = numbers["positions"], numbers["tree"]
     (b, w), device = positions.shape, positions.device
     keys = torch.arange(slots + 1, device=device)  # one extra column for entries without a scratch node
-    places = numbers["scratch_slots"]
+    scratch_slots = numbers["scratch_slots"]
     allowed = (keys < numbers["seen"])[:, None].repeat(1, w, 1)
-    allowed.scatter_(2, places[:, None].expand(b, w, TREE), tree > 0)
+    allowed.scatter_(2, scratch_slots[:, None].expand(b, w, TREE), tree > 0)
     if layer.kind != "full":
-        at = keys.repeat(b, 1).scatter_(1, places, numbers["scratch_positions"])[:, None]
+        at = keys.repeat(b, 1).scatter_(1, scratch_slots, numbers["scratch_positions"])[:, None]
         query = positions[:, :, None]
         allowed &= query - at < layer.size if layer.kind == "sliding" else query // layer.size == at // layer.size
     padding = torch.arange(w, device=device) >= numbers["count"]
@@ -152,7 +152,7 @@ class OutputMemory:
     def __init__(self) -> None:
         self._by_name: dict[str, Tensor] = {}
 
-    def place(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
+    def buffer(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
         """A tensor of the given shape, with the dtype of ``like``, in the memory called ``name``.
 
         If that memory is too small, a larger one replaces it.  Steps captured earlier keep theirs, so the largest step
@@ -191,6 +191,6 @@ class FixedStep:
         with self.cache.fixed(numbers["slots"], bucket.slots):
             call = NetworkCall(self.cache, numbers["ids"], numbers["positions"], masks, scored, bucket.taps)
             logits, taps = forwards.run_all([call])[0]
-        rows = self.outputs.place("logits", logits[0], (bucket.batch, *logits[0].shape))
+        rows = self.outputs.buffer("logits", logits[0], (bucket.batch, *logits[0].shape))
         torch.stack(logits, out=rows)
-        return rows, {name: self.outputs.place(name, state, state.shape).copy_(state) for name, state in taps.items()}
+        return rows, {name: self.outputs.buffer(name, state, state.shape).copy_(state) for name, state in taps.items()}

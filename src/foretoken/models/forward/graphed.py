@@ -67,15 +67,15 @@ class Graphs:
         cache: Any = self.owner.cache
         return cache
 
-    def score(self, feeds: Sequence[Feed], places: Sequence[RowPlan], taps: Sequence[str]) -> list[Rows] | None:
+    def score(self, feeds: Sequence[Feed], plans: Sequence[RowPlan], taps: Sequence[str]) -> list[Rows] | None:
         """Result of :meth:`HuggingFaceModel.forward` for nodes already appended; ``None`` if no step fits."""
-        bucket = self._bucket(feeds, places, tuple(taps))
+        bucket = self._bucket(feeds, plans, tuple(taps))
         if bucket is None or (step := self._step(bucket)) is None:
             return None
         owner, rows = self.owner, [feed.sequence.row for feed in feeds]
         start_s = now(owner.device)  # the device has also finished reading the last numbers: they can be overwritten
         step.numbers.fill(
-            dict(zip(rows, places, strict=True)),
+            dict(zip(rows, plans, strict=True)),
             {row: feed.tokens for row, feed in zip(rows, feeds, strict=True)},
             self._cache.take_moves(bucket.batch),
         )
@@ -85,10 +85,10 @@ class Graphs:
         owner.run_s += now(owner.device) - start_s
         owner.run_rows += bucket.batch * bucket.width
         results = []
-        for row, feed, place in zip(rows, feeds, places, strict=True):
+        for row, feed, plan in zip(rows, feeds, plans, strict=True):
             start = row * bucket.width
-            row_states = HiddenStates(hidden, range(start, start + place.new)) if hidden else {}
-            results.append(Rows(logits[row, place.new - feed.num_wanted : place.new], row_states))
+            row_states = HiddenStates(hidden, range(start, start + plan.new)) if hidden else {}
+            results.append(Rows(logits[row, plan.new - feed.num_wanted : plan.new], row_states))
         return results
 
     @torch.inference_mode()
@@ -117,17 +117,17 @@ class Graphs:
             follower.warm_up(batches, _up_to(fed, ROWS))
         return sum(len(graphs) for graphs in (self, *self.followers))
 
-    def _bucket(self, feeds: Sequence[Feed], places: Sequence[RowPlan], taps: tuple[str, ...]) -> Bucket | None:
+    def _bucket(self, feeds: Sequence[Feed], plans: Sequence[RowPlan], taps: tuple[str, ...]) -> Bucket | None:
         """The smallest shape that holds these nodes; ``None`` if there is none."""
-        width = _at_least(max(place.new for place in places), ROWS)
+        width = _at_least(max(plan.new for plan in plans), ROWS)
         batch = _at_least(max(feed.sequence.row for feed in feeds) + 1, BATCHES)
         if self.stopped or width is None or batch is None or batch * width > MOST_ROWS:
             return None
         is_draft = any(feed.wanted != 0 for feed in feeds)  # a prompt needs no logits
-        fits = is_draft and all(place.new > 0 and len(place.parents) <= TREE for place in places)
+        fits = is_draft and all(plan.new > 0 and len(plan.parents) <= TREE for plan in plans)
         if not fits or not self._cache.is_initialized:
             return None
-        used = max(place.committed + len(place.parents) for place in places)
+        used = max(plan.committed + len(plan.parents) for plan in plans)
         self._cache.reserve(batch, used)
         return Bucket(batch, width, self._cache.view_of(used), taps)
 
@@ -257,13 +257,13 @@ def _sample(model: TreeRunner) -> Tensor:
     ids = ordinary_ids(model.vocab_size)
     logits: list[Tensor] = []
     with opened(model, ids[:5], ids[5:6]) as sequences:
-        for places, parents, path in (
+        for indices, parents, path in (
             ((7, 8, 9, 8, 5), (-1, 0, 0, 2, 3), (0, 2, 3)),
             ((4, 3, 6), (-1, -1, 1), (1, 2)),
             ((2,), (-1,), (0,)),
             ((5, 5, 3, 4, 1), (-1, -1, 1, 1, 2), (1, 2)),  # an already captured shape, with other numbers
         ):
-            rows = model.forward([Feed(sequence, [ids[i] for i in places], parents) for sequence in sequences])
+            rows = model.forward([Feed(sequence, [ids[i] for i in indices], parents) for sequence in sequences])
             logits += [row.logits for row in rows]
             for sequence in sequences:
                 model.commit(sequence, path)

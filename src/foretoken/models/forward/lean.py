@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from foretoken.models.checks.fast_paths import Checks
 from foretoken.models.checks.judging import Run
 from foretoken.models.forward.lean_families import Family, family_of, part
-from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, LeanLayer, Rotary, RowPlaces, joined
+from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, LeanLayer, Rotary, RowLayout, joined
 from foretoken.models.forward.lean_parts import Norm, norm_of
 from foretoken.models.linear.packing import draft_projection, is_plain, pays_packed, unpack_linears
 from foretoken.models.linear.product import Product, QuantisedLinear, has_quantised
@@ -164,7 +164,7 @@ class LeanForward:
             x = self.final_norm(x)
             run.put("last", x, hidden)
         scored = [
-            group.places.scored(x[group.rows], call.wanted) for group, call in zip(run.groups, calls, strict=True)
+            group.layout.scored(x[group.rows], call.wanted) for group, call in zip(run.groups, calls, strict=True)
         ]
         x = joined([rows for rows, _ in scored])
         if len(x):
@@ -179,16 +179,16 @@ class LeanForward:
 
     def _begin(self, calls: Sequence[NetworkCall]) -> tuple[ForwardPass, Tensor]:
         """The common inputs of the layers, and the hidden states [n, D] of all rows."""
-        places = [RowPlaces(len(call.ids), call.ids.shape[1], call.counts, call.ids.device) for call in calls]
+        layouts = [RowLayout(len(call.ids), call.ids.shape[1], call.counts, call.ids.device) for call in calls]
         states = [
-            place.flat(call.ids if call.states is None else call.states)
-            for place, call in zip(places, calls, strict=True)
+            layout.flat(call.ids if call.states is None else call.states)
+            for layout, call in zip(layouts, calls, strict=True)
         ]
-        positions = joined([place.flat(call.positions) for place, call in zip(places, calls, strict=True)])
+        positions = joined([layout.flat(call.positions) for layout, call in zip(layouts, calls, strict=True)])
         ends = list(accumulate(map(len, states)))
         groups = [
-            CacheRows(slice(end - len(rows), end), place, self._masks(call), call.cache)
-            for end, rows, place, call in zip(ends, states, places, calls, strict=True)
+            CacheRows(slice(end - len(rows), end), layout, self._masks(call), call.cache)
+            for end, rows, layout, call in zip(ends, states, layouts, calls, strict=True)
         ]
         x = joined(states)
         if calls[0].states is None:
@@ -196,7 +196,7 @@ class LeanForward:
         if self.turns is None:
             return ForwardPass(groups, {kind: rotary(positions) for kind, rotary in self.rotary.items()}), x
         call_lengths = [call.positions + 1 if call.lengths is None else call.lengths for call in calls]
-        lengths = joined([place.flat(row_lengths) for place, row_lengths in zip(places, call_lengths, strict=True)])
+        lengths = joined([layout.flat(row_lengths) for layout, row_lengths in zip(layouts, call_lengths, strict=True)])
         return ForwardPass(groups, self.turns(positions, lengths)), x
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -219,9 +219,9 @@ class LeanForward:
 
     def _logits(self, x: Tensor) -> Tensor:
         """[n, V] from states [n, D] after the final norm."""
-        return self.behind(self.head(x.to(self.head_dtype)).to(self.dtype))
+        return self.transform_logits(self.head(x.to(self.head_dtype)).to(self.dtype))
 
-    def behind(self, logits: Tensor) -> Tensor:
+    def transform_logits(self, logits: Tensor) -> Tensor:
         """The family's transformation of the projected logits."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale

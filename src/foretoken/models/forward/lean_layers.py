@@ -63,7 +63,7 @@ class ForwardPass:
     def put(self, name: str, x: Tensor, hidden: Sequence[dict[str, Tensor]]) -> None:
         """Store the states x [n, D] as a tap, padded, in each group's own dictionary."""
         for group, taps in zip(self.groups, hidden, strict=True):
-            taps[name] = group.places.padded(x[group.rows])
+            taps[name] = group.layout.padded(x[group.rows])
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class CacheRows:
 
     Attributes:
         rows: slice of the flat rows.
-        places: their locations in the padded batch of the cache.
+        layout: their locations in the padded batch of the cache.
         masks: additive masks by layer type; repeated per query group unless the layers compute scores themselves.
         cache: their KV cache.
     """
 
     rows: slice
-    places: RowPlaces
+    layout: RowLayout
     masks: Mapping[str, Tensor | None]
     cache: TreeCache
 
@@ -159,19 +159,19 @@ class LeanLayer:
 
     def _looked_up(self, index: int, qk: Tensor, value: Tensor, group: CacheRows) -> Tensor:
         """Store the keys and values of one group's rows; return their attention [n, H d]."""
-        size, places = self.size, group.places
-        padded = places.padded(qk).transpose(1, 2)
+        size, layout = self.size, group.layout
+        padded = layout.padded(qk).transpose(1, 2)
         query, mask = padded[:, : size.heads], group.masks[self.mask]
-        keys, values = group.cache.update(padded[:, size.heads :], places.padded(value).transpose(1, 2), index)
+        keys, values = group.cache.update(padded[:, size.heads :], layout.padded(value).transpose(1, 2), index)
         if self.native:
             out = native.attention(query, keys, values, mask, self.scaling)
         elif self.explicit is not None:
             out = self.explicit(None, query, keys, values, mask, self.scaling, softcap=self.soft_cap)[0]  # type: ignore[arg-type]
         else:
-            folded = query.reshape(places.b, size.kv_heads, -1, size.dim)
+            folded = query.reshape(layout.b, size.kv_heads, -1, size.dim)
             out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self.scaling)
-            out = out.view(places.b, size.heads, places.width, size.dim).transpose(1, 2)
-        return places.flat(out.reshape(places.b, places.width, -1))
+            out = out.view(layout.b, size.heads, layout.width, size.dim).transpose(1, 2)
+        return layout.flat(out.reshape(layout.b, layout.width, -1))
 
     def _heads_of(self, qkv: Tensor) -> Tensor:
         """[n, H + 2 H', d]: query heads, then key heads, then value heads."""
@@ -230,7 +230,7 @@ class Rotary:
         return cos.to(self.dtype), sin.to(self.dtype)
 
 
-class RowPlaces:
+class RowLayout:
     """Mapping of ``n`` flat rows to a [b, width] batch: all of it, or the first ``counts`` of each row."""
 
     def __init__(self, b: int, width: int, counts: Sequence[int] | None, device: torch.device) -> None:
@@ -260,6 +260,6 @@ class RowPlaces:
         counts = [end - start for start, end in spans]
         if sum(counts) == len(x):
             return x, spans
-        rows = torch.tensor([place for span in spans for place in range(*span)], dtype=torch.long, device=x.device)
+        rows = torch.tensor([row for span in spans for row in range(*span)], dtype=torch.long, device=x.device)
         ends = list(accumulate(counts))
         return x[rows], [(end - count, end) for count, end in zip(counts, ends, strict=True)]

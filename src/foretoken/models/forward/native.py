@@ -132,7 +132,7 @@ class NativeForward(LeanForward):
         end = plan.end(count)
         tapped = native.pointers(states.get(f"layer:{i}") for i in range(count + 1))
         want = [
-            group.rows.start + group.places.starts[row] + column
+            group.rows.start + group.layout.starts[row] + column
             for group, call in zip(run.groups, calls, strict=True)
             for row, start, stop in call.wanted
             for column in range(start, stop)
@@ -154,7 +154,7 @@ class NativeForward(LeanForward):
         )
         native.run(self.model, call, torch.get_num_threads())
         del pointed_to
-        logits = self.behind(output) if whole else self._logits(output)
+        logits = self.transform_logits(output) if whole else self._logits(output)
         return self._handed_out(run, calls, logits, states)
 
     def _skipped(self, layers: frozenset[int]) -> bytes:
@@ -167,15 +167,15 @@ class NativeForward(LeanForward):
         return native.array(native.GroupStruct, groups), pointed_to
 
     def _group(self, group: CacheRows, call: NetworkCall, pointed_to: list[Any]) -> native.GroupStruct:
-        cache, places = group.cache, group.places
+        cache, layout = group.cache, group.layout
         keys, values = cache.buffers(self.like)
         masks = [None if (mask := group.masks[kind]) is None else mask.contiguous() for kind in self._kinds]
-        widths = [places.width] * places.b if call.counts is None else list(call.counts)
+        widths = [layout.width] * layout.b if call.counts is None else list(call.counts)
         arrays = [native.pointers(keys), native.pointers(values)]
         arrays += [native.numbers(cache.starts), native.numbers(widths), native.pointers(masks)]
         pointed_to += [masks, arrays]
         first, second, *others = map(ctypes.addressof, arrays)
-        sizes = cache.num_slots, cache.used, cache.low, places.b, places.width
+        sizes = cache.num_slots, cache.used, cache.low, layout.b, layout.width
         return native.GroupStruct(first, second, *sizes, *others)
 
     def _handed_out(
@@ -186,7 +186,7 @@ class NativeForward(LeanForward):
         for group, call in zip(run.groups, calls, strict=True):
             counts = [stop - start for _, start, stop in call.wanted]
             rows, logits = logits[: sum(counts)], logits[sum(counts) :]
-            hidden = {name: group.places.padded(x[group.rows]) for name, x in states.items()}
+            hidden = {name: group.layout.padded(x[group.rows]) for name, x in states.items()}
             outputs.append((list(rows.split(counts)), hidden))
         return outputs
 

@@ -85,8 +85,8 @@ class BestTokens:
     def __init__(self, rows: int, count: int, scale: float) -> None:
         self.count = count
         self._values, self._places = (ctypes.c_float * (rows * count))(), (ctypes.c_int32 * (rows * count))()
-        places = ctypes.addressof(self._values), ctypes.addressof(self._places)
-        self.struct = native.BestStruct(count, scale, *places)
+        addresses = ctypes.addressof(self._values), ctypes.addressof(self._places)
+        self.struct = native.BestStruct(count, scale, *addresses)
 
     def values(self) -> list[list[float]]:
         """Log-probabilities per row, largest first."""
@@ -95,10 +95,10 @@ class BestTokens:
     def tensors(self) -> tuple[Tensor, Tensor]:
         """[rows, count] log-probabilities, largest first, and their indices in the logits."""
         values = torch.frombuffer(self._values, dtype=torch.float32)
-        places = torch.frombuffer(self._places, dtype=torch.int32).long()
-        return values.view(-1, self.count), places.view(-1, self.count)
+        indices = torch.frombuffer(self._places, dtype=torch.int32).long()
+        return values.view(-1, self.count), indices.view(-1, self.count)
 
     def tokens(self, ids: Sequence[int] | None) -> list[list[int]]:
         """The target's ids per row; ``ids`` maps a draft vocabulary, if there is one."""
-        places = [self._places[i : i + self.count] for i in range(0, len(self._places), self.count)]
-        return places if ids is None else [[ids[place] for place in row] for row in places]
+        rows = [self._places[i : i + self.count] for i in range(0, len(self._places), self.count)]
+        return rows if ids is None else [[ids[index] for index in row] for row in rows]

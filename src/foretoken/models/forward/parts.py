@@ -184,7 +184,7 @@ class TargetParts:
             weight, bias = weight.detach()[ids], None if bias is None else bias.detach()[ids]
         if not torch.is_autocast_enabled(hidden.device.type):  # autocast casts only what is necessary
             weight = weight.to(hidden.dtype)
-        return self.behind(torch.nn.functional.linear(hidden, weight, bias))
+        return self.transform_logits(torch.nn.functional.linear(hidden, weight, bias))
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [n, V] of [n, D] for drafting, in packed bfloat16 if that is fastest."""
@@ -192,14 +192,14 @@ class TargetParts:
             self._packed = self.head.projection
         if self._packed is None:
             self._packed = draft_projection(self.head.weight, self.head.bias)
-        return self.behind(self._packed(hidden).float())
+        return self.transform_logits(self._packed(hidden).float())
 
     @property
     def scale(self) -> float | None:
         """Factor of :meth:`behind`; ``None`` if there are other operations."""
         return self._scale if self._cap is None else None
 
-    def behind(self, logits: Tensor) -> Tensor:
+    def transform_logits(self, logits: Tensor) -> Tensor:
         """The family's transformation of the projected logits: a scale, a soft cap."""
         if self._scale != 1.0:
             logits = logits * self._scale

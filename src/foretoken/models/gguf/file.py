@@ -136,7 +136,7 @@ class _GgufReader:
         fault = gguf_fault(path)
         if fault is not None:
             raise GgufError(fault)
-        self.path, self.place = path, len(GGUF_MAGIC)
+        self.path, self.offset = path, len(GGUF_MAGIC)
         with path.open("rb") as opened:
             # A private mapping: nothing writes to it, but PyTorch warns about read-only memory.
             self.bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -162,7 +162,7 @@ class _GgufReader:
         alignment = self.whole(metadata, "general.alignment", 32) or 32
         if alignment & (alignment - 1):
             raise self._damaged(f"general.alignment is {alignment}, not a power of two")
-        start = self.place + -self.place % alignment
+        start = self.offset + -self.offset % alignment
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in entries:
             if name in tensors:
@@ -188,7 +188,7 @@ class _GgufReader:
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         return name, shape, self._number("I"), self._number("Q")
 
-    def _tensor(self, name: str, shape: tuple[int, ...], number: int, place: int) -> GgufTensor:
+    def _tensor(self, name: str, shape: tuple[int, ...], number: int, offset: int) -> GgufTensor:
         kind, block, size = _block_of(number)
         if not kind:
             raise UncoveredError(f"{name} in {self.path} is of type {number}, which is unknown")
@@ -199,13 +199,13 @@ class _GgufReader:
             )
         in_bytes = (*shape[:-1], width // block * size)
         if max(in_bytes) > len(self.bytes):  # also if another dimension is 0
-            raise self._cut_off(place + max(in_bytes))
+            raise self._cut_off(offset + max(in_bytes))
         count = math.prod(in_bytes)
-        if place + count > len(self.bytes):
-            raise self._cut_off(place + count)
+        if offset + count > len(self.bytes):
+            raise self._cut_off(offset + count)
         data = torch.empty(0, dtype=torch.uint8)
         if count:
-            data = torch.frombuffer(self.bytes, dtype=torch.uint8, count=count, offset=place)
+            data = torch.frombuffer(self.bytes, dtype=torch.uint8, count=count, offset=offset)
         return GgufTensor(name, kind, shape, data.view(in_bytes))
 
     def _value(self, kind: int) -> Any:
@@ -225,16 +225,16 @@ class _GgufReader:
 
     def _strings(self, count: int) -> list[str]:
         """A list of strings, in a loop that creates no other objects (vocabularies are large)."""
-        strings, place, size = [], self.place, len(self.bytes)
+        strings, offset, size = [], self.offset, len(self.bytes)
         for _ in range(count):
-            start = place + LENGTH.size
+            start = offset + LENGTH.size
             if start > size:
                 raise self._cut_off(start)
-            place = start + LENGTH.unpack_from(self.bytes, start - LENGTH.size)[0]
-            if place > size:
-                raise self._cut_off(place)
-            strings.append(self.bytes[start:place].decode(errors="replace"))
-        self.place = place
+            offset = start + LENGTH.unpack_from(self.bytes, start - LENGTH.size)[0]
+            if offset > size:
+                raise self._cut_off(offset)
+            strings.append(self.bytes[start:offset].decode(errors="replace"))
+        self.offset = offset
         return strings
 
     def _string(self) -> str:
@@ -244,11 +244,11 @@ class _GgufReader:
         return struct.unpack(f"<{kind}", self._next_bytes(struct.calcsize(f"<{kind}")))[0]
 
     def _next_bytes(self, count: int) -> bytes:
-        end = self.place + count
+        end = self.offset + count
         if end > len(self.bytes):
             raise self._cut_off(end)
-        piece = self.bytes[self.place : end]
-        self.place = end
+        piece = self.bytes[self.offset : end]
+        self.offset = end
         return piece
 
     def _cut_off(self, end: int) -> GgufError:

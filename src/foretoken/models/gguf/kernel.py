@@ -49,16 +49,16 @@ class GroupedProduct(NativeProduct):
         return self.some(slice(None))
 
     def some(self, rows: slice) -> Tensor:
-        places = range(self.shape[0])[rows]
-        dense = torch.empty(len(places), self.shape[1])
+        indices = range(self.shape[0])[rows]
+        dense = torch.empty(len(indices), self.shape[1])
         together = max(1, AT_ONCE // (integers.WIDTH * self.shape[1])) * integers.WIDTH
         first = 0
-        while first < len(places):  # the rows in whole blocks, from the block of the next row on
-            start = places[first] - places[first] % integers.WIDTH
-            count = len(range(places[first], min(start + together, places.stop), places.step))
-            last = places[first + count - 1]
+        while first < len(indices):  # the rows in whole blocks, from the block of the next row on
+            start = indices[first] - indices[first] % integers.WIDTH
+            count = len(range(indices[first], min(start + together, indices.stop), indices.step))
+            last = indices[first + count - 1]
             blocks = self._blocks(slice(start // integers.WIDTH, last // integers.WIDTH + 1))
-            dense[first : first + count] = blocks[places[first] - start : last - start + 1 : places.step]
+            dense[first : first + count] = blocks[indices[first] - start : last - start + 1 : indices.step]
             first += count
         return dense
 

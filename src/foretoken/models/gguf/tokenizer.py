@@ -102,7 +102,7 @@ def end_ids(file: GgufFile) -> list[int]:
     ids = {int(file.metadata[f"tokenizer.ggml.{key}"]) for key in keys if f"tokenizer.ggml.{key}" in file.metadata}
     if "tokenizer.ggml.tokens" in file.metadata:
         names, kinds = _tokens(file)
-        places = {name: place for place, name in enumerate(names)}
+        ids_by_name = {name: token_id for token_id, name in enumerate(names)}
         # control tokens that llama.cpp takes for ends in any vocabulary that has them
         ends = (
             "<|eot_id|>",
@@ -113,7 +113,7 @@ def end_ids(file: GgufFile) -> list[int]:
             "<|eom_id|>",
             "<|end_of_text|>",
         )
-        ids |= {places[name] for name in ends if name in places and kinds[places[name]] == Token.CONTROL}
+        ids |= {ids_by_name[name] for name in ends if name in ids_by_name and kinds[ids_by_name[name]] == Token.CONTROL}
     return sorted(ids)
 
 
@@ -129,8 +129,8 @@ def _tokens(file: GgufFile) -> tuple[Sequence[str], Sequence[int]]:
 
 def _token_name(file: GgufFile, key: str, names: Sequence[str]) -> str | None:
     """The name of a special token; ``None`` if the file has none."""
-    place = file.metadata.get(f"tokenizer.ggml.{key}")
-    return names[place] if isinstance(place, int) and 0 <= place < len(names) else None
+    token_id = file.metadata.get(f"tokenizer.ggml.{key}")
+    return names[token_id] if isinstance(token_id, int) and 0 <= token_id < len(names) else None
 
 
 def _bytes(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple[Any, bool]:
@@ -146,7 +146,7 @@ def _bytes(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple[
     if merges is None:
         raise GgufError(f"{file.path} lacks tokenizer.ggml.merges: convert the model again, or pass tokenizer=FOLDER")
     rules = PRE[name]
-    vocabulary = {token: place for place, token in enumerate(names) if kinds[place] != Token.UNUSED}
+    vocabulary = {token: token_id for token_id, token in enumerate(names) if kinds[token_id] != Token.UNUSED}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     backend = Tokenizer(models.BPE(vocabulary, _usable_merges(pairs, vocabulary), ignore_merges=rules.whole))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
@@ -164,10 +164,10 @@ def _pieces(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple
     scores = file.metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(names):
         raise GgufError(f"{file.path} lacks tokenizer.ggml.scores of its {len(names)} tokens: convert the model again")
-    vocabulary = {token: place for place, token in enumerate(names) if kinds[place] != Token.UNUSED}
-    mergeable = {token: scores[place] for token, place in vocabulary.items() if kinds[place] == Token.NORMAL}
+    vocabulary = {token: token_id for token_id, token in enumerate(names) if kinds[token_id] != Token.UNUSED}
+    mergeable = {token: scores[token_id] for token, token_id in vocabulary.items() if kinds[token_id] == Token.NORMAL}
     unknown = _token_name(file, "unknown_token_id", names) or next(
-        (token for token, place in vocabulary.items() if kinds[place] == Token.UNKNOWN), None
+        (token for token, token_id in vocabulary.items() if kinds[token_id] == Token.UNKNOWN), None
     )
     model = models.BPE(vocabulary, _merges_of(mergeable), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
@@ -186,8 +186,8 @@ def _merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """
     merges = []
     for token, score in scores.items():
-        for place in range(1, len(token)):
-            left, right = token[:place], token[place:]
+        for middle in range(1, len(token)):
+            left, right = token[:middle], token[middle:]
             if left in scores and right in scores:
                 merges.append((-score, left, right))
     merges.sort(key=lambda entry: entry[0])

@@ -61,8 +61,8 @@ def _split(bytes_: Tensor, count: int, bits: int, width: int) -> Tensor:
     next."""
     words = bytes_.contiguous().view(torch.int32).unflatten(1, (-1, width // 4))  # four bytes at a time
     values = words.new_empty(*words.shape[:2], count, width // 4)
-    for place in range(count):
-        torch.bitwise_right_shift(words, place * bits, out=values[:, :, place])
+    for index in range(count):
+        torch.bitwise_right_shift(words, index * bits, out=values[:, :, index])
     return values.bitwise_and_((2**bits - 1) * 0x01010101).view(torch.uint8)
 
 

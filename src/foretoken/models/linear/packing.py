@@ -137,15 +137,15 @@ class Home:
             if projection.layout.name == "plain" and len(linears) > 1:
                 linear.weight = nn.Parameter(projection.weight[start:stop], requires_grad=False)
             elif projection.layout.name != "plain":
-                parent, name = self._place_of(linear)
+                parent, name = self._slot_of(linear)
                 packed = PackedLinear(projection, start, stop, id(linear.weight) in self._tied)
                 setattr(parent, name, packed)
                 self._places[id(packed)] = (parent, name)
             start = stop
 
-    def _place_of(self, linear: nn.Module) -> tuple[nn.Module, str]:
-        place = self._places.get(id(linear))
-        if place is None or getattr(place[0], place[1], None) is not linear:
+    def _slot_of(self, linear: nn.Module) -> tuple[nn.Module, str]:
+        slot = self._places.get(id(linear))
+        if slot is None or getattr(slot[0], slot[1], None) is not linear:
             self._places = {id(child): (parent, name) for parent, name, child in children_of(self.model)}
             self._tied = embedded_in(self.model)
         return self._places[id(linear)]

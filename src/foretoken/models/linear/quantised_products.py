@@ -120,8 +120,8 @@ class Share(QuantisedProduct):
         return self.whole.some(slice(self.start, self.stop))
 
     def some(self, rows: slice) -> Tensor:
-        places = range(self.start, self.stop)[rows]
-        return self.whole.some(slice(places.start, places.stop, places.step))
+        indices = range(self.start, self.stop)[rows]
+        return self.whole.some(slice(indices.start, indices.stop, indices.step))
 
     @property
     def nbytes(self) -> int:

@@ -41,10 +41,10 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
     strides = (ctypes.c_long * 9)(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
     mask_places = (address(mask), 0, 0) if mask is None else (address(mask), mask.stride(0), mask.stride(2))
     sizes = batch, heads, keys.shape[1], rows, slots, size
-    places = address(query), address(keys), address(values), ctypes.addressof(strides)
+    addresses = address(query), address(keys), address(values), ctypes.addressof(strides)
     failed = ctypes.c_long(0)
     attend = function("attention", "pppppnnnnnnnndpnp")
-    attend(*places, *mask_places, *sizes, scale, address(result), torch.get_num_threads(), ctypes.addressof(failed))
+    attend(*addresses, *mask_places, *sizes, scale, address(result), torch.get_num_threads(), ctypes.addressof(failed))
     if failed.value:
         raise MemoryError(f"too little memory for attention over {slots} positions: use a shorter context")
     return result

@@ -52,6 +52,6 @@ def product(x: Tensor, packed: Tensor, out: int, bias: Tensor | None, residual: 
         residual = residual.contiguous()
     result = x.new_empty(rows, out)
     offset = None if bias is None else bias.float()
-    places = address(offset), address(residual), address(result)
-    function("product", "pnnnpnppp")(address(x), rows, inner, x.stride(0), address(packed), out, *places)
+    addresses = address(offset), address(residual), address(result)
+    function("product", "pnnnpnppp")(address(x), rows, inner, x.stride(0), address(packed), out, *addresses)
     return result

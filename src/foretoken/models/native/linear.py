@@ -49,5 +49,5 @@ def bytes_linear(
         middle: offset subtracted from a value.
     """
     out, inner = shape
-    places = address(packed), address(scales), None, address(steps)
-    return Linear(BYTES, inner, out, group, *places, bits, form, int(zeros), middle)
+    addresses = address(packed), address(scales), None, address(steps)
+    return Linear(BYTES, inner, out, group, *addresses, bits, form, int(zeros), middle)

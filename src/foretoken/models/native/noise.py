@@ -20,14 +20,14 @@ class NativeSource:
 
     def exponentials(self, seed: int, position: int, size: int) -> Tensor:
         numbers = torch.empty(size, dtype=torch.float64)
-        place = np.array([seed, position], dtype=np.uint64)
-        function("exponentials", "pnp")(place.ctypes.data, size, address(numbers))
+        counter = np.array([seed, position], dtype=np.uint64)
+        function("exponentials", "pnp")(counter.ctypes.data, size, address(numbers))
         return numbers
 
     def exponentials_of(self, seed: int, position: int, tokens: Tensor) -> Tensor:
         numbers = torch.empty(len(tokens), dtype=torch.float64)
-        place = np.array([seed, position], dtype=np.uint64)
-        function("exponentials_of", "ppnp")(place.ctypes.data, address(tokens), len(tokens), address(numbers))
+        counter = np.array([seed, position], dtype=np.uint64)
+        function("exponentials_of", "ppnp")(counter.ctypes.data, address(tokens), len(tokens), address(numbers))
         return numbers
 
     def negative_logs(self, numbers: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ def device_of(model: Any) -> torch.device:
     """Device of a model's inputs: that of its weights, or accelerate's execution device for offloaded ones."""
     device: torch.device = model.device
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules()) if device.type == "meta" else ()
-    places = (getattr(hook, "execution_device", None) for hook in hooks)
-    return torch.device(next((place for place in places if place is not None), device))
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((found for found in devices if found is not None), device))
 
 
 def is_offloaded(model: Any) -> bool:

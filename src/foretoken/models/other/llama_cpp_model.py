@@ -102,8 +102,8 @@ class LlamaCppModel(LanguageModel):
         size = self.path.stat().st_size
         digest = hashlib.blake2b(str(size).encode(), digest_size=8)
         with self.path.open("rb") as file:
-            for place in range(32):
-                file.seek(size * place // 32)
+            for part in range(32):
+                file.seek(size * part // 32)
                 digest.update(file.read(4096))
         return f"{self.weights.architecture}-{digest.hexdigest()}"
 
@@ -202,7 +202,7 @@ class LlamaCppModel(LanguageModel):
             tokens += feed.tokens
             positions += [len(sequence.tokens) + depth for depth in sequence.scratch_depths[-count:]] if count else []
             counts.append(feed.num_wanted)
-            scored += [place >= count - counts[-1] for place in range(count)]
+            scored += [position >= count - counts[-1] for position in range(count)]
         start_s = perf_counter()
         logits = self._context.decode(tokens, positions, ids, scored)
         self.run_s += perf_counter() - start_s

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.lean import LeanForward
-from foretoken.models.forward.lean_layers import RowPlaces
+from foretoken.models.forward.lean_layers import RowLayout
 from foretoken.models.forward.network import Network
 from foretoken.models.linear.packing import PackedLinear
 from foretoken.models.linear.product import Product, QuantisedLinear
@@ -243,7 +243,7 @@ def _behind_the_first(call: NetworkCall) -> Tensor | slice:
     if b == 1:
         return slice(1, None)
     columns = torch.arange(width, device=call.ids.device).expand(b, -1)
-    return RowPlaces(b, width, call.counts, call.ids.device).flat(columns).nonzero()[:, 0]
+    return RowLayout(b, width, call.counts, call.ids.device).flat(columns).nonzero()[:, 0]
 
 
 class GatedModel(OwnSequencesModel):

@@ -38,11 +38,11 @@ class InflatedNetwork(Network):
         """Always ``None``: the big network itself would return hidden states of its own width."""
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
-        places = {name: self._place(name) for name in calls[0].taps}
-        outputs = super().run_all([self._inside(call, tuple(dict.fromkeys(places.values()))) for call in calls])
+        target_taps = {name: self._target_tap(name) for name in calls[0].taps}
+        outputs = super().run_all([self._inside(call, tuple(dict.fromkeys(target_taps.values()))) for call in calls])
         narrow = self.shape.small
         return [
-            (logits, {name: hidden[place][..., :narrow] for name, place in places.items()})
+            (logits, {name: hidden[target_tap][..., :narrow] for name, target_tap in target_taps.items()})
             for logits, hidden in outputs
         ]
 
@@ -50,7 +50,7 @@ class InflatedNetwork(Network):
         wide = None if call.states is None else self.shape.widened(call.states)
         return replace(call, taps=taps, plan=self._plan(call.plan), states=wide)
 
-    def _place(self, tap: str) -> str:
+    def _target_tap(self, tap: str) -> str:
         kind, _, number = tap.partition(":")
         return f"layer:{self._ends[int(number)]}" if kind == "layer" else tap
 

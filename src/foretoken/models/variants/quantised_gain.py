@@ -112,4 +112,4 @@ def _step_s(model: HuggingFaceModel) -> float:
 
 def _seconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
     """Seconds of each call, interleaved."""
-    return list(timed({place: [call] for place, call in enumerate(calls)}, REPEATS).values())
+    return list(timed({number: [call] for number, call in enumerate(calls)}, REPEATS).values())

@@ -23,8 +23,8 @@ from foretoken.server.config import ServerSettings
 from foretoken.server.errors import ApiError, answered, api_error, is_anthropic, shutting_down, still_loading
 from foretoken.server.keys import Caller
 from foretoken.server.limits import WRITERS, Gate, across_origins
-from foretoken.server.places import Place, Places, place_of
 from foretoken.server.running import ClientGone, while_connected
+from foretoken.server.slots import AdmissionSlots, RequestSlot, slot_of
 from foretoken.server.sse import event
 
 CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
@@ -86,7 +86,7 @@ class Fleet:
         self.num_open = 0
         prefixes = ("foretoken", *([settings.metrics_compat] if settings.metrics_compat else []))
         self.metrics = FleetMetrics(prefixes, settings.name)
-        self.places = Places(None)  # each replica has its own limit; limits of keys hold here, across replicas
+        self.slots = AdmissionSlots(None)  # each replica has its own limit; limits of keys hold here, across replicas
 
     async def start(self) -> None:
         try:
@@ -202,19 +202,19 @@ class Gateway:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _body(receive)
-        place, fields = place_of(scope), asked_of(body)
+        slot, fields = slot_of(scope), asked_of(body)
         if scope["method"] == "POST" and scope["path"].endswith(WRITERS):
-            place.take(choices_of(fields))
+            slot.take(choices_of(fields))
         inner_scope = {**{name: scope[name] for name in CARRIED if name in scope}, "root_path": ""}
         request_id = scope.get("state", {}).get("request_id", "")
         dropped = (b"authorization", b"x-api-key", b"x-request-id")  # the gateway checks keys and sets ids
         headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
         inner_scope["headers"] = [*headers, (b"x-request-id", request_id.encode())]
-        session = session_of(Headers(scope=scope), fields, place.caller.tenant)
+        session = session_of(Headers(scope=scope), fields, slot.caller.tenant)
         with suppress(ClientGone):
-            await while_connected(receive, self._answer(inner_scope, body, session, place, send))
+            await while_connected(receive, self._answer(inner_scope, body, session, slot, send))
 
-    async def _answer(self, scope: dict[str, Any], body: bytes, session: str, place: Place, send: Send) -> None:
+    async def _answer(self, scope: dict[str, Any], body: bytes, session: str, slot: RequestSlot, send: Send) -> None:
         """Send the answer of a replica, or of another one if it is lost before anything was sent.  Raises
         :class:`ApiError`: 503 if every replica tried is gone, 504 when the time is up."""
         sent = _Sent(send, is_anthropic(scope["path"]))
@@ -224,11 +224,11 @@ class Gateway:
         for attempt in range(8):
             try:
                 async with asyncio.timeout_at(end):
-                    answer = self.fleet.replicas.answer(scope, body, session, place.caller)
+                    answer = self.fleet.replicas.answer(scope, body, session, slot.caller)
                     async with aclosing(answer) as pieces:  # type: ignore[type-var]
                         async for message in (part async for piece in pieces for part in piece):
                             if message["type"] == SPENT:
-                                place.spend(message["tokens"])
+                                slot.spend(message["tokens"])
                             else:
                                 await sent(message)
             except ReplicaLost:
@@ -296,5 +296,5 @@ async def _body(receive: Receive) -> bytes:
 
 def create_gateway(fleet: Fleet) -> ASGIApp:
     """The application; ids, keys, sizes and times are checked as on one machine."""
-    gate = Gate(Gateway(fleet), fleet.settings, fleet.places, fleet.metrics.failed)
+    gate = Gate(Gateway(fleet), fleet.settings, fleet.slots, fleet.metrics.failed)
     return across_origins(gate, fleet.settings)

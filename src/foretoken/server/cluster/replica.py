@@ -100,8 +100,8 @@ class Replica:
             except Exception:  # the application has answered with 500 already
                 logging.getLogger("foretoken.server").exception("a request failed")
             finally:
-                place = state.get("place")
-                messages.put_nowait({"type": SPENT, "tokens": 0 if place is None else place.spent})
+                slot = state.get("slot")
+                messages.put_nowait({"type": SPENT, "tokens": 0 if slot is None else slot.spent})
                 messages.put_nowait(None)
 
         task = asyncio.create_task(run())

@@ -42,7 +42,7 @@ def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> di
         raise ValueError(f"the checkpoint is quantised ({kind or 'packed weights'}): import the unquantised one")
     renamed = {our_name(name): value for name, value in tensors.items()}
     for name in [name for name in renamed if name.endswith(".qkv_proj.weight")]:
-        place, whole = name.removesuffix("qkv_proj.weight"), renamed.pop(name)
+        prefix, whole = name.removesuffix("qkv_proj.weight"), renamed.pop(name)
         dim = int(
             number(config, "head_dim", default=number(config, "hidden_size") / number(config, "num_attention_heads"))
         )
@@ -50,7 +50,7 @@ def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> di
         if len(whole) != query + 2 * key:
             raise ValueError(f"{name} has {len(whole)} rows and must have {query + 2 * key} for config.json")
         parts = zip("qkv", whole.split([query, key, key]), strict=True)
-        renamed.update({f"{place}{letter}_proj.weight": part for letter, part in parts})
+        renamed.update({f"{prefix}{letter}_proj.weight": part for letter, part in parts})
     return renamed
 
 

@@ -62,8 +62,8 @@ class MedusaVllm(NetFormat):
         guessed = number(checkpoint.config, "truncated_vocab_size", default=vocab)
         if "token_map" in tensors or guessed < number(checkpoint.config, "vocab_size", default=vocab):
             raise ValueError("the heads have a truncated vocabulary (token_map), which is not supported")
-        places = [(int(match[1]), int(match[2])) for name in tensors if (match := BLOCK.fullmatch(name))]
-        heads, blocks = (1 + max(numbers) for numbers in zip(*places, strict=True))
+        numbers_by_name = [(int(match[1]), int(match[2])) for name in tensors if (match := BLOCK.fullmatch(name))]
+        heads, blocks = (1 + max(numbers) for numbers in zip(*numbers_by_name, strict=True))
         shared = tensors.pop(SHARED, None)
         if shared is None and checkpoint.config.get("original_lm_head"):
             shared = tensors.get("lm_heads.0.weight")
@@ -138,8 +138,8 @@ class MedusaOriginal(NetFormat):
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         check_sizes(checkpoint.config, target)
         tensors = {name.removeprefix("medusa_head."): value for name, value in checkpoint.tensors.items()}
-        places = [(int(match[1]), int(match[2])) for name in tensors if (match := LINEAR.fullmatch(name))]
-        heads, blocks = (1 + max(numbers) for numbers in zip(*places, strict=True))
+        numbers_by_name = [(int(match[1]), int(match[2])) for name in tensors if (match := LINEAR.fullmatch(name))]
+        heads, blocks = (1 + max(numbers) for numbers in zip(*numbers_by_name, strict=True))
         return joined(tensors, (heads, blocks), lambda name: original_name(name, blocks), target, self)
 
 

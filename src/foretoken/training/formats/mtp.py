@@ -150,18 +150,18 @@ class MtpNative(Format):
             raise ValueError(f"{source} has {config.modules} modules, and this layout shares all but their layers")
         if (config.layer, config.feed) != ("target", "post_norm"):
             raise ValueError(f"{source} must be trained with `--set layer=target --set feed=post_norm` for this layout")
-        place = Path(resolve(target.source)).expanduser()
-        if not (place / WEIGHTS).exists():
-            raise ValueError(f"{place} has no {WEIGHTS}: a target in one file is needed")
+        base = Path(resolve(target.source)).expanduser()
+        if not (base / WEIGHTS).exists():
+            raise ValueError(f"{base} has no {WEIGHTS}: a target in one file is needed")
         module = module_for(config, target.parts.network)
         load_weights(source, module)
-        write_tensors(folder / WEIGHTS, {**load_file(place / WEIGHTS), **by_their_names(stored(module))})
-        base_config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        write_tensors(folder / WEIGHTS, {**load_file(base / WEIGHTS), **by_their_names(stored(module))})
+        base_config = json.loads((base / "config.json").read_text(encoding="utf-8"))
         write_json(folder / "config.json", {**base_config, "mtp_num_hidden_layers": 1})
         tokenizer = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
         for name in ("generation_config.json", *tokenizer, "chat_template.jinja"):
-            if (place / name).exists():
-                shutil.copyfile(place / name, folder / name)
+            if (base / name).exists():
+                shutil.copyfile(base / name, folder / name)
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         raise ValueError(f"{source.path} is a target: use its head with --target {source.path} --drafter mtp")

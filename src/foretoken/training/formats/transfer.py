@@ -67,11 +67,11 @@ def export_drafter(
     spec = parse_spec(drafter)
     layout = find_layout(find("drafter", spec.name).name, format, engine)
     writer = layout.load()
-    place = Path(out).expanduser()
-    with new_folder(place, force, [*writer.inputs(spec, str(target)), *_folder(target)]) as folder:
+    out_folder = Path(out).expanduser()
+    with new_folder(out_folder, force, [*writer.inputs(spec, str(target)), *_folder(target)]) as folder:
         writer.write_folder(spec, Target.open(str(target)), folder)
-        ready = None if engine is None else ready_line(engine, layout.method, place, folder)
-        report = _report(layout, place, folder)
+        ready = None if engine is None else ready_line(engine, layout.method, out_folder, folder)
+        report = _report(layout, out_folder, folder)
     warning = layout.engines.get(engine or "", "")
     return {**report, "engine": engine, "ready": ready, "warnings": [warning] * bool(warning) + writer.warnings}
 
@@ -101,10 +101,10 @@ def import_drafter(
     """
     source_files = Found(Path(source))
     layout, reader = _recognise(source_files, method)
-    place = Path(out).expanduser()
-    if set(",()") & set(str(place.absolute())):
-        raise ValueError(f"{place} has a comma or a parenthesis in its path, which a spec string cannot contain")
-    with new_folder(place, force, [source_files.path, *_folder(target)]) as folder:
+    out_folder = Path(out).expanduser()
+    if set(",()") & set(str(out_folder.absolute())):
+        raise ValueError(f"{out_folder} has a comma or a parenthesis in its path, which a spec string cannot contain")
+    with new_folder(out_folder, force, [source_files.path, *_folder(target)]) as folder:
         opened = Target.open(str(target))
         spec = reader.read_folder(source_files, opened, folder)
         parts: dict[str, Any] = {"target_source": str(target), "tokenizer": opened.tokenizer}
@@ -114,9 +114,9 @@ def import_drafter(
             checked = check(
                 Imported(source_files.path, folder, spec, opened.model, target=str(target), tokenizer=opened.tokenizer)
             )
-        report = _report(layout, place, folder)
+        report = _report(layout, out_folder, folder)
     warnings = [*reader.warnings, *checked.get("warnings", ())]
-    return {**report, **checked, "drafter": spec.format(place), "warnings": warnings}
+    return {**report, **checked, "drafter": spec.format(out_folder), "warnings": warnings}
 
 
 def _recognise(source: Found, method: str) -> tuple[Layout, Format]:

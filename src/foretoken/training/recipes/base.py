@@ -300,7 +300,7 @@ def mean_of(losses: Tensor, counted: Tensor | None) -> Tensor:
     return losses.mean() if counted is None else (losses * counted).sum() / counted.sum().clamp_min(1)
 
 
-def some_places(
+def some_positions(
     batch: Batch, count: int, margin: int, generator: torch.Generator, ahead: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Rows and columns [count] of random positions followed by at least ``margin`` tokens; logits of all positions
@@ -312,17 +312,19 @@ def some_places(
     b, n = batch.tokens.shape[0], batch.length - margin
     if n < 1:
         raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
-    places = torch.arange(0) if batch.learned is None else batch.learned[:, ahead : ahead + n].cpu().flatten().nonzero()
-    if len(places):
-        chosen = places[torch.randint(len(places), (count,), generator=generator), 0]
+    positions = (
+        torch.arange(0) if batch.learned is None else batch.learned[:, ahead : ahead + n].cpu().flatten().nonzero()
+    )
+    if len(positions):
+        chosen = positions[torch.randint(len(positions), (count,), generator=generator), 0]
     else:
         chosen = torch.randint(b * n, (count,), generator=generator)
     return (chosen // n).to(batch.tokens.device), (chosen % n).to(batch.tokens.device)
 
 
-def text_loss(batch: Batch, places: int, generator: torch.Generator) -> Tensor:
-    """The target's own cross-entropy with the text at ``places`` random positions per text."""
-    rows, columns = some_places(batch, places * len(batch.tokens), 0, generator)
+def text_loss(batch: Batch, count: int, generator: torch.Generator) -> Tensor:
+    """The target's own cross-entropy with the text at ``count`` random positions per text."""
+    rows, columns = some_positions(batch, count * len(batch.tokens), 0, generator)
     logits = batch.parts.logits(batch.taps["last"][rows, columns])
     return cross_entropy(logits, batch.tokens[rows, columns + 1], batch.counted(rows, columns))
 

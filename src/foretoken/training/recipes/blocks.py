@@ -22,7 +22,7 @@ from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.training.mask_rows import additive
 from foretoken.training.recipes.base import SHAPE, Batch, Recipe, check_depths
 from foretoken.training.recipes.features import some_rows, texts_of
-from foretoken.training.recipes.labels import Labels, places_of
+from foretoken.training.recipes.labels import Labels, mask_of
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,15 @@ class BlockRecipe(Recipe):
         anchors = 1 + some_rows(batch, drafts, generator, max(1, 512 // drafts))
         states = self.states(batch, anchors)  # [b, R, drafts, D]
         columns = anchors[..., None] + torch.arange(drafts, device=anchors.device)
-        labels = Labels(batch, places_of(batch, texts_of(columns.flatten(1)), columns.flatten()), self.frequent)
-        weights = [math.exp(-place / self.config.gamma) for place in range(drafts)]
+        labels = Labels(batch, mask_of(batch, texts_of(columns.flatten(1)), columns.flatten()), self.frequent)
+        weights = [math.exp(-position / self.config.gamma) for position in range(drafts)]
         total, memory = states.new_zeros(()), None
-        for place, weight in enumerate(weights):
-            part, memory = self.place_loss(batch, labels, states[:, :, place], columns[..., place], memory)
+        for position, weight in enumerate(weights):
+            part, memory = self.position_loss(batch, labels, states[:, :, position], columns[..., position], memory)
             total = total + weight / sum(weights) * part
         return total
 
-    def place_loss(
+    def position_loss(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
     ) -> tuple[Tensor, Any]:
         """The loss of one position of all blocks, a scalar, and the memory for the next position.  States are [b, R, D]
@@ -133,11 +133,11 @@ class BlockRecipe(Recipe):
         net, config, n = self.net, self.config, batch.length
         b, count = anchors.shape
         context = net.context([batch.taps[tap].float() for tap in config.tap_names])
-        places = torch.arange(n, device=anchors.device).expand(b, n)
+        columns = torch.arange(n, device=anchors.device).expand(b, n)
         positions = (anchors[..., None] + torch.arange(config.block, device=anchors.device)).flatten(1)
 
         def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            text_rows = net.keys(context, places, layer)
+            text_rows = net.keys(context, columns, layer)
             return torch.cat([text_rows[0].to(key.dtype), key], 2), torch.cat([text_rows[1].to(value.dtype), value], 2)
 
         kinds = list(zip(config.reaches, config.causals, strict=True))
@@ -152,15 +152,15 @@ def training_mask(anchors: Tensor, length: int, rows: int, reach: int, causal: b
     """Additive mask [b, 1, R rows, length + R rows]: a row sees positions before its anchor and rows of its own
     block."""
     b, count = anchors.shape
-    places = torch.arange(length, device=anchors.device)
+    positions = torch.arange(length, device=anchors.device)
     within = torch.arange(rows, device=anchors.device)
     query = anchors[..., None] + within  # [b, R, rows]
-    text = (places < anchors[..., None, None]).expand(b, count, rows, length)
+    text = (positions < anchors[..., None, None]).expand(b, count, rows, length)
     same_block = torch.eye(count, dtype=torch.bool, device=anchors.device)[:, None, :, None].expand(
         count, rows, count, rows
     )
     if reach:
-        text = text & (query[..., None] - places <= reach)
+        text = text & (query[..., None] - positions <= reach)
         same_block = same_block & ((within[:, None] - within).abs() <= reach)[None, :, None]
     if causal:
         same_block = same_block & (within[:, None] >= within)[None, :, None]

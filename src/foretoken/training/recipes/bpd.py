@@ -79,15 +79,15 @@ class BpdRecipe(Recipe):
     def head_loss(self, batch: Batch, head: int) -> Tensor:
         """Mean cross-entropy of one head (1 to k) at all positions followed by at least ``head`` tokens; there must be
         one."""
-        places = batch.length - head + 1
-        if places < 1:
+        length = batch.length - head + 1
+        if length < 1:
             raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
-        states = batch.taps["last"][:, :places].flatten(0, 1).float()
+        states = batch.taps["last"][:, :length].flatten(0, 1).float()
         logits = self.parts.logits(states if head == 1 else self.net(states, [head])[0])
         counted = None if batch.learned is None else batch.learned[:, head:].flatten().float()
         if head == 1 or self.config.labels == "text":
             return cross_entropy(logits, batch.tokens[:, head:].flatten(), counted)
-        blocks = torch.arange(len(batch.tokens), device=states.device).repeat_interleave(places)
+        blocks = torch.arange(len(batch.tokens), device=states.device).repeat_interleave(length)
         columns = torch.arange(head - 1, batch.length, device=states.device).repeat(len(batch.tokens))
         return soft_cross_entropy(logits, batch.teacher(blocks, columns), counted)
 

@@ -47,7 +47,7 @@ class Dflash2Recipe(BlockRecipe):
     drafter_class = Dflash2Drafter
     net: Dflash2Net
 
-    def place_loss(
+    def position_loss(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
     ) -> tuple[Tensor, Any]:
         """Cross-entropies with the target's distribution, over all tokens and over the candidates.
@@ -62,9 +62,11 @@ class Dflash2Recipe(BlockRecipe):
         query, _ = self.net.query(batch.tokens.gather(1, columns).flatten(), states.flatten(0, 1), None)
         targets = ids if self.frequent is None else self.frequent[ids]
         scores = self.net.corrected(logits.gather(-1, ids), ids, targets, query[:, None])[:, 0]
-        chances = distributions.gather(-1, ids)
-        chances = chances / chances.sum(-1, keepdim=True).clamp_min(1e-9)
-        return soft_cross_entropy(logits, distributions, counted) + soft_cross_entropy(scores, chances, counted), None
+        probabilities = distributions.gather(-1, ids)
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp_min(1e-9)
+        return soft_cross_entropy(logits, distributions, counted) + soft_cross_entropy(
+            scores, probabilities, counted
+        ), None
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class DsparkRecipe(BlockRecipe):
     drafter_class = DsparkDrafter
     net: DsparkNet
 
-    def place_loss(
+    def position_loss(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
     ) -> tuple[Tensor, Any]:
         """Cross-entropy with and distance to the target's distribution, and the confidence head's cross-entropy."""
@@ -104,10 +106,10 @@ class DsparkRecipe(BlockRecipe):
         logits = self.parts.logits(states, self.frequent) + F.linear(query, rows.to(query.dtype))
         targets, counted = labels.of(texts_of(columns), columns.flatten())
         log_guess = torch.log_softmax(logits.float(), -1)
-        guess, entropy = log_guess.exp(), self.config.entropy
-        losses = -entropy * (targets * log_guess).sum(-1) + (1 - entropy) * (targets - guess).abs().sum(-1)
+        probabilities, entropy = log_guess.exp(), self.config.entropy
+        losses = -entropy * (targets * log_guess).sum(-1) + (1 - entropy) * (targets - probabilities).abs().sum(-1)
         odds = self.net.confidences(before, states)
         if odds is not None:
-            accepted = torch.minimum(targets, guess).sum(-1).detach().clamp(0, 1)
+            accepted = torch.minimum(targets, probabilities).sum(-1).detach().clamp(0, 1)
             losses = losses + F.binary_cross_entropy_with_logits(odds.float(), accepted, reduction="none")
         return mean_of(losses, counted), memory

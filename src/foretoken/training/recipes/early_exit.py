@@ -25,7 +25,7 @@ from foretoken.training.recipes.base import (
     check_rank,
     cross_entropy,
     soft_cross_entropy,
-    some_places,
+    some_positions,
 )
 
 
@@ -97,7 +97,7 @@ class EarlyExitRecipe(TargetRecipe):
         keep = self.kept_layers(len(batch.tokens), generator)
         with dropped_layers(self.parts.network, keep):
             states = self.parts.features(batch.tokens[:, :-1], names, grad=True)
-        rows, columns = some_places(batch, 128 * len(batch.tokens), 0, generator)
+        rows, columns = some_positions(batch, 128 * len(batch.tokens), 0, generator)
         logits = self.parts.logits(states["last"][rows, columns])
         labels, counted = batch.tokens[rows, columns + 1], batch.counted(rows, columns)
         weights = self.weights(exits)
@@ -130,8 +130,8 @@ class EarlyExitRecipe(TargetRecipe):
 
     def kept_layers(self, texts: int, generator: torch.Generator) -> Tensor:
         """Bool [layers, texts]: the layers that each text runs through."""
-        chances = torch.tensor(dropout_rates(self.config.num_layers, self.config.dropout))
-        return torch.rand(len(chances), texts, generator=generator) >= chances[:, None]
+        rates = torch.tensor(dropout_rates(self.config.num_layers, self.config.dropout))
+        return torch.rand(len(rates), texts, generator=generator) >= rates[:, None]
 
 
 def dropout_rates(layers: int, highest: float) -> list[float]:

@@ -16,7 +16,7 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.training.mask_rows import additive
 from foretoken.training.recipes.base import Batch, Recipe
-from foretoken.training.recipes.labels import Labels, places_of
+from foretoken.training.recipes.labels import Labels, mask_of
 
 
 class FeatureRecipe(Recipe):
@@ -65,12 +65,12 @@ class FeatureRecipe(Recipe):
             cached.clear()
             embeddings = self.parts.embedding(batch.tokens[:, 1 + step :]).to(features.dtype)
             n = embeddings.shape[1]
-            places = torch.arange(n, device=rows.device)
-            causal = additive(places <= places[:, None])
-            whole = module(embeddings, whole[:, :n], (places + step).expand(b, n), causal, keep)
+            positions = torch.arange(n, device=rows.device)
+            causal = additive(positions <= positions[:, None])
+            whole = module(embeddings, whole[:, :n], (positions + step).expand(b, n), causal, keep)
             output = at_rows(whole, rows)
             yield output
-        before = additive(places <= rows[:, None, :, None])
+        before = additive(positions <= rows[:, None, :, None])
         diagonal = additive(torch.eye(count, dtype=torch.bool, device=rows.device)).expand(b, 1, count, count)
         for step in range(len(modules), steps):
             embeddings = self.parts.embedding(batch.tokens.gather(1, rows + 1 + step)).to(features.dtype)
@@ -94,7 +94,7 @@ class FeatureRecipe(Recipe):
     def labels(self, batch: Batch, rows: Tensor, steps: int) -> Labels:
         """Labels of ``steps`` steps from ``rows`` [b, R]."""
         columns = torch.cat([rows + step for step in range(1, steps + 1)], 1)
-        return Labels(batch, places_of(batch, texts_of(columns), columns.flatten()), self.guessed)
+        return Labels(batch, mask_of(batch, texts_of(columns), columns.flatten()), self.guessed)
 
     def agreement(self, labels: Labels, output: Tensor, columns: Tensor, step: int = 0) -> Tensor:
         """Cross-entropy of the distributions of a step's outputs [b, R, D] with the target's after the tokens at
@@ -117,14 +117,14 @@ def chain_accuracies(
     recipe: Recipe,
     batches: Sequence[Batch],
     length: int,
-    guess: Callable[[Batch, Tensor, Tensor], Tensor],
+    draft: Callable[[Batch, Tensor, Tensor], Tensor],
     conditional: bool = False,
 ) -> dict[str, Any]:
     """``accuracies`` [k]: how often the i-th token of a chain of ``length`` is the target's most likely one.
 
     Args:
         batches: held-out batches; only the first text of each is used.
-        guess: function that returns draft tokens [g, k] after positions [1, g], predictions of the tokens after the
+        draft: function that returns draft tokens [g, k] after positions [1, g], predictions of the tokens after the
             positions [g, k].
         conditional: count a token only if all before it are right.
     """
@@ -136,7 +136,7 @@ def chain_accuracies(
         ahead = columns[0][:, None] + 1 + torch.arange(length, device=columns.device)
         targets = recipe.parts.logits(batch.taps["last"])[0].argmax(-1)[ahead]
         counted = torch.ones(targets.shape) if batch.learned is None else batch.learned[0][ahead + 1].float().cpu()
-        right, before = (guess(batch, columns, ahead) == targets).float().cpu(), torch.ones(targets.shape)
+        right, before = (draft(batch, columns, ahead) == targets).float().cpu(), torch.ones(targets.shape)
         if conditional:
             right = right.cumprod(-1)
             before[:, 1:] = right[:, :-1]

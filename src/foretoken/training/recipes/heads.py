@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.heads import HeadsDrafter
-from foretoken.training.recipes.base import Batch, Recipe, some_places
-from foretoken.training.recipes.labels import Labels, places_of
+from foretoken.training.recipes.base import Batch, Recipe, some_positions
+from foretoken.training.recipes.labels import Labels, mask_of
 
 PLACES = 256
 """Positions per step and block whose heads are trained."""
@@ -59,9 +59,9 @@ class HeadsRecipe(Recipe):
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over heads of the cross-entropy."""
         count = self.config.heads
-        rows, columns = some_places(batch, PLACES * len(batch.tokens), count + 1, generator, ahead=2)
-        places = [places_of(batch, rows, columns + 1 + i) for i in range(count)]
-        labels = Labels(batch, torch.stack(places).any(0), self.frequent)
+        rows, columns = some_positions(batch, PLACES * len(batch.tokens), count + 1, generator, ahead=2)
+        masks = [mask_of(batch, rows, columns + 1 + i) for i in range(count)]
+        labels = Labels(batch, torch.stack(masks).any(0), self.frequent)
         total = torch.zeros((), device=rows.device)
         for i, state in enumerate(self.states(batch, rows, columns, generator)):
             part = labels.loss(self.project(i, state), rows, columns + 1 + i, self.config.labels)

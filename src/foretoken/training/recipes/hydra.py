@@ -57,8 +57,8 @@ class HydraRecipe(HeadsRecipe):
         self, batch: Batch, rows: Tensor, columns: Tensor, generator: torch.Generator | None = None
     ) -> Sequence[Tensor]:
         """K times [m, D]; head i reads the state and the next i + 1 tokens."""
-        places = columns[:, None] + 1 + torch.arange(self.config.heads, device=columns.device)
-        embeddings = self.parts.embedding(batch.tokens[rows[:, None], places]).float()  # [m, K, D]
+        positions = columns[:, None] + 1 + torch.arange(self.config.heads, device=columns.device)
+        embeddings = self.parts.embedding(batch.tokens[rows[:, None], positions]).float()  # [m, K, D]
         inputs = torch.cat([self._hidden(batch)[rows, columns], embeddings.flatten(1)], -1)
         if generator is not None and self.config.dropout:
             keep = torch.rand(inputs.shape, generator=generator).to(inputs.device) >= self.config.dropout

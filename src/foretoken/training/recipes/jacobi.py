@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.jacobi import JacobiDrafter
 from foretoken.models.network.chains import joint_states
-from foretoken.training.recipes.base import Batch, TargetRecipe, check_rank, mean_of, some_places
+from foretoken.training.recipes.base import Batch, TargetRecipe, check_rank, mean_of, some_positions
 from foretoken.training.recipes.features import at_rows, some_rows, texts_of
 
 
@@ -81,8 +81,8 @@ class JacobiRecipe(TargetRecipe):
         columns = some_rows(batch, 1, generator, self.config.blocks) + 1  # positions before learned tokens come first
         steps, targets = self.trajectory(text, columns)
         reached = (steps == steps[-1]).all(-1).float().argmax(0)  # [b, g]: first point equal to the fixed one
-        chance = torch.rand(reached.shape, generator=generator).to(reached.device)
-        chosen = (chance * reached).long()
+        uniforms = torch.rand(reached.shape, generator=generator).to(reached.device)
+        chosen = (uniforms * reached).long()
         start = steps.gather(0, chosen[None, ..., None].expand(1, *steps.shape[1:]))[0]  # [b, g, m]
         states, text_states = joint_states(self.model, text, columns, start, grad=True)
         differs = ((start != steps[-1]).cumsum(-1) > 0).float()  # equal prefixes give equal predictions
@@ -93,14 +93,14 @@ class JacobiRecipe(TargetRecipe):
         total = mean_of(-(targets * torch.log_softmax(logits, -1)).sum(-1), differs)
         if not self.config.text:
             return total
-        rows, places = some_places(batch, 128 * len(text), 0, generator)  # positions for the loss on the text
+        rows, text_columns = some_positions(batch, 128 * len(text), 0, generator)  # positions for the loss on the text
         text_loss = F.cross_entropy(
-            self.parts.logits(states[rows, places]).float(),
-            batch.tokens[rows, places + 1],
+            self.parts.logits(states[rows, text_columns]).float(),
+            batch.tokens[rows, text_columns + 1],
             reduction="none",
             label_smoothing=self.config.smoothing,
         )
-        return total + self.config.text * mean_of(text_loss, batch.counted(rows, places))
+        return total + self.config.text * mean_of(text_loss, batch.counted(rows, text_columns))
 
     @torch.no_grad()
     def trajectory(self, text: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from foretoken.models.network.chains import windows
 from foretoken.models.network.layers import LayerPlan
 from foretoken.training.recipes.base import Batch, Recipe, mean_of
 from foretoken.training.recipes.features import at_rows, some_rows, texts_of
-from foretoken.training.recipes.labels import Labels, places_of
+from foretoken.training.recipes.labels import Labels, mask_of
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class JumpRecipe(Recipe):
         states."""
         config = self.config
         columns = 1 + some_rows(batch, config.steps, generator, 32)  # a draft begins after a token
-        places = torch.cat([columns + step for step in range(config.steps)], 1)
-        labels = Labels(batch, places_of(batch, texts_of(places), places.flatten()), self.frequent)
+        positions = torch.cat([columns + step for step in range(config.steps)], 1)
+        labels = Labels(batch, mask_of(batch, texts_of(positions), positions.flatten()), self.frequent)
         total = torch.zeros((), device=columns.device)
         for step, (predicted, states) in enumerate(self.rollout(batch, columns)):
             ahead = columns + step

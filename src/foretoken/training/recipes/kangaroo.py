@@ -15,7 +15,7 @@ from foretoken.methods.drafters.kangaroo import KangarooDrafter
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy, some_places
+from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy, some_positions
 
 
 class KangarooRecipe(Recipe):
@@ -62,7 +62,7 @@ class KangarooRecipe(Recipe):
         """Mean cross-entropy with the whole model's distribution at random positions."""
         states = batch.taps[self.taps[0]].float()
         output = self.net(None, states, torch.arange(batch.length, device=states.device).expand(len(states), -1))
-        rows, columns = some_places(batch, 256 * len(states), 0, generator)
+        rows, columns = some_positions(batch, 256 * len(states), 0, generator)
         logits = self.parts.logits(self.net.head_state(output[rows, columns]))
         return soft_cross_entropy(logits, batch.teacher(rows, columns), batch.counted(rows, columns))
 

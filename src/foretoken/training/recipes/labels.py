@@ -16,21 +16,21 @@ class Labels:
     outside of the draft vocabulary.
 
     Args:
-        places: bool [b, n], the positions that will be requested; only with ``ids``.
+        mask: bool [b, n], the positions that will be requested; only with ``ids``.
         ids: int64 [V_d], the draft vocabulary; ``None``: all tokens.
     """
 
     @torch.no_grad()
-    def __init__(self, batch: Batch, places: Tensor | None = None, ids: Tensor | None = None) -> None:
+    def __init__(self, batch: Batch, mask: Tensor | None = None, ids: Tensor | None = None) -> None:
         self.batch, self.ids = batch, ids
-        if ids is None or places is None:
+        if ids is None or mask is None:
             return
         if batch.learned is not None:
-            places = places & batch.learned[:, 1:]
-        self.distributions = torch.zeros(*places.shape, len(ids), device=places.device)
-        self.counted = torch.zeros(places.shape, device=places.device)
+            mask = mask & batch.learned[:, 1:]
+        self.distributions = torch.zeros(*mask.shape, len(ids), device=mask.device)
+        self.counted = torch.zeros(mask.shape, device=mask.device)
         # Logits over the whole vocabulary of 512 positions at a time
-        for texts, columns in zip(*(part.split(512) for part in places.nonzero(as_tuple=True)), strict=True):
+        for texts, columns in zip(*(part.split(512) for part in mask.nonzero(as_tuple=True)), strict=True):
             logits = batch.parts.logits(batch.taps["last"][texts, columns])
             some = logits[:, ids]
             # The largest logit, not its index: on a CPU argmax of bfloat16 costs more than the projection.
@@ -57,8 +57,8 @@ class Labels:
         return cross_entropy(logits, self.batch.tokens[texts, columns + 1], self.batch.counted(texts, columns))
 
 
-def places_of(batch: Batch, texts: Tensor, columns: Tensor) -> Tensor:
+def mask_of(batch: Batch, texts: Tensor, columns: Tensor) -> Tensor:
     """Bool [b, n]: true at the positions (texts, columns), both [m]."""
-    places = torch.zeros(len(batch.tokens), batch.length, dtype=torch.bool, device=batch.tokens.device)
-    places[texts, columns] = True
-    return places
+    mask = torch.zeros(len(batch.tokens), batch.length, dtype=torch.bool, device=batch.tokens.device)
+    mask[texts, columns] = True
+    return mask

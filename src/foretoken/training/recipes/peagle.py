@@ -17,7 +17,7 @@ from foretoken.training.mask_rows import KEEP, LEAST, additive, mask_ids, mask_r
 from foretoken.training.recipes.base import SHAPE, Batch
 from foretoken.training.recipes.eagle3 import Eagle3Recipe
 from foretoken.training.recipes.features import texts_of
-from foretoken.training.recipes.labels import Labels, places_of
+from foretoken.training.recipes.labels import Labels, mask_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PeagleRecipe(Eagle3Recipe):
         chosen = torch.randperm(len(anchors), generator=generator)[:512].sort().values
         columns = (anchors + depths + 1)[chosen].to(output.device).expand(len(output), -1)
         texts, columns = texts_of(columns), columns.flatten()
-        labels = Labels(batch, places_of(batch, texts, columns), self.guessed)
+        labels = Labels(batch, mask_of(batch, texts, columns), self.guessed)
         return labels.distance(self.draft_logits(output[:, chosen].flatten(0, 1)), texts, columns)
 
     def rows(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ class SpecdecPpRecipe(Recipe):
         return {"hidden_size": self.parts.hidden_size, "judge": judge.weights, "judge_layers": judge.layers}
 
     @torch.no_grad()
-    def guesses(self, batch: Batch, generator: torch.Generator, mix: float | None = None) -> tuple[Tensor, Tensor]:
+    def samples(self, batch: Batch, generator: torch.Generator, mix: float | None = None) -> tuple[Tensor, Tensor]:
         """The draft model's states [m, D] after the tokens mixed into the texts, and their acceptance probabilities
         [m].
 
@@ -76,19 +76,19 @@ class SpecdecPpRecipe(Recipe):
         mixed[rows, before + 1] = torch.cat(guessed)
         draft_states = self.parts.features(mixed, ("last",))["last"]
         target_states = self.judge_parts.features(mixed, ("last",))["last"]
-        return draft_states[rows, before + 1].float(), self.chances(draft_states, target_states, mixed, rows, before)
+        return draft_states[rows, before + 1].float(), self.acceptance(draft_states, target_states, mixed, rows, before)
 
-    def chances(
+    def acceptance(
         self, draft_states: Tensor, target_states: Tensor, tokens: Tensor, rows: Tensor, before: Tensor
     ) -> Tensor:
         """``min(1, p/q)`` [m] of the tokens after the positions (rows, before), float32."""
-        chances = []
+        parts = []
         for r, c in zip(rows.split(CHUNK), before.split(CHUNK), strict=True):
             token = tokens[r, c + 1][:, None]
             p = torch.log_softmax(self._logits(self.judge_parts, target_states[r, c]), -1).gather(1, token)
             q = torch.log_softmax(self._logits(self.parts, draft_states[r, c]), -1).gather(1, token)
-            chances.append((p - q)[:, 0].clamp(max=0).exp())
-        return torch.cat(chances)
+            parts.append((p - q)[:, 0].clamp(max=0).exp())
+        return torch.cat(parts)
 
     def _logits(self, parts: TargetParts, states: Tensor) -> Tensor:
         """Logits [m, V] of the tokens in both vocabularies, float32."""
@@ -96,25 +96,25 @@ class SpecdecPpRecipe(Recipe):
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted cross-entropy with the acceptance probabilities."""
-        states, chances = self.guesses(batch, generator)
-        return weighted_loss(self.net(states), chances, self.config.mismatch)
+        states, acceptance = self.samples(batch, generator)
+        return weighted_loss(self.net(states), acceptance, self.config.mismatch)
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """Held-out loss, that of the best constant, and the calibration of the head's probabilities."""
         generator = torch.Generator().manual_seed(0)
-        pairs = [self.guesses(batch, generator, HELD_MIX) for _ in range(HELD_ROUNDS) for batch in batches]
+        pairs = [self.samples(batch, generator, HELD_MIX) for _ in range(HELD_ROUNDS) for batch in batches]
         if not sum(len(states) for states, _ in pairs):
             return {}
-        chances = torch.cat([values for _, values in pairs])
+        acceptance = torch.cat([values for _, values in pairs])
         log_odds = torch.cat([self.net(states).float() for states, _ in pairs])
         weight = self.config.mismatch
-        constant = best_constant(chances, weight).expand_as(chances)
+        constant = best_constant(acceptance, weight).expand_as(acceptance)
         return {
-            "guesses": len(chances),
-            "loss": float(weighted_loss(log_odds, chances, weight)),
-            "constant_loss": float(weighted_loss(constant, chances, weight)),
-            "calibration": _calibration(torch.sigmoid(log_odds + torch.tensor(weight).log()), chances),
+            "guesses": len(acceptance),
+            "loss": float(weighted_loss(log_odds, acceptance, weight)),
+            "constant_loss": float(weighted_loss(constant, acceptance, weight)),
+            "calibration": _calibration(torch.sigmoid(log_odds + torch.tensor(weight).log()), acceptance),
         }
 
     def drafter(self, measured: Mapping[str, Any]) -> ModelDrafter:
@@ -122,8 +122,8 @@ class SpecdecPpRecipe(Recipe):
         return ModelDrafter(self.target, k=8, target=self.judge)
 
 
-def _calibration(predicted: Tensor, chances: Tensor, bins: int = 5) -> list[list[float]]:
+def _calibration(predicted: Tensor, acceptance: Tensor, bins: int = 5) -> list[list[float]]:
     """(mean predicted probability, mean true probability) of groups of tokens, from the least to the most likely."""
     order = predicted.argsort()
     groups = [part for part in order.tensor_split(bins) if len(part)]
-    return [[float(predicted[part].mean()), float(chances[part].mean())] for part in groups]
+    return [[float(predicted[part].mean()), float(acceptance[part].mean())] for part in groups]

@@ -81,14 +81,14 @@ class UnoRecipe(Recipe):
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over noise rows of the distance to the target's distribution."""
-        config, behind = self.config, self.config.places - 1
+        config, unknown = self.config, self.config.places - 1
         # At most 512 noise rows per text and step
-        groups = max(1, min(batch.length, 512) // behind)
-        columns = some_rows(batch, behind, generator, groups)
-        ids = self.random_noise((*columns.shape, behind), generator).to(columns.device)
+        groups = max(1, min(batch.length, 512) // unknown)
+        columns = some_rows(batch, unknown, generator, groups)
+        ids = self.random_noise((*columns.shape, unknown), generator).to(columns.device)
         states = self.states(batch, columns, ids)
         texts, columns = texts_of(columns), columns.flatten()
-        weights = [config.decay**i for i in range(behind)]
+        weights = [config.decay**i for i in range(unknown)]
         total = torch.zeros((), device=columns.device)
         for i, weight in enumerate(weights):
             log_guess = torch.log_softmax(self.parts.logits(states[:, :, i].flatten(0, 1)).float(), -1)

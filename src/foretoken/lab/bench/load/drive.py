@@ -92,8 +92,8 @@ class Driver:
         self.tell(self.sent, self._all, f"{arm.name}, {level.label}")
         before = await counters(self.http, arm.server)
 
-        async def send(place: int) -> None:
-            result.samples.append(await self._ask(arm, asks[place], salt))
+        async def send(index: int) -> None:
+            result.samples.append(await self._ask(arm, asks[index], salt))
             self.sent += 1
             self.tell(self.sent, self._all, f"{arm.name}, {level.label}")
 

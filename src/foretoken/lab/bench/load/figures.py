@@ -144,12 +144,12 @@ def equality(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]
 def _difference(sample: Sample, other: Sample) -> dict[str, Any]:
     pairs = zip(sample.text, other.text, strict=False)
     shorter = min(len(sample.text), len(other.text))
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
     return {
         "request": sample.number,
-        "character": place,
+        "character": index,
         "gap": sample.gap,
-        "texts": [text[max(0, place - 20) : place + 20] for text in (other.text, sample.text)],
+        "texts": [text[max(0, index - 20) : index + 20] for text in (other.text, sample.text)],
     }
 
 

@@ -49,14 +49,14 @@ def parse_addresses(
     if compare and len(addresses) > 1:
         raise ValueError("--compare compares one server with itself: give one URL")
     servers = []
-    for place, text in enumerate(addresses):
+    for index, text in enumerate(addresses):
         match = re.match(r"([\w.-]+)=(https?://.*)", text)
         name, url = match.groups() if match else ("", text)
         url = url.rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{text!r} is not a server: give http://HOST:PORT, or NAME=http://HOST:PORT")
         alone = SERVER if len(addresses) == 1 else url.split("://", 1)[1]
-        key, model = _of(keys, place, len(addresses), "--api-key"), _of(models, place, len(addresses), "--model")
+        key, model = _of(keys, index, len(addresses), "--api-key"), _of(models, index, len(addresses), "--model")
         servers.append(Server(name or alone, url, model, key))
     twice = [name for name, count in Counter(server.name for server in servers).items() if count > 1]
     if twice:
@@ -64,11 +64,11 @@ def parse_addresses(
     return servers
 
 
-def _of(values: Sequence[str], place: int, count: int, option: str) -> str:
+def _of(values: Sequence[str], index: int, count: int, option: str) -> str:
     """The value for one server: its own, or the one for all; empty if there are none."""
     if len(values) not in (0, 1, count):
         raise ValueError(f"{option} was given {len(values)} times for {count} servers: give it once, or once for each")
-    return values[place if len(values) == count else 0] if values else ""
+    return values[index if len(values) == count else 0] if values else ""
 
 
 def run_load(
@@ -249,20 +249,20 @@ async def _gap(http: httpx.AsyncClient, server: Server, prompt: str, sample: Sam
     """Log-probability gap between the most likely token and the lower of the two differing ones; ``None`` if not
     reported."""
     pairs = list(zip(sample.token_ids, other.token_ids, strict=False))
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if place is None:  # one answer is a prefix of the other
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if index is None:  # one answer is a prefix of the other
         return None
     try:
         answer = await http.post(
             f"{server.url}/tokenize", json={"model": server.model, "prompt": prompt}, headers=headers_of(server)
         )
-        prefix = [*answer.json()["tokens"], *sample.token_ids[:place]]
+        prefix = [*answer.json()["tokens"], *sample.token_ids[:index]]
         body = {
             "model": server.model, "prompt": prefix, "max_tokens": 1, "temperature": 0, "logprobs": 20,
             "return_tokens_as_token_ids": True, "speculative": {"enabled": False},
         }  # fmt: skip
         answer = await http.post(f"{server.url}/v1/completions", json=body, headers=headers_of(server))
         top = answer.json()["choices"][0]["logprobs"]["top_logprobs"][0]
-        return max(top.values()) - min(top[f"token_id:{token}"] for token in pairs[place])
+        return max(top.values()) - min(top[f"token_id:{token}"] for token in pairs[index])
     except (httpx.TransportError, ValueError, KeyError, IndexError, TypeError):
         return None

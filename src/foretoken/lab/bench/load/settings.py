@@ -149,10 +149,10 @@ class LoadSettings:
 
 def arrivals(level: Level, count: int, seed: int) -> list[float]:
     """Arrival times in seconds from the start; bursts keep the average rate."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     times: list[float] = []
     time_s = 0.0
     while len(times) < count:
         times += [time_s] * min(level.burst, count - len(times))
-        time_s += chance.expovariate(level.value / level.burst)
+        time_s += rng.expovariate(level.value / level.burst)
     return times

@@ -118,8 +118,8 @@ def _figure(
     arm, setting = cell["arm"], (cell["temperature"], cell["batch"])
     drafter, controller = split_arm(arm)
     is_own = not is_foreign(arm)
-    (prefill,) = [p["prefill_s"] for p in summary["prefill"] if _place(p) == (arm, *setting)]
-    equality = [e for e in summary["equality"] if _place(e) == (arm, *setting)]
+    (prefill,) = [p["prefill_s"] for p in summary["prefill"] if _setting_of(p) == (arm, *setting)]
+    equality = [e for e in summary["equality"] if _setting_of(e) == (arm, *setting)]
     return {
         "method": parse_spec(drafter).name if is_own else arm,
         "drafter": without_folders(drafter),
@@ -139,7 +139,7 @@ def _figure(
     }
 
 
-def _place(row: Mapping[str, Any]) -> tuple[str, float, int]:
+def _setting_of(row: Mapping[str, Any]) -> tuple[str, float, int]:
     return row["arm"], row["temperature"], row["batch"]
 
 

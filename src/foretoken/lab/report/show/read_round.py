@@ -52,9 +52,9 @@ def read_round(row: Mapping[str, Any], index: int, most_nodes: int = 4096) -> Ro
     if count > most_nodes:
         raise Fault(f"'draft' has {count} tokens, and at most {most_nodes} can be shown")
     parents = _list(row, "parents", count, int) if "parents" in row else list(range(count))
-    for place, parent in enumerate(parents):
-        if not 0 <= parent <= place:
-            raise Fault(f"'parents': node {place + 1} has parent {parent}; the root is 0, and parents come first")
+    for before, parent in enumerate(parents):
+        if not 0 <= parent <= before:
+            raise Fault(f"'parents': node {before + 1} has parent {parent}; the root is 0, and parents come first")
     accepted = _path(row, parents)
     status = _status(row, parents, accepted)
     texts = [UNKNOWN if text is None else text for text in draft]

@@ -42,7 +42,7 @@ def draw_tree(nodes: Sequence[TraceNode], next_token: TraceNode) -> Drawn:
     own = 1 << 20  # an index after those of all nodes
     next_node = TraceNode(own, last, next_token.token, next_token.text, "accepted", next_token.why, next_token.p, None)
     everyone = [*nodes, next_node]
-    boxes = _places(everyone)
+    boxes = _boxes(everyone)
     edges = [_edge(boxes[n.parent], boxes[n.index], n.status == "accepted") for n in everyone[1:]]
     shapes = [_node(n, boxes[n.index], n.status) for n in nodes]
     shapes.append(_node(next_node, boxes[next_node.index], next_node.why.split(":")[0], round_corners=True))
@@ -68,7 +68,7 @@ def _breadth(node: TraceNode) -> float:
     return max(width(visible(node.text)) * LETTER, len(_numbers(node)) * 6.2) + 14
 
 
-def _places(nodes: Sequence[TraceNode]) -> dict[int, Box]:
+def _boxes(nodes: Sequence[TraceNode]) -> dict[int, Box]:
     """Boxes of nodes: depth gives the column, every leaf takes a row, and a parent is in the row of its first child."""
     children: dict[int, list[int]] = {n.index: [] for n in nodes}
     depth: dict[int, int] = {}
@@ -97,7 +97,7 @@ def _fill_rows(root: int, children: dict[int, list[int]], rows: dict[int, int]) 
         node, first = waiting.pop()
         row += not first
         rows[node] = row
-        waiting += [(child, place == 0) for place, child in reversed(list(enumerate(children[node])))]
+        waiting += [(child, index == 0) for index, child in reversed(list(enumerate(children[node])))]
 
 
 def _edge(above: Box, below: Box, is_accepted: bool) -> Markup:

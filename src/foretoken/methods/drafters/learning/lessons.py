@@ -16,21 +16,21 @@ class Mistake:
         position: index t of the target's token there; both distributions are those after the tokens before it.
         size: number of tokens that both vocabularies have.
         tokens: [n] ids, int32.
-        chances: [n] the target's probabilities of them, half precision.
+        probabilities: [n] the target's probabilities of them, half precision.
     """
 
     position: int
     size: int
     tokens: Tensor
-    chances: Tensor
+    probabilities: Tensor
 
 
 def stored_distribution(mistake: Mistake) -> Tensor:
     """[V] the target's distribution; tokens that were not stored share the remainder evenly."""
-    chances = mistake.chances.float()
-    remaining = (1.0 - chances.sum()).clamp_min(0.0) / max(mistake.size - len(chances), 1)
+    probabilities = mistake.probabilities.float()
+    remaining = (1.0 - probabilities.sum()).clamp_min(0.0) / max(mistake.size - len(probabilities), 1)
     distribution = remaining.repeat(mistake.size)
-    distribution[mistake.tokens.long()] = chances
+    distribution[mistake.tokens.long()] = probabilities
     distribution.clamp_min_(1e-8)  # half precision rounds less to 0, where a divergence may be infinite
     return distribution / distribution.sum()
 

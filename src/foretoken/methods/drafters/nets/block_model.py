@@ -90,11 +90,11 @@ class BlockModel(FeatureModel):
         """Blocks run with the weights that read the positions before them."""
         return super()._runs_native(feeds) if feeds[0].states is not None else self.native is not None
 
-    def _run_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> Sequence[Rows]:
+    def _run_native(self, feeds: Sequence[Feed], plans: Sequence[RowPlan]) -> Sequence[Rows]:
         native: Any = self.native
         if feeds[0].states is not None:
-            return native.read(feeds, places)
-        return native.blocks(feeds, places, self.window, self._guessing, self.top)
+            return native.read(feeds, plans)
+        return native.blocks(feeds, plans, self.window, self._guessing, self.top)
 
     @torch.inference_mode()
     def blocks(

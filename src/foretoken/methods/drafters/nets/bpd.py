@@ -66,7 +66,7 @@ class BpdHeads(nn.Module):
         units = F.relu(self.up(states))  # [n, (k - 1) * width]
         return torch.stack([self._head(states, units, head - 2) for head in heads])
 
-    def _head(self, states: Tensor, units: Tensor, place: int) -> Tensor:
-        rows = slice(place * self.config.hidden_size, (place + 1) * self.config.hidden_size)
+    def _head(self, states: Tensor, units: Tensor, position: int) -> Tensor:
+        rows = slice(position * self.config.hidden_size, (position + 1) * self.config.hidden_size)
         branch = F.linear(units, self.down.weight[rows], self.down.bias[rows])
-        return self.norms[place](states + branch)
+        return self.norms[position](states + branch)

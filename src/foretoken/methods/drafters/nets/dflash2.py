@@ -76,12 +76,12 @@ class Dflash2Layer(BlockLayer):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, keep: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     ) -> Tensor:
         normed = self.input_layernorm(x)
-        before, behind = self.attention_conv.kernels(normed)
+        before, after = self.attention_conv.kernels(normed)
         mixed = self.self_attn(self.attention_conv(normed, before), cos, sin, mask, keep)
-        x = x + self.attention_conv(mixed, behind)
+        x = x + self.attention_conv(mixed, after)
         normed = self.post_attention_layernorm(x)
-        before, behind = self.mlp_conv.kernels(normed)
-        return x + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), behind)
+        before, after = self.mlp_conv.kernels(normed)
+        return x + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), after)
 
 
 class CandidateSelector(nn.Module):

@@ -41,7 +41,7 @@ def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def unpacked(stored: Mapping[str, Tensor], place: object) -> dict[str, Tensor]:
+def unpacked(stored: Mapping[str, Tensor], source: object) -> dict[str, Tensor]:
     """Full bfloat16 weights from the result of :func:`packed`; other tensors are unchanged.
 
     Raises:
@@ -56,7 +56,7 @@ def unpacked(stored: Mapping[str, Tensor], place: object) -> dict[str, Tensor]:
             full[name] = value
             continue
         if scales.numel() * BLOCK != value.numel() or not scales.is_floating_point():
-            raise ValueError(f"{name}{SCALES} in {place} does not fit {name}: copy the file again")
+            raise ValueError(f"{name}{SCALES} in {source} does not fit {name}: copy the file again")
         blocks = value.reshape(-1, BLOCK).float() * scales.float().reshape(-1, 1)
         full[name] = blocks.to(torch.bfloat16).reshape(value.shape)
     return full

@@ -54,7 +54,7 @@ class PrefixLayer(nn.Module):
         return output
 
     def pieces(self) -> HeadParts:
-        return HeadParts(self.layer, guesses=False)
+        return HeadParts(self.layer, predicts=False)
 
 
 class HydraHeads(nn.Module):

@@ -56,19 +56,19 @@ class StopHead(nn.Module):
         return self.out(states)[..., 0]
 
 
-def weighted_loss(log_odds: Tensor, chances: Tensor, mismatch: float) -> Tensor:
+def weighted_loss(log_odds: Tensor, acceptance: Tensor, mismatch: float) -> Tensor:
     """Cross-entropy in nats with soft labels, rejections counted ``mismatch`` times; a mean by weight.
 
     Args:
         log_odds: [m] of the head.
-        chances: [m] acceptance probability of each token: ``min(1, p/q)``.
+        acceptance: [m] acceptance probability of each token: ``min(1, p/q)``.
         mismatch: weight of a rejection.
     """
-    log_odds, rejected = log_odds.float(), mismatch * (1 - chances)
-    total = (chances * F.softplus(-log_odds) + rejected * F.softplus(log_odds)).sum()
-    return total / (chances + rejected).sum().clamp(min=1e-9)  # without draft tokens the loss is 0
+    log_odds, rejected = log_odds.float(), mismatch * (1 - acceptance)
+    total = (acceptance * F.softplus(-log_odds) + rejected * F.softplus(log_odds)).sum()
+    return total / (acceptance + rejected).sum().clamp(min=1e-9)  # without draft tokens the loss is 0
 
 
-def best_constant(chances: Tensor, mismatch: float) -> Tensor:
+def best_constant(acceptance: Tensor, mismatch: float) -> Tensor:
     """The log-odds of a head that cannot distinguish tokens: the constant minimum of ``weighted_loss``."""
-    return torch.logit(chances.mean() / (chances + mismatch * (1 - chances)).mean(), eps=1e-6)
+    return torch.logit(acceptance.mean() / (acceptance + mismatch * (1 - acceptance)).mean(), eps=1e-6)

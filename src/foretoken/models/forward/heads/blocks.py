@@ -25,16 +25,16 @@ class Guessed:
     Attributes:
         logits: [heads * n, V_d] as returned by the library.
         tokens: the target's likeliest ids per row, best first; empty if the family transforms its logits nonlinearly.
-        behind: the family's transformation of the logits.
+        transform_logits: the family's transformation of the logits.
     """
 
     logits: Tensor
     tokens: list[list[int]] = field(default_factory=list)
-    behind: Callable[[Tensor], Tensor] | None = None
+    transform_logits: Callable[[Tensor], Tensor] | None = None
 
     def whole(self) -> Tensor:
         """Logits [heads * n, V_d] in float32."""
-        return self.logits.float() if self.behind is None else self.behind(self.logits.float())
+        return self.logits.float() if self.transform_logits is None else self.transform_logits(self.logits.float())
 
 
 class NativeBlocks:
@@ -76,10 +76,10 @@ class NativeBlocks:
             for projection in self.projections
         ]
         self.num_tokens = projections[0].shape[0]
-        places = self._description.products(rest) if rest else None, self._description.products(projections)
+        products = self._description.products(rest) if rest else None, self._description.products(projections)
         self._blocks = native.BlocksStruct(
             *(self.heads, self.width, int(pieces.residual), self._description.product(first)),
-            *(places[0], depth, places[1], int(len(projections) == 1)),
+            *(products[0], depth, products[1], int(len(projections) == 1)),
         )
 
     def has_changed(self) -> bool:
@@ -96,4 +96,4 @@ class NativeBlocks:
         best_struct = native.BestStruct() if best is None else best.struct
         call = native.BlocksCallStruct(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), best_struct)
         native.run_blocks(self._blocks, call, torch.get_num_threads())
-        return Guessed(logits, [] if best is None else best.tokens(self.ids), self.head.behind)
+        return Guessed(logits, [] if best is None else best.tokens(self.ids), self.head.transform_logits)

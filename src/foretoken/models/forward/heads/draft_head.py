@@ -51,7 +51,7 @@ class DraftHead:
         self._parts, self._weight = parts, weight
         self._native: NativeProduct | None = None
         self._project: Callable[[Tensor], Tensor] | None = None
-        self.behind: Callable[[Tensor], Tensor] = parts.behind if weight is None else (lambda x: x)
+        self.transform_logits: Callable[[Tensor], Tensor] = parts.transform_logits if weight is None else (lambda x: x)
         self.scale: float | None = parts.scale if weight is None else 1.0
         """Factor applied to the logits after the product; ``None`` if there are other operations."""
         if quantised is None:
@@ -65,8 +65,8 @@ class DraftHead:
             return self._parts.draft_logits
         if self.product is None:
             self.product = draft_projection(*self._rows())
-        multiplied, behind = self.product, self.behind
-        return lambda states: behind(multiplied(states).float())
+        multiplied, after = self.product, self.transform_logits
+        return lambda states: after(multiplied(states).float())
 
     def _rows(self) -> tuple[Tensor, Tensor | None]:
         """Weights [V_d, D] and biases [V_d] of the draft vocabulary."""

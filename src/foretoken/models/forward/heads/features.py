@@ -77,15 +77,15 @@ class HeadForward:
         if self.head is None:
             return self._run_module(call)
         run = HeadRun(self.head, call)
-        places = run.places
-        embeddings = self.embedded(places.flat(call.ids))
-        output = self.model(embeddings, places.flat(call.states), run.positions, None, run)  # type: ignore[arg-type]
-        scored, spans = places.scored(output, call.wanted)
+        layout = run.layout
+        embeddings = self.embedded(layout.flat(call.ids))
+        output = self.model(embeddings, layout.flat(call.states), run.positions, None, run)  # type: ignore[arg-type]
+        scored, spans = layout.scored(output, call.wanted)
         if len(scored):
             logits = self.project(self.model.head_state(scored))
         else:
             logits = scored.new_zeros(0, self.vocab_size)
-        return [logits[start:end] for start, end in spans], {"state": places.padded(output)}
+        return [logits[start:end] for start, end in spans], {"state": layout.padded(output)}
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Float32 [.., D] of ids."""
@@ -159,14 +159,14 @@ class FeatureModel(TreeRunner):
     def _score(
         self,
         feeds: Sequence[Feed],
-        places: Sequence[RowPlan],
+        plans: Sequence[RowPlan],
         taps: Sequence[str],
         plan: LayerPlan = WHOLE,
         inputs: Sequence[Sequence[Tensor] | Tensor] = (),
     ) -> list[Rows]:
         if self._runs_native(feeds):
-            return self._native_rows(feeds, places)
-        return super()._score(feeds, places, taps, plan, inputs)
+            return self._native_rows(feeds, plans)
+        return super()._score(feeds, plans, taps, plan, inputs)
 
     def _runs_native(self, feeds: Sequence[Feed]) -> bool:
         """Whether our library runs these nodes; follows the weights when a text is read on.
@@ -177,7 +177,7 @@ class FeatureModel(TreeRunner):
             if not self._is_renewed:
                 self._renew_native()
             self._is_renewed = False
-        return self.native is not None and (self.native.guesses or all(feed.wanted == 0 for feed in feeds))
+        return self.native is not None and (self.native.predicts or all(feed.wanted == 0 for feed in feeds))
 
     def _renew_native(self) -> None:
         try:
@@ -195,15 +195,15 @@ class FeatureModel(TreeRunner):
             return self.model.fc(states.float())
         return self.native.fuse(states.to(torch.bfloat16))
 
-    def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
-        for feed, place in zip(feeds, places, strict=True):
-            self.pool.make_room(feed.sequence, place.committed + len(place.parents))
+    def _native_rows(self, feeds: Sequence[Feed], plans: Sequence[RowPlan]) -> list[Rows]:
+        for feed, plan in zip(feeds, plans, strict=True):
+            self.pool.make_room(feed.sequence, plan.committed + len(plan.parents))
         start_s = now(self.device)
-        rows = list(self._run_native(feeds, places))
+        rows = list(self._run_native(feeds, plans))
         self.run_s += now(self.device) - start_s
-        self.run_rows += sum(place.new for place in places)
+        self.run_rows += sum(plan.new for plan in plans)
         self.pool.note_size()
         return rows
 
-    def _run_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> Sequence[Rows]:
-        return self.native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
+    def _run_native(self, feeds: Sequence[Feed], plans: Sequence[RowPlan]) -> Sequence[Rows]:
+        return self.native.run(feeds, plans, self.forwards.layer_masks[""], self.window, self.top)

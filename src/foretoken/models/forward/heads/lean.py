@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.forward.lean_families import Family
-from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, LeanLayer, Rotary, RowPlaces
+from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, LeanLayer, Rotary, RowLayout
 from foretoken.models.linear.packing import Packing, has_bfloat16
 from foretoken.models.linear.product_costs import step_s
 from foretoken.models.native import attention as native
@@ -86,8 +86,8 @@ class HeadRun:
     def __init__(self, head: LeanHead, call: NetworkCall) -> None:
         (b, width), mask = call.ids.shape, call.masks[""]
         self.layer = head.layer
-        self.places = RowPlaces(b, width, call.counts, call.ids.device)
-        self.positions = self.places.flat(call.positions)
+        self.layout = RowLayout(b, width, call.counts, call.ids.device)
+        self.positions = self.layout.flat(call.positions)
         groups = head.size.heads // head.size.kv_heads
         self.dtype = head.dtype
         if mask is not None and self.dtype == torch.bfloat16:
@@ -96,7 +96,7 @@ class HeadRun:
         rows = slice(0, len(self.positions))
         self.cache = call.cache
         self.run = ForwardPass(
-            [CacheRows(rows, self.places, {"": folded}, call.cache)], {"": head.rotary(self.positions)}
+            [CacheRows(rows, self.layout, {"": folded}, call.cache)], {"": head.rotary(self.positions)}
         )
 
     def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -101,8 +101,8 @@ class NativeModule(nn.Module):
         decoder, layers = find_decoder(network)
         source = layers[self.layer_index]
         for name, value in self.layer.state_dict().items():
-            place, _, kind = name.rpartition(".")
-            value.copy_(getattr(source.get_submodule(place), kind))  # packed layers have a weight but no state_dict
+            module, _, kind = name.rpartition(".")
+            value.copy_(getattr(source.get_submodule(module), kind))  # packed layers have a weight but no state_dict
         final_norm: Any = decoder.norm
         self.norm.load_state_dict(final_norm.state_dict())
         half = torch.eye(len(self.eh_proj.weight)) / 2
@@ -146,27 +146,27 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     stacked: dict[str, Tensor] = {}
     single: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
-        place, _, rest = name.rpartition(".experts.")
+        layer, _, rest = name.rpartition(".experts.")
         parts = rest.split(".")
-        if place and len(parts) == 3 and parts[0].isdecimal() and parts[2] == "weight":
-            single.setdefault(place, {}).setdefault(parts[1], {})[int(parts[0])] = tensor
+        if layer and len(parts) == 3 and parts[0].isdecimal() and parts[2] == "weight":
+            single.setdefault(layer, {}).setdefault(parts[1], {})[int(parts[0])] = tensor
         else:
             stacked[name] = tensor
-    for place, by_projection in single.items():
+    for layer, by_projection in single.items():
         count = 1 + max(number for rows in by_projection.values() for number in rows)
         names = ("gate_proj", "up_proj", "down_proj")
-        stacks = {name: _stack(place, name, by_projection.get(name, {}), count) for name in names}
-        stacked[f"{place}.experts.gate_up_proj"] = torch.cat([stacks["gate_proj"], stacks["up_proj"]], 1)
-        stacked[f"{place}.experts.down_proj"] = stacks["down_proj"]
+        stacks = {name: _stack(layer, name, by_projection.get(name, {}), count) for name in names}
+        stacked[f"{layer}.experts.gate_up_proj"] = torch.cat([stacks["gate_proj"], stacks["up_proj"]], 1)
+        stacked[f"{layer}.experts.down_proj"] = stacks["down_proj"]
     return stacked
 
 
-def _stack(place: str, name: str, rows: Mapping[int, Tensor], count: int) -> Tensor:
+def _stack(layer: str, name: str, rows: Mapping[int, Tensor], count: int) -> Tensor:
     missing = next((number for number in range(count) if number not in rows), None)
     if missing is not None:
-        raise ValueError(f"the checkpoint lacks the tensor {place}.experts.{missing}.{name}.weight: it is incomplete")
+        raise ValueError(f"the checkpoint lacks the tensor {layer}.experts.{missing}.{name}.weight: it is incomplete")
     if len({row.shape for row in rows.values()}) > 1:
-        raise ValueError(f"the experts of {place} have a {name} of different shapes")
+        raise ValueError(f"the experts of {layer} have a {name} of different shapes")
     return torch.stack([rows[number] for number in range(count)])
 
 

@@ -38,16 +38,16 @@ class HeadRows(Rows):
     Attributes:
         tokens: the target's ids, best first.
         values: their log-probabilities.
-        behind: the family's transformation of the logits.
+        transform_logits: the family's transformation of the logits.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
     values: list[list[float]] = field(default_factory=list)
-    behind: Callable[[Tensor], Tensor] | None = None
+    transform_logits: Callable[[Tensor], Tensor] | None = None
 
     def whole(self) -> Tensor:
         """Logits [wanted, V_d] in float32."""
-        return self.logits if self.behind is None else self.behind(self.logits.float())
+        return self.logits if self.transform_logits is None else self.transform_logits(self.logits.float())
 
 
 class NativeHead(NativeRows):
@@ -75,13 +75,13 @@ class NativeHead(NativeRows):
         layers = self._description.keep(native.array(native.LayerStruct, [layer]))
         self.width = int(pieces.layer.config.hidden_size)
         head = native.ProductStruct(None, 0)
-        if pieces.guesses:
+        if pieces.predicts:
             head = product(self._projection())
         begins = native.WIDE if pieces.wide else native.ALONE if pieces.entry is None else native.JOINED
         entry = native.ProductStruct(None, 0) if pieces.entry is None else product(packed(pieces.entry))
         self.fuse = None if pieces.fuse is None else packed(pieces.fuse)
         self.has_mlp = hasattr(pieces.layer, "down_proj")
-        self.hands_on_normed, self.guesses, self.reads_tokens = pieces.hands_on_normed, pieces.guesses, bool(begins)
+        self.hands_on_normed, self.predicts, self.reads_tokens = pieces.hands_on_normed, pieces.predicts, bool(begins)
         self._model = native.ModelStruct(
             *(ctypes.addressof(layers), 1, self.width, *self.size, norm(pieces.last), head),
             *(begins, norm(pieces.of_beside), norm(pieces.of_state), entry),
@@ -111,13 +111,13 @@ class NativeHead(NativeRows):
     # -- a call ------------------------------------------------------------------------------------------------------
 
     def run(
-        self, feeds: Sequence[Feed], places: Sequence[RowPlan], layer: LayerMask, window: Window, top: int
+        self, feeds: Sequence[Feed], plans: Sequence[RowPlan], layer: LayerMask, window: Window, top: int
     ) -> list[HeadRows]:
         """Append nodes, for which the cache has room.
 
         Args:
             feeds: feeds of sequences whose scratch already has the nodes.
-            places: location of each sequence's new nodes.
+            plans: location of each sequence's new nodes.
             layer: its attention pattern.
             window: the window for long texts.
             top: number of best tokens returned for every row that needs logits; 0: float32 logits, as scaled by the
@@ -127,11 +127,11 @@ class NativeHead(NativeRows):
         def masks(rows: Sequence[int], of: Sequence[RowPlan], used: int) -> list[Tensor | None]:
             layer_mask = window.within(layer) if layer.kind == "full" and window.cut(of) is not None else layer
             if len(rows) > 1 or not of[0].is_chain or of[0].new > 1 or layer_mask != LayerMask():
-                return [stacked_mask(rows, [row_allowed(place, layer_mask, used) for place in of])]
+                return [stacked_mask(rows, [row_allowed(plan, layer_mask, used) for plan in of])]
             return [None]
 
-        order, groups, pointed_to = self.grouped([feed.sequence for feed in feeds], places, masks)
-        counts = [places[i].new for i in order]
+        order, groups, pointed_to = self.grouped([feed.sequence for feed in feeds], plans, masks)
+        counts = [plans[i].new for i in order]
         rows = sum(counts)
         states: list[Any] = [feeds[i].states for i in order]
         x = (states[0] if len(states) == 1 else torch.cat(states)).to(torch.bfloat16).contiguous()
@@ -141,7 +141,7 @@ class NativeHead(NativeRows):
             beside = self.parts.embedding(ids).to(torch.bfloat16).contiguous()
         output = x.new_empty(rows, self.width)
         num_scored, scored = self._scored_rows(feeds, order, counts)
-        cos, sin = self.turns([places[i] for i in order])
+        cos, sin = self.turns([plans[i] for i in order])
         logits, best, scale = x.new_empty(len(scored), self.num_tokens if scored else 0), None, self.project.scale
         if top and scored and scale is not None:
             best = BestTokens(len(scored), min(top, self.num_tokens), scale)
@@ -159,7 +159,7 @@ class NativeHead(NativeRows):
         native.run(self._model, call, torch.get_num_threads())
         del pointed_to
         if best is None and scored:
-            logits = self.project.behind(logits.float())
+            logits = self.project.transform_logits(logits.float())
         likeliest = None if best is None else (best.tokens(self.ids), best.values())
         return self._handed_out(order, counts, num_scored, output, logits, likeliest)
 
@@ -167,7 +167,7 @@ class NativeHead(NativeRows):
         self, feeds: Sequence[Feed], order: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[int], list[int]]:
         """Number of last rows with logits per feed, and the indices of all such rows."""
-        if not self.guesses:
+        if not self.predicts:
             return [0] * len(order), []
         requested = [feeds[i].wanted for i in order]
         num_scored = [count if number is None else number for number, count in zip(requested, counts, strict=True)]
@@ -187,14 +187,14 @@ class NativeHead(NativeRows):
         best: tuple[list[Any], list[Any]] | None,
     ) -> list[HeadRows]:
         by_feed: dict[int, HeadRows] = {}
-        row = place = 0
+        row = start = 0
         for i, count, number in zip(order, counts, num_scored, strict=True):
             state = {"state": output[row : row + count]}
-            rows = logits[place : place + number]
+            rows = logits[start : start + number]
             if best is None:
                 by_feed[i] = HeadRows(rows, state)
             else:
-                tokens, values = (column[place : place + number] for column in best)
-                by_feed[i] = HeadRows(rows, state, tokens, values, self.project.behind)
-            row, place = row + count, place + number
+                tokens, values = (column[start : start + number] for column in best)
+                by_feed[i] = HeadRows(rows, state, tokens, values, self.project.transform_logits)
+            row, start = row + count, start + number
         return [by_feed[i] for i in range(len(order))]

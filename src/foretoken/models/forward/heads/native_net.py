@@ -53,7 +53,7 @@ class NativeBlockNet(NativeRows):
     """
 
     name = "native"
-    guesses = True
+    predicts = True
 
     def __init__(self, net: Any, embedding: Tensor, project: DraftHead) -> None:
         reason = why_not() or net.pieces().not_covered
@@ -119,18 +119,18 @@ class NativeBlockNet(NativeRows):
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def read(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
+    def read(self, feeds: Sequence[Feed], plans: Sequence[RowPlan]) -> list[Rows]:
         """Store keys and values of positions whose ``states`` are the network's inputs, without logits.  The scratch
         already has the nodes, and the cache has room."""
-        order, groups, pointed_to = self.grouped([feed.sequence for feed in feeds], places, lambda *_: ())
+        order, groups, pointed_to = self.grouped([feed.sequence for feed in feeds], plans, lambda *_: ())
         x = torch.cat([feeds[i].states for i in order]).to(torch.bfloat16).contiguous()  # type: ignore[misc]
-        self._run(self._reader_model, x, groups, [places[i] for i in order], kinds=0)
+        self._run(self._reader_model, x, groups, [plans[i] for i in order], kinds=0)
         del pointed_to
         nothing = x.new_empty(0, self.num_tokens)
         return [Rows(nothing, {}) for _ in feeds]
 
     def blocks(
-        self, feeds: Sequence[Feed], places: Sequence[RowPlan], window: Window, guessing: range, top: int
+        self, feeds: Sequence[Feed], plans: Sequence[RowPlan], window: Window, guessing: range, top: int
     ) -> list[BlockRows]:
         """Run blocks with equally many rows, already in the scratch; their keys and values are stored after the text.
 
@@ -144,10 +144,10 @@ class NativeBlockNet(NativeRows):
             if len(rows) == 1 and self.kinds == [(0, False)] and window.cut(of) is None:
                 return [None]
             return [
-                stacked_mask(rows, [visible_slots(place, used, *kind, window) for place in of]) for kind in self.kinds
+                stacked_mask(rows, [visible_slots(plan, used, *kind, window) for plan in of]) for kind in self.kinds
             ]
 
-        order, groups, pointed_to = self.grouped([feed.sequence for feed in feeds], places, masks)
+        order, groups, pointed_to = self.grouped([feed.sequence for feed in feeds], plans, masks)
         rows, count = len(feeds[0].tokens), len(feeds)
         ids = torch.tensor([feeds[i].tokens for i in order])
         x = self.net.embedded(ids, self.embedding).to(torch.bfloat16).flatten(0, 1).contiguous()
@@ -160,10 +160,10 @@ class NativeBlockNet(NativeRows):
         logits_call = (len(want), ctypes.addressof(want), None, logits.data_ptr(), None)
         best_struct = native.BestStruct() if best is None else best.struct
         self._run(
-            self._model, x, groups, [places[i] for i in order], len(self.kinds), states, (*logits_call, best_struct)
+            self._model, x, groups, [plans[i] for i in order], len(self.kinds), states, (*logits_call, best_struct)
         )
         del pointed_to
-        whole = self.project.behind(logits.float()).unflatten(0, (count, -1))
+        whole = self.project.transform_logits(logits.float()).unflatten(0, (count, -1))
         pair = None if best is None else [tensor.unflatten(0, (count, -1)) for tensor in best.tensors()]
         states = states.unflatten(0, (count, -1))
         by_feed = {
@@ -177,14 +177,14 @@ class NativeBlockNet(NativeRows):
         model: native.ModelStruct,
         x: Tensor,
         groups: Any,
-        places: Sequence[RowPlan],
+        plans: Sequence[RowPlan],
         kinds: int,
         last: Tensor | None = None,
         logits_call: Any = None,
     ) -> None:
         """Run all layers over rows x [n, D]; the normed outputs go to ``last``, and ``logits_call`` describes the
         logits."""
-        cos, sin = self.turns(places)
+        cos, sin = self.turns(plans)
         turns = (ctypes.c_void_p * 1)(cos.data_ptr()), (ctypes.c_void_p * 1)(sin.data_ptr())
         skipped = b"\1" if last is None else b"\0"
         taps = native.pointers([None] * (self.num_layers + 1))
@@ -203,20 +203,20 @@ class NativeBlockNet(NativeRows):
         )
 
 
-def visible_slots(place: RowPlan, used: int, reach: int, causal: bool, window: Window) -> NDArray[np.bool_]:
+def visible_slots(plan: RowPlan, used: int, reach: int, causal: bool, window: Window) -> NDArray[np.bool_]:
     """[rows, used] whether a block's rows see the slots of their sequence: those before the block, and each other.
 
     Args:
-        place: location of the rows; slot s holds position s.
+        plan: location of the rows; slot s holds position s.
         used: number of slots.
         reach: how far a row sees in both directions; 0: the whole block, and the text within ``window``.
         causal: whether a row sees only earlier rows of its block.
         window: the window for long texts.
     """
-    slots, rows = np.arange(used), place.committed + np.arange(place.new)[:, None]
+    slots, rows = np.arange(used), plan.committed + np.arange(plan.new)[:, None]
     allowed = slots <= (rows if causal else rows[-1])
     if reach:
         allowed = allowed & (abs(rows - slots) <= reach)
     elif window.size:
-        allowed = allowed & ((slots >= place.committed - window.size) | (slots < window.sink))
-    return np.broadcast_to(allowed, (place.new, used))
+        allowed = allowed & ((slots >= plan.committed - window.size) | (slots < window.sink))
+    return np.broadcast_to(allowed, (plan.new, used))

@@ -56,7 +56,7 @@ class NativeRows(ABC):
             self.describe()
 
     def grouped(
-        self, sequences: Sequence[Any], places: Sequence[RowPlan], masks: Masks
+        self, sequences: Sequence[Any], plans: Sequence[RowPlan], masks: Masks
     ) -> tuple[list[int], Any, list[Any]]:
         """The sequences in row order, the library's groups, and the objects that these point to."""
         order: list[int] = []
@@ -67,21 +67,21 @@ class NativeRows(ABC):
             order += indices
             rows = [sequences[i].row for i in indices]
             cache: TreeCache = sequences[indices[0]].cache
-            groups.append(self._group(cache, rows, [places[i] for i in indices], masks, pointed_to))
+            groups.append(self._group(cache, rows, [plans[i] for i in indices], masks, pointed_to))
         return order, native.array(native.GroupStruct, groups), pointed_to
 
     def _group(
-        self, cache: TreeCache, rows: Sequence[int], places: Sequence[RowPlan], masks: Masks, pointed_to: list[Any]
+        self, cache: TreeCache, rows: Sequence[int], plans: Sequence[RowPlan], masks: Masks, pointed_to: list[Any]
     ) -> native.GroupStruct:
         low, count = rows[0], rows[-1] + 1 - rows[0]
         starts, widths = [0] * count, [0] * count  # rows between the fed ones are inactive
-        for row, place in zip(rows, places, strict=True):
-            starts[row - low], widths[row - low] = place.committed + len(place.parents) - place.new, place.new
+        for row, plan in zip(rows, plans, strict=True):
+            starts[row - low], widths[row - low] = plan.committed + len(plan.parents) - plan.new, plan.new
         used = max(start + width for start, width in zip(starts, widths, strict=True))
         cache.flush()
         cache.reserve(rows[-1] + 1, used)
         keys, values = self._buffers(cache)
-        group_masks = masks(rows, places, used)
+        group_masks = masks(rows, plans, used)
         arrays = [native.pointers(keys), native.pointers(values), native.numbers(starts), native.numbers(widths)]
         arrays.append(native.pointers(group_masks))
         pointed_to += [group_masks, arrays, keys, values]
@@ -97,10 +97,10 @@ class NativeRows(ABC):
                     store[i] = buffers[i] = buffer.to(torch.bfloat16)
         return keys, values
 
-    def turns(self, places: Sequence[RowPlan]) -> tuple[Tensor, Tensor]:
+    def turns(self, plans: Sequence[RowPlan]) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [n, d] of the rows' positions."""
         positions = [
-            place.first_position + depth for place in places for depth in place.depths[len(place.depths) - place.new :]
+            plan.first_position + depth for plan in plans for depth in plan.depths[len(plan.depths) - plan.new :]
         ]
         last, most = max(positions), 8192  # positions with cached cosines and sines
         if last >= most:

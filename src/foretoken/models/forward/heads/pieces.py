@@ -23,7 +23,7 @@ class HeadParts:
         last: norm before the vocabulary projection.
         hands_on_normed: whether the next step reads the state after that norm.
         fuse: projection from the target's hidden states of several depths to one state.
-        guesses: whether there is a vocabulary projection.
+        predicts: whether there is a vocabulary projection.
     """
 
     layer: Any
@@ -35,7 +35,7 @@ class HeadParts:
     last: nn.Module | None = None
     hands_on_normed: bool = False
     fuse: nn.Linear | None = None
-    guesses: bool = True
+    predicts: bool = True
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from foretoken.server.errors import ApiError, bad
 from foretoken.server.keys import Caller
 
 
-class Places:
+class AdmissionSlots:
     """Slots of a server.  At most ``most`` choices are admitted at once (``None``: counted elsewhere), and the last
     ``reserved`` slots are kept for keys that hold none, so that one key cannot take all."""
 
@@ -28,9 +28,9 @@ class Places:
         self._by_key: Counter[str] = Counter()
         self._spent: dict[str, tuple[float, float]] = {}  # by key: token debt, and the time at which it was computed
 
-    def place(self, caller: Caller) -> Place:
+    def slot(self, caller: Caller) -> RequestSlot:
         """A slot for one request, which holds nothing yet."""
-        return Place(self, caller)
+        return RequestSlot(self, caller)
 
     def check_room(self, caller: Caller, count: int = 1) -> None:
         """Raise ``QueueFull`` if ``count`` more choices of this caller do not fit."""
@@ -90,34 +90,34 @@ class Places:
             del self._by_key[caller.name]
 
 
-class Place:
+class RequestSlot:
     """Slot of one request; ``spent`` counts the tokens of its prompts and answers so far."""
 
-    def __init__(self, places: Places, caller: Caller) -> None:
-        self._places, self.caller = places, caller
+    def __init__(self, slots: AdmissionSlots, caller: Caller) -> None:
+        self._slots, self.caller = slots, caller
         self._count = self.spent = 0
 
     def take(self, count: int) -> None:
         """Admit ``count`` choices.  Raises :class:`QueueFull` if the server has no room now, and :class:`ApiError`: 400
         for more choices than can ever be admitted, 429 if the key's quota is used up."""
-        self._places._take(self.caller, count)
+        self._slots._take(self.caller, count)
         self._count += count
 
     def spend(self, tokens: int) -> None:
         """Count tokens of a prompt or of an answer."""
         self.spent += tokens
-        self._places._spend(self.caller, tokens)
+        self._slots._spend(self.caller, tokens)
 
     def close(self) -> None:
         """Free the slot: the client has read the last byte or is gone."""
         count, self._count = self._count, 0
         if count:
-            self._places._free(self.caller, count)
+            self._slots._free(self.caller, count)
 
 
-def place_of(scope: Scope) -> Place:
+def slot_of(scope: Scope) -> RequestSlot:
     """Slot of a request that came through the gate; a slot without limits for any other request."""
-    return scope.setdefault("state", {}).setdefault("place", Places(None).place(Caller(priority=True)))
+    return scope.setdefault("state", {}).setdefault("slot", AdmissionSlots(None).slot(Caller(priority=True)))
 
 
 def _check_size(count: int, most: int, whose: str) -> None:
