@@ -30,31 +30,31 @@ class TokenTally:
         self._tokens: Numbers = np.empty(0, np.int64)
         self._counts: Numbers = np.empty(0, np.int64)
 
-    def ids(self, text: Sequence[int]) -> Numbers:
+    def ids(self, sequence: Sequence[int]) -> Numbers:
         """[n] all tokens of a prefix."""
-        new = self._behind(text)
+        new = self._unseen(sequence)
         return np.concatenate([self._ids, _numbers(new)])
 
-    def counts(self, text: Sequence[int]) -> tuple[Numbers, Numbers]:
+    def counts(self, sequence: Sequence[int]) -> tuple[Numbers, Numbers]:
         """[m] distinct tokens of a prefix after ``begin``, and [m] their counts."""
-        following = self._behind(text)
+        following = self._unseen(sequence)
         new = Counter(following[max(0, self.begin - len(self._text)) :])
         counts = self._counts.copy()
         for token in [token for token in new if token in self._rows]:
             counts[self._rows[token]] += new.pop(token)
         return np.concatenate([self._tokens, _numbers(list(new))]), np.concatenate([counts, _numbers([*new.values()])])
 
-    def _behind(self, text: Sequence[int]) -> list[int]:
+    def _unseen(self, sequence: Sequence[int]) -> list[int]:
         """Tokens after the counted part of a prefix, which grows with the prefix."""
         length = len(self._text)
-        head = text[:length]
+        head = sequence[:length]
         if (head if isinstance(head, list) else list(head)) != self._text:
             self._forget()
             length = 0
-        if len(text) - length > 2 * AHEAD:
-            self._add(list(text[length : len(text) - AHEAD]))
+        if len(sequence) - length > 2 * AHEAD:
+            self._add(list(sequence[length : len(sequence) - AHEAD]))
             length = len(self._text)
-        return list(text[length:])
+        return list(sequence[length:])
 
     def _add(self, tokens: list[int]) -> None:
         counted = Counter(dict(zip(self._rows, self._counts.tolist(), strict=True)))

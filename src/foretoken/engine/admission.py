@@ -112,10 +112,10 @@ class KvBudget:
         """Bytes that a request may need if it runs alone."""
         return self._bytes([_slots(request)]) if self.limit is not None else 0
 
-    def _bytes(self, texts: Sequence[int]) -> int:
+    def _bytes(self, lengths: Sequence[int]) -> int:
         """Bytes of sequences with these numbers of slots together."""
         cache = rectangle_of(self.target)
-        return (sum(texts) if cache is None else prod(cache.rectangle(texts))) * self.target.kv_bytes_per_token
+        return (sum(lengths) if cache is None else prod(cache.rectangle(lengths))) * self.target.kv_bytes_per_token
 
     def check(self, request: Request) -> None:
         """Raise ``OptionError`` for a request that can never be admitted: for ``prompt`` if its length leaves no room,
@@ -148,10 +148,10 @@ class KvBudget:
         """Reserve a request's memory. Returns whether it fits."""
         need = _slots(run.request)
         if self.limit is not None:
-            texts, cache = [*self.reserved.values(), need], rectangle_of(self.target)
-            if self._bytes(texts) > self.limit:
+            lengths, cache = [*self.reserved.values(), need], rectangle_of(self.target)
+            if self._bytes(lengths) > self.limit:
                 return False
-            if cache is not None and not cache.fit(texts, self.limit // self.target.kv_bytes_per_token):
+            if cache is not None and not cache.fit(lengths, self.limit // self.target.kv_bytes_per_token):
                 return False
         self.reserved[run.id] = need
         return True

@@ -147,20 +147,20 @@ class Drafting:
         sequences grow meanwhile."""
         self.pace.remaining, self.pace.spent_s = max(most, 2 * BESIDE), 0.0
         for run in runs:
-            texts = DraftTexts.of(run.context)
-            texts.waits = texts.has_read = False
+            drafts = DraftTexts.of(run.context)
+            drafts.waits = drafts.has_read = False
 
     def note_reading(self, turns: Sequence[Turn]) -> float:
         """Add the draft models' prefill to the requests' statistics. Returns its seconds."""
         spent = self.pace.spent_s
         self.read_s += spent
         for turn in turns:
-            texts = DraftTexts.of(turn.run.context)
+            drafts = DraftTexts.of(turn.run.context)
             stats = turn.run.stats
-            stats.num_draft_prompt_tokens_computed = texts.num_read
-            if texts.has_read:
+            stats.num_draft_prompt_tokens_computed = drafts.num_read
+            if drafts.has_read:
                 stats.prefill_s += spent
                 stats.total_s += spent
-            if texts.waits and not turn.tree.num_drafts:
+            if drafts.waits and not turn.tree.num_drafts:
                 turn.planned = False  # else the controller would learn that nothing is drafted
         return spent

@@ -84,9 +84,11 @@ class PrefixCache:
         snapshot, length = self.prefixes.find_draft(_salt(run), run.context.tokens, key, ids, fits)
         beginning = run.context.tokens[:SHORTEST]
         alike = (other for other in _alike(run, others) if other.context.tokens[:SHORTEST] == beginning)
-        theirs = (text for other in alike if (text := DraftTexts.of(other.context).by_key.get(key)) is not None)
-        current = (text for text in theirs if text.is_current and text.sequence.regime == draft_text.sequence.regime)
-        best, longer = longest_common(((text, text.sequence.tokens, True) for text in current), ids, length)
+        theirs = (entry for other in alike if (entry := DraftTexts.of(other.context).by_key.get(key)) is not None)
+        current = (
+            entry for entry in theirs if entry.is_current and entry.sequence.regime == draft_text.sequence.regime
+        )
+        best, longer = longest_common(((entry, entry.sequence.tokens, True) for entry in current), ids, length)
         copied = None if best is None else best.model.snapshot(best.sequence, longer)
         if copied is not None:
             return copied, longer
@@ -123,12 +125,12 @@ class PrefixCache:
 def _drafts_of(run: Running) -> dict[Hashable, KeptDraft]:
     """Copies of the draft models' states for a request's sequence."""
     drafts: dict[Hashable, KeptDraft] = {}
-    for key, text in DraftTexts.of(run.context).by_key.items():
-        size = len(text.sequence.tokens)
-        worth = size >= SHORTEST and text.is_current and text.model.reads
-        snapshot = text.model.snapshot(text.sequence, size) if worth else None
+    for key, draft in DraftTexts.of(run.context).by_key.items():
+        size = len(draft.sequence.tokens)
+        worth = size >= SHORTEST and draft.is_current and draft.model.reads
+        snapshot = draft.model.snapshot(draft.sequence, size) if worth else None
         if snapshot is not None:
-            drafts[key] = KeptDraft(np.asarray(snapshot.tokens, dtype=np.int64), snapshot, text.version)
+            drafts[key] = KeptDraft(np.asarray(snapshot.tokens, dtype=np.int64), snapshot, draft.version)
     return drafts
 
 

@@ -79,19 +79,19 @@ def common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
 
 
 def longest_common(
-    texts: Iterable[tuple[T, Sequence[int] | NDArray[np.int64], bool]], ids: NDArray[np.int64], least: int = 0
+    candidates: Iterable[tuple[T, Sequence[int] | NDArray[np.int64], bool]], ids: NDArray[np.int64], least: int = 0
 ) -> tuple[T | None, int]:
     """The first sequence with the longest common prefix with ``ids``, and the prefix's length; ``None`` and ``least``
     if none is longer than that and worth copying.
 
     Args:
-        texts: sequences, each with its tokens, and whether a part of it can be copied.
+        candidates: sequences, each with its tokens, and whether a part of it can be copied.
     """
     best, longest = None, max(least, SHORTEST - 1)
-    for text, tokens, is_divisible in texts:
+    for key, tokens, is_divisible in candidates:
         length = common(np.asarray(tokens, dtype=np.int64), ids)
         if length > longest and (is_divisible or length == len(tokens)):
-            best, longest = text, length
+            best, longest = key, length
     return (None, least) if best is None else (best, longest)
 
 
@@ -130,26 +130,26 @@ class Prefixes:
         texts = ((draft.snapshot, draft.tokens, draft.snapshot.divisible) for draft in drafts if fits(draft))
         return longest_common(texts, ids)
 
-    def keep(self, text: Kept) -> None:
+    def keep(self, entry: Kept) -> None:
         """Cache a sequence; its prefixes among the cached sequences and the least recently used ones are removed.
 
         It inherits their draft states where these are longer, because it may never have been drafted for.
         """
-        if len(text.tokens) < SHORTEST:
+        if len(entry.tokens) < SHORTEST:
             return
-        beginning, new = _beginning(text.salt, text.tokens), next(self._ids)
+        beginning, new = _beginning(entry.salt, entry.tokens), next(self._ids)
         alike = self._alike.get(beginning, {})
-        shorter = {key: old for key, old in alike.items() if common(old.tokens, text.tokens) == len(old.tokens)}
+        shorter = {key: old for key, old in alike.items() if common(old.tokens, entry.tokens) == len(old.tokens)}
         for old in shorter.values():
-            text = text.with_drafts_of(old)
-        if text.nbytes > self.limit:
-            text = replace(text, drafts={})
-        if text.nbytes > self.limit:
+            entry = entry.with_drafts_of(old)
+        if entry.nbytes > self.limit:
+            entry = replace(entry, drafts={})
+        if entry.nbytes > self.limit:
             return
         for key in shorter:
             self._forget(key)
-        self._texts[new] = self._alike.setdefault(beginning, {})[new] = text
-        self.nbytes += text.nbytes
+        self._texts[new] = self._alike.setdefault(beginning, {})[new] = entry
+        self.nbytes += entry.nbytes
         self.shrink(self.limit)
 
     def shrink(self, limit: int) -> None:

@@ -152,14 +152,14 @@ def _measured(new: Imported, folder: Path, prompts: Sequence[Sequence[int]]) -> 
 def _by_length(new: Imported, texts: int = 2) -> dict[int, float]:
     """Tokens per round by context length, at the same positions; empty unless two lengths fit."""
     # Ordinary text on every machine: a module of Python's standard library
-    text: list[int] = encode(inspect.getsource(argparse), new.tokenizer)
+    tokens: list[int] = encode(inspect.getsource(argparse), new.tokenizer)
     room = new.model.context_length - NEW_TOKENS
-    lengths = [length for length in LENGTHS if length <= min(room, len(text))]
+    lengths = [length for length in LENGTHS if length <= min(room, len(tokens))]
     if len(lengths) < 2:
         return {}
-    ends = [len(text) - i * (len(text) - lengths[-1]) // max(texts - 1, 1) for i in range(texts)]
+    ends = [len(tokens) - i * (len(tokens) - lengths[-1]) // max(texts - 1, 1) for i in range(texts)]
     return {
-        length: _measured(new, new.folder, [text[end - length : end] for end in ends]).tokens_a_round
+        length: _measured(new, new.folder, [tokens[end - length : end] for end in ends]).tokens_a_round
         for length in lengths
     }
 

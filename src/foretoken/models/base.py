@@ -137,9 +137,9 @@ def opened(model: LanguageModel, *texts: Sequence[int]) -> Iterator[list[Sequenc
     """Open sequences and prefill them with these texts; release them after the block, last one first."""
     sequences: list[SequenceState] = []
     try:
-        for text in texts:
+        for tokens in texts:
             sequences.append(model.open())
-            model.prefill(sequences[-1], text)
+            model.prefill(sequences[-1], tokens)
         yield sequences
     finally:
         for sequence in reversed(sequences):
@@ -379,10 +379,10 @@ class LanguageModel(ABC):
         return pieces[0] if len(pieces) == 1 else {}
 
     def prefill_batch(
-        self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
+        self, prompts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
     ) -> list[Mapping[str, Tensor]]:
         """:meth:`prefill` for several sequences; override it if one call is cheaper than several."""
-        return [self.prefill(sequence, tokens, taps) for sequence, tokens in texts]
+        return [self.prefill(sequence, tokens, taps) for sequence, tokens in prompts]
 
     def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
         """Make the committed part the longest prefix of ``tokens`` that the scratch allows; return the missing tokens.

@@ -55,8 +55,8 @@ def quick_costs(target: LanguageModel) -> TargetCost:
 
 def _measure_quickly(target: LanguageModel) -> dict[int, float]:
     """The fastest of a few calls at each count.  The counts are interleaved, so that other load affects all of them."""
-    text = any_text(target, 64)
-    quickest = measure_target(target, text, repeats=3, typical=min, longest=6.0).seconds  # beyond this, no draft pays
+    tokens = any_text(target, 64)
+    quickest = measure_target(target, tokens, repeats=3, typical=min, longest=6.0).seconds  # beyond this, no draft pays
     costs, least = {}, 0.0
     for count in sorted(quickest):  # more nodes never take less time: a decrease is noise
         costs[count] = least = max(least, quickest[count])
@@ -91,20 +91,20 @@ def measure_target(
     """
     if not text_ids or repeats < 1 or batch < 1:
         raise ValueError("measuring a target needs a text, and repeats and batch of at least 1")
-    text = list(text_ids[: max(1, target.context_length // 2)])
+    tokens = list(text_ids[: max(1, target.context_length // 2)])
     rollback = target.capabilities.rollback
-    most = batch * (target.context_length - len(text)) if rollback else batch
+    most = batch * (target.context_length - len(tokens)) if rollback else batch
     usable = sorted({n for n in (batch, *counts) if batch <= n <= most})
     if not usable:
-        raise ValueError(f"the context is too short to measure {batch} node(s) after {len(text)} tokens")
+        raise ValueError(f"the context is too short to measure {batch} node(s) after {len(tokens)} tokens")
     times: dict[int, list[float]] = {count: [] for count in usable}
     trees = {len(shape): shape for shape in shapes}
-    with opened(target, *[text] * batch) as sequences:
+    with opened(target, *[tokens] * batch) as sequences:
         for _ in range(repeats + 1):
             if not rollback and len(sequences[0].tokens) >= target.context_length:
                 break
             for count in usable:
-                spent = _call_s(target, sequences, text, count, trees.get(count))
+                spent = _call_s(target, sequences, tokens, count, trees.get(count))
                 for sequence in sequences:  # without rollback the one token stays committed
                     target.commit(sequence, [] if rollback else [0])
                 times[count].append(spent)
@@ -117,7 +117,7 @@ def measure_target(
 def _call_s(
     target: LanguageModel,
     sequences: Sequence[SequenceState],
-    text: Sequence[int],
+    tokens: Sequence[int],
     count: int,
     parents: Sequence[int] | None = None,
 ) -> float:
@@ -125,7 +125,7 @@ def _call_s(
     feeds = []
     for i, sequence in enumerate(sequences):
         share = count // len(sequences) + (i < count % len(sequences))
-        feeds.append(Feed(sequence, [text[j % len(text)] for j in range(share)], parents))
+        feeds.append(Feed(sequence, [tokens[j % len(tokens)] for j in range(share)], parents))
     device = getattr(target, "device", None)
     before, start_s = target.run_s, now(device)
     target.forward(feeds)

@@ -137,12 +137,12 @@ class TreeRunner(ModuleModel):
         self.pool.note_size()
 
     def prefill_batch(
-        self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
+        self, prompts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
     ) -> list[Mapping[str, Tensor]]:
         """Read as many texts per call as fit into a chunk, unless the forward would run much padding."""
         taps_of: list[Mapping[str, Tensor]] = []
-        for group in self._groups([len(tokens) for _, tokens in texts]):
-            together = [texts[i] for i in group]
+        for group in self._groups([len(tokens) for _, tokens in prompts]):
+            together = [prompts[i] for i in group]
             if len(group) == 1:
                 taps_of.append(self.prefill(*together[0], taps))
                 continue
@@ -195,10 +195,10 @@ class TreeRunner(ModuleModel):
         room = None if self.rotary is None else self.rotary.room(sequence)
         return super().room(sequence) if room is None else room
 
-    def _grow(self, texts: Sequence[tuple[SequenceState, Sequence[int]]]) -> None:
+    def _grow(self, prompts: Sequence[tuple[SequenceState, Sequence[int]]]) -> None:
         """Account for committed tokens: sequences that cross the rotary border are read again."""
         if self.rotary is not None:
-            self.rotary.grow(self, texts)
+            self.rotary.grow(self, prompts)
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> Mapping[str, Tensor]:
         self._grow([(sequence, tokens)])
@@ -362,7 +362,7 @@ class TreeRunner(ModuleModel):
             cache.reads, masks = cut, {name: cut.mask(mask) for name, mask in masks.items()}
         spans = [(f.sequence.row - low, p.new - f.num_wanted, p.new) for f, p in zip(feeds, plans, strict=True)]
         states = padded_states(inputs, feeds, low, ids, self.forwards.run_dtype) if inputs else None
-        regimes = [text.regime for text in cache.texts[low:high]]
+        regimes = [sequence.regime for sequence in cache.texts[low:high]]
         lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)
         return NetworkCall(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
 

@@ -83,9 +83,9 @@ class SequentialModel(OneByOneModel):
         """Logits [n, V] of n tokens after the sequence's committed and scratch tokens."""
         decoding(self.model)
         if self._cache_name is None:
-            text = [*sequence.tokens, *sequence.scratch_tokens, *tokens]
-            out = self.model(input_ids=torch.tensor([text], device=self.device), use_cache=False)
-            return out.logits[0, len(text) - len(tokens) :]
+            tokens_before = [*sequence.tokens, *sequence.scratch_tokens, *tokens]
+            out = self.model(input_ids=torch.tensor([tokens_before], device=self.device), use_cache=False)
+            return out.logits[0, len(tokens_before) - len(tokens) :]
         cache = self._caches.get(sequence.row)
         if cache is None and self.capabilities.rollback:
             cache = DynamicCache(config=self.config)

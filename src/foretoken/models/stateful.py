@@ -249,14 +249,16 @@ class StatefulModel(OneByOneModel):
         return self._read([state], [tokens], [count])[0]
 
     def _read(
-        self, states: Sequence[StateCache], texts: Sequence[Sequence[int]], counts: Sequence[int]
+        self, states: Sequence[StateCache], token_lists: Sequence[Sequence[int]], counts: Sequence[int]
     ) -> list[Tensor]:
         """Read texts into the states; return logits [count, V] of the last tokens of each.  Shorter texts are
         padded."""
-        rows = max(map(len, texts))
-        pads = [rows - len(text) for text in texts]
+        rows = max(map(len, token_lists))
+        pads = [rows - len(token_list) for token_list in token_lists]
         num_logits = max(map(sum, zip(pads, counts, strict=True)))
-        ids = torch.tensor([[*text, *[text[-1]] * pad] for text, pad in zip(texts, pads, strict=True)])
+        ids = torch.tensor(
+            [[*token_list, *[token_list[-1]] * pad] for token_list, pad in zip(token_lists, pads, strict=True)]
+        )
         cache = JoinedCache([state.cache for state in states], pads) if len(states) > 1 else states[0].cache
         files = self._files if any(pads) or any(state.on_tape for state in states) else []
         with alone(self.model), recorded(files, padding_of(pads, rows, self.device)) as windows:
@@ -265,12 +267,12 @@ class StatefulModel(OneByOneModel):
             out = self.model(input_ids=ids.to(self.device), use_cache=True, **inputs)
         if isinstance(cache, JoinedCache):
             cache.hand_back()
-        for row, (state, text) in enumerate(zip(states, texts, strict=True)):
-            state.advance(state.cache if len(states) > 1 else out.get(self._cache_name or ""), len(text))
+        for row, (state, token_list) in enumerate(zip(states, token_lists, strict=True)):
+            state.advance(state.cache if len(states) > 1 else out.get(self._cache_name or ""), len(token_list))
             if state.on_tape:
-                state.record([window.of(row, len(text)) for window in windows])
+                state.record([window.of(row, len(token_list)) for window in windows])
         self.num_forwards += 1
-        self.run_rows += rows * len(texts)
+        self.run_rows += rows * len(token_lists)
         ends = [out.logits.shape[1] - pad for pad in pads]
         return [out.logits[row, end - count : end] for row, (end, count) in enumerate(zip(ends, counts, strict=True))]
 

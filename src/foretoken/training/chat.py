@@ -108,10 +108,10 @@ def _text_before(messages: Sequence[Mapping[str, Any]], tokenizer: Any, more: Ma
     return render(messages, tokenizer, **more)
 
 
-def _answer_span(before: Sequence[int], text: Sequence[int], ends: frozenset[int]) -> range:
-    """The positions of ``text`` after ``before``, up to the first token that ends a turn."""
-    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
-    stop = next((index + 1 for index in range(start, len(text)) if text[index] in ends), len(text))
+def _answer_span(before: Sequence[int], tokens: Sequence[int], ends: frozenset[int]) -> range:
+    """The positions of ``tokens`` after ``before``, up to the first token that ends a turn."""
+    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, tokens, strict=False)))
+    stop = next((index + 1 for index in range(start, len(tokens)) if tokens[index] in ends), len(tokens))
     return range(start, stop)
 
 

@@ -242,8 +242,8 @@ def _encoded(records: Sequence[Record], tokenizer: Any) -> list[list[Piece]]:
     documents: list[list[Piece]] = []
     for record in records:
         if record.row is None:
-            text = [*next(ids), tokenizer.eos_token_id]
-            documents.append([(text, [True] * len(text))])
+            tokens = [*next(ids), tokenizer.eos_token_id]
+            documents.append([(tokens, [True] * len(tokens))])
             continue
         try:
             documents.append(chat_pieces(record.row, tokenizer))

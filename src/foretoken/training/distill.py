@@ -135,10 +135,10 @@ class Distiller:
         return {"draft": self.name, **self.extra, "target": target, "student": self.start, "text": shop.text}
 
     def _loss(self, step: int) -> Tensor:
-        text = self.source(step)
+        rows = self.source(step)
         if self.mask >= 0:
-            return self.mask_loss(text.tokens, text.weights, step)
-        return self.loss(text.tokens, text.weights)
+            return self.mask_loss(rows.tokens, rows.weights, step)
+        return self.loss(rows.tokens, rows.weights)
 
     def mask_loss(self, tokens: Tensor, weights: Tensor, step: int) -> Tensor:
         """The loss of :meth:`loss` over the rows of the texts, and of masks after positions all over them."""
@@ -147,18 +147,18 @@ class Distiller:
         anchors, depths = with_text(n, *mask_rows(seeds_of(weights), config.places - 1, generator))
         visible = rows_mask(anchors, depths).to(device)
         columns = (anchors + depths).to(device)
-        text = tokens[:, :-1].to(device)
+        inputs = tokens[:, :-1].to(device)
         taps = () if self.states is None else self.states.taps
         with torch.no_grad(), recording(self.shop.parts.network, tuple(dict.fromkeys(taps))) as hidden:
-            target_logits = self.shop.parts.network(input_ids=text, use_cache=False).logits
+            target_logits = self.shop.parts.network(input_ids=inputs, use_cache=False).logits
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            ids = mask_ids(text, len(anchors) - n, self.mask)
+            ids = mask_ids(inputs, len(anchors) - n, self.mask)
             read = {"input_ids": ids}
             if self.states is not None:
                 read = {"inputs_embeds": self.states.embedded(ids, hidden, anchors.to(device), generator)}
             draft_logits = self.student(
                 **read,
-                position_ids=columns.expand(len(text), -1),
+                position_ids=columns.expand(len(inputs), -1),
                 attention_mask=additive(visible)[None, None],
                 use_cache=False,
             ).logits
@@ -167,7 +167,7 @@ class Distiller:
             ids = tokens.to(device)
             counts = counts * self.states.weights(target_logits, ids, anchors.to(device), depths.to(device))
             text_tokens = ids[:, columns + 1]
-        return self._weighted(target_logits, draft_logits, columns.expand(len(text), -1), counts, text_tokens)
+        return self._weighted(target_logits, draft_logits, columns.expand(len(inputs), -1), counts, text_tokens)
 
     def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Weighted mean divergence per position of rows ``tokens`` int64 [b, n + 1], ``weights`` [b, n]."""
@@ -226,17 +226,17 @@ def teach_mask(student: Any, config: DistillConfig, vocabulary: int) -> int:
     a new row, drawn around the mean of the others with the run's seed.  Raises ``ValueError`` for an id outside of the
     vocabulary.
     """
-    text = student.config.get_text_config()
+    text_config = student.config.get_text_config()
     mask = config.mask_token if config.mask_token >= 0 else getattr(student.config, MASK, None)
     if mask is None:
-        if text.vocab_size <= vocabulary:
+        if text_config.vocab_size <= vocabulary:
             # Transformers logs a long message about drawing the new rows around the mean.
             with ERRORS_ONLY.changed(), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(config.seed)
                 student.resize_token_embeddings(-(-(vocabulary + 1) // WIDTH) * WIDTH, mean_resizing=True)
-        mask = text.vocab_size - 1
-    if not 0 <= mask < text.vocab_size:
-        raise ValueError(f"the mask token must be one of the draft model's {text.vocab_size} tokens, not {mask}")
+        mask = text_config.vocab_size - 1
+    if not 0 <= mask < text_config.vocab_size:
+        raise ValueError(f"the mask token must be one of the draft model's {text_config.vocab_size} tokens, not {mask}")
     setattr(student.config, MASK, mask)
     return int(mask)
 

@@ -149,19 +149,21 @@ def train_lm(
     tokenizer_from = tokenizer_from or init_from
     tokenizer = _tokenizer(data, out, config, tokenizer_from)
     shared = None if tokenizer_from is None else tokenizer_from / "corpus"  # of a run on the same text
-    text = shared if shared is not None and stored_corpus(data, tokenizer, shared) is not None else out / "corpus"
-    corpus = build_corpus(data, tokenizer, text, on_read=on_read)
+    corpus_folder = (
+        shared if shared is not None and stored_corpus(data, tokenizer, shared) is not None else out / "corpus"
+    )
+    corpus = build_corpus(data, tokenizer, corpus_folder, on_read=on_read)
     if corpus.get("chat"):
         raise ValueError("train lm learns texts, not conversations: give rows with text, or use train distill")
     model = build_model(config, int(tokenizer.eos_token_id)).to(torch_device)
     if init_from is not None and config.hybrid and is_llama(init_from):
-        start_from_llama(model, init_from, read_tokens(text / "train.bin", corpus["dtype"]))
+        start_from_llama(model, init_from, read_tokens(corpus_folder / "train.bin", corpus["dtype"]))
     elif init_from is not None:
         _load_weights(model, init_from)
-    sampler = BlockSampler(text / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
+    sampler = BlockSampler(corpus_folder / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
     guide = None if teacher is None else _load_teacher(model, teacher, torch_device)
     identity = {
-        "text": text_identity(text, corpus),
+        "text": text_identity(corpus_folder, corpus),
         "init_from": None if init_from is None else files_checksum(sorted(init_from.glob("*.safetensors"))),
         "teacher": None if guide is None else {"weights": weights_digest(guide), "weight": teacher_weight},
     }
@@ -173,7 +175,9 @@ def train_lm(
         return distillation_loss(model, guide, blocks, teacher_weight)
 
     compute = torch.compile(block_loss) if compiled else block_loss
-    held_loss = partial(evaluate, model, text / "held.bin", corpus["dtype"], config.context, precision=config.precision)
+    held_loss = partial(
+        evaluate, model, corpus_folder / "held.bin", corpus["dtype"], config.context, precision=config.precision
+    )
 
     def loss_of(step: int) -> Tensor:
         blocks = torch.from_numpy(sampler(step)).to(torch_device)

@@ -44,9 +44,9 @@ def mask_rows(
 def rows_mask(anchors: Tensor, depths: Tensor) -> Tensor:
     """Bool [m, m]: which rows (depth 0 for the text) a row sees, from anchors and depths [m]."""
     query, key = anchors[:, None], anchors[None]
-    text = (depths[None] == 0) & (key <= query)
+    allowed = (depths[None] == 0) & (key <= query)
     same_anchor = (query == key) & (depths[None] <= depths[:, None])
-    return text | same_anchor
+    return allowed | same_anchor
 
 
 def additive(visible: Tensor) -> Tensor:

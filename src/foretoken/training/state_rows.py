@@ -69,7 +69,7 @@ class StateRows:
         n, V] of texts [b, n + 1]."""
         log_chances = [torch.log_softmax(row[:-1].float(), -1) for row in logits]  # one text at a time: memory
         token_chances = torch.stack(
-            [row.gather(-1, text[1:-1, None])[:, 0] for row, text in zip(log_chances, tokens, strict=True)]
+            [row.gather(-1, row_tokens[1:-1, None])[:, 0] for row, row_tokens in zip(log_chances, tokens, strict=True)]
         )
         sums = F.pad(token_chances.cumsum(-1), (1, 0))  # over the tokens up to each position
         return (sums[:, anchors + depths] - sums[:, anchors]).exp()

@@ -164,8 +164,8 @@ class Bench:
 
     def _measure_targets(self, partial: Partial | None) -> None:
         most = max(arm.most_nodes for arm in self.arms)
-        text = sorted((ids for group in self.ids.values() for ids in group), key=len)
-        middle = text[len(text) // 2]
+        prompts = sorted((ids for group in self.ids.values() for ids in group), key=len)
+        middle = prompts[len(prompts) // 2]
         for batch in sorted(set(self.settings.batches)):
             name = f"target_s:{batch}"
             seconds_by_count = partial.notes.get(name) if partial is not None else None

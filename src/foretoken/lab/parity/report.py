@@ -246,11 +246,11 @@ def _gaps(checks: Sequence[Check]) -> str:
 
 def _outcome(report: Report) -> Remark:
     """The last line.  "Passed" covers only compared outputs, and known differences are stated with it."""
-    texts = report.compared
+    checks = report.compared
     far = "" if report.complete else f", and only {report.done} of {report.planned} checks were run"
     if report.differs:
         return Remark(f"FAILED: {_failure(report.checks)}{far}", "bad")
-    ties = sum(check.ties for check in texts)
+    ties = sum(check.ties for check in checks)
     if not report.complete:
         so_far = f"{ties} numerical tie{'' if ties == 1 else 's'}" if ties else "no difference"
         far = f"after {report.done} of {report.planned} checks"
@@ -259,14 +259,14 @@ def _outcome(report: Report) -> Remark:
         return Remark("FAILED: nothing could be compared", "bad")
     if not report.tried:
         return Remark("nothing was drafted on these prompts, so speculation was not tested")
-    inside = [check for check in texts if check.mode != OUTSIDE]
+    inside = [check for check in checks if check.mode != OUTSIDE]
     ties = sum(check.ties for check in inside)
     if ties:
         differ = f"{ties} of {sum(check.prompts for check in inside)} texts differ from plain decoding's"
         return Remark(
             f"passed up to rounding: {differ}, all of them from numerical ties on; nothing else differs", "good"
         )
-    outside_ties = sum(check.ties for check in texts)
+    outside_ties = sum(check.ties for check in checks)
     beside = (
         f"; {_differ(outside_ties)} from transformers.generate's texts from numerical ties on" if outside_ties else ""
     )

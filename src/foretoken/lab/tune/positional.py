@@ -107,9 +107,9 @@ def tune(
     rows = [list(acceptance)] * depth
     tell("timing trees")
     trees = {size: medusa_choices(rows, size) for size in sizes}
-    text = max(work.prompts, key=len)
-    scoring = target_costs(work, trees, text)
-    draft = draft_costs(work, drafter, text)
+    prompt = max(work.prompts, key=len)
+    scoring = target_costs(work, trees, prompt)
+    draft = draft_costs(work, drafter, prompt)
     table = solve(acceptance, max(sizes), depth)
     costs: dict[int, SizeCost] = {}
     for size in sizes:
@@ -137,7 +137,7 @@ def best_of_size(table: BestTrees, size: int, cost: float, step: float) -> list[
 
 
 @torch.inference_mode()
-def draft_costs(work: Workload, drafter: ModelDrafter, text: Sequence[int]) -> DraftCost:
+def draft_costs(work: Workload, drafter: ModelDrafter, tokens: Sequence[int]) -> DraftCost:
     """Draft costs from medians of interleaved drafts of two trees."""
     # Two trees of four levels, with 4 and 28 nodes
     chain, bush = [(0,) * depth for depth in range(1, 5)], expansion_choices((4, 2, 1, 1))
@@ -145,8 +145,8 @@ def draft_costs(work: Workload, drafter: ModelDrafter, text: Sequence[int]) -> D
 
     def drafted_s(choices: list[Choice]) -> float:
         arm = drafter.reshaped(choices)
-        sampler = Sampler(SamplingParams(work.temperature), len(text))
-        context = Context(0, list(text), len(text), sampler, Rng(0), sequence=sequence)
+        sampler = Sampler(SamplingParams(work.temperature), len(tokens))
+        context = Context(0, list(tokens), len(tokens), sampler, Rng(0), sequence=sequence)
         arm.start(context)
         for _ in range(2):  # the first one reads tokens of the prefill
             watch = Stopwatch(getattr(work.target, "device", None))
@@ -157,7 +157,7 @@ def draft_costs(work: Workload, drafter: ModelDrafter, text: Sequence[int]) -> D
         return spent
 
     try:
-        work.target.prefill(sequence, list(text[:-1]))
+        work.target.prefill(sequence, list(tokens[:-1]))
         times = runs_of({len(choices): partial(drafted_s, choices) for choices in (chain, bush)}, REPEATS)
     finally:
         work.target.release(sequence)

@@ -100,12 +100,12 @@ def tune(
 ) -> TunedTree:
     """Measure accuracies on text that the target writes, time every size, choose the best tree, and compare it."""
     tell("writing text to measure on")
-    texts = _answered(work)
+    sequences = _answered(work)
     tell("measuring the heads")
-    accuracies = measured_accuracies(work, drafter, texts)
+    accuracies = measured_accuracies(work, drafter, sequences)
     tell("timing trees")
     trees = {size: medusa_choices(accuracies, size) for size in sizes}
-    costs = target_costs(work, trees, max(texts, key=len))
+    costs = target_costs(work, trees, max(sequences, key=len))
     size_costs = {size: SizeCost(costs[size], expected_length(trees[size], accuracies)) for size in trees}
     best = max(trees, key=lambda size: size_costs[size].rate)
     tell("comparing")
@@ -127,7 +127,7 @@ def _answered(work: Workload) -> list[list[int]]:
     return [[*prompt, *out.token_ids] for prompt, out in zip(work.prompts, outs, strict=True)]
 
 
-def measured_accuracies(work: Workload, drafter: HeadsDrafter, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+def measured_accuracies(work: Workload, drafter: HeadsDrafter, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
     """Share [K][R] of positions at which the head's candidate of each rank is the next token."""
     parts = TargetParts(work.target)
     kind: Any = find_recipe(drafter.name)
@@ -135,8 +135,8 @@ def measured_accuracies(work: Workload, drafter: HeadsDrafter, texts: Sequence[S
     recipe = kind(work.target, parts, settings)
     recipe.net = drafter.heads
     batches = []
-    for text in texts:
-        tokens = torch.tensor([list(text)], device=parts.device)
+    for sequence in sequences:
+        tokens = torch.tensor([list(sequence)], device=parts.device)
         batches.append(Batch(tokens, parts.features(tokens[:, :-1], recipe.taps), parts))
     accuracies: list[list[float]] = recipe.measure(batches)["accuracies"]
     if not any(map(any, accuracies)):
@@ -144,10 +144,10 @@ def measured_accuracies(work: Workload, drafter: HeadsDrafter, texts: Sequence[S
     return accuracies
 
 
-def target_costs(work: Workload, trees: Mapping[int, Sequence[Choice]], text: Sequence[int]) -> dict[int, float]:
-    """Milliseconds of scoring every tree after ``text``: medians of interleaved calls, non-decreasing with size."""
+def target_costs(work: Workload, trees: Mapping[int, Sequence[Choice]], tokens: Sequence[int]) -> dict[int, float]:
+    """Milliseconds of scoring every tree after ``tokens``: medians of interleaved calls, non-decreasing with size."""
     shapes = [[-1, *choice_parents(choices)] for choices in trees.values()]
-    cost = measure_target(work.target, text[:-1], [len(shape) for shape in shapes], REPEATS, shapes=shapes)
+    cost = measure_target(work.target, tokens[:-1], [len(shape) for shape in shapes], REPEATS, shapes=shapes)
     sizes = sorted(trees)
     measured = (1e3 * cost.of(len(trees[size]) + 1) for size in sizes)
     return dict(zip(sizes, accumulate(measured, max), strict=True))

@@ -64,20 +64,20 @@ def calibrated(target: LanguageModel, drafter: Drafter) -> RoundCosts:
 @torch.inference_mode()
 def measured(target: LanguageModel, drafter: Drafter) -> RoundCosts:
     """Time a few target calls and drafts of every network.  Acceptance is left to the requests."""
-    text = any_text(target, min(32, target.context_length // 4))
+    tokens = any_text(target, min(32, target.context_length // 4))
     counts = [n for n in (1, 2, 5, 9) if n <= 1 + drafter.max_nodes]  # a plain round, and drafts of usual lengths
     # The quickest call counts, so that a pause of the machine does not: ``auto`` starts from these costs and corrects
     # them only by trying.
-    curve = measure_target(target, text, counts, 3, typical=min)
+    curve = measure_target(target, tokens, counts, 3, typical=min)
     limits, drafters = drafter.limits, {}
     for index, member in enumerate(limits.members or (limits,)):
         if member.relative_cost and not drafter.traits.shares_state:
             nodes = max(member.max_nodes, 1)
             lengths = sorted({min(length, member.max_depth) for length in LENGTHS})
             own_index = index if limits.members else None
-            seconds = {k: _draft_s(target, drafter, text, FixedDepthController(own_index, k, nodes)) for k in lengths}
+            seconds = {k: _draft_s(target, drafter, tokens, FixedDepthController(own_index, k, nodes)) for k in lengths}
             drafters[member.name] = line_of(seconds)
-    return RoundCosts(curve, drafters, _rest_s(target, text, curve))
+    return RoundCosts(curve, drafters, _rest_s(target, tokens, curve))
 
 
 def line_of(seconds: Mapping[int, float]) -> DrafterCost:
@@ -88,15 +88,15 @@ def line_of(seconds: Mapping[int, float]) -> DrafterCost:
     return DrafterCost(max(long_s - step_s * long, 0.0), step_s, [])
 
 
-def _draft_s(target: LanguageModel, drafter: Drafter, text: Sequence[int], controller: FixedDepthController) -> float:
+def _draft_s(target: LanguageModel, drafter: Drafter, tokens: Sequence[int], controller: FixedDepthController) -> float:
     depth = controller.budget(None, 1).max_depth  # type: ignore[arg-type]
-    times = _rounds(target, drafter, controller, text, (1 + ROUNDS) * (1 + depth) + depth)
+    times = _rounds(target, drafter, controller, tokens, (1 + ROUNDS) * (1 + depth) + depth)
     return min([record.draft_s for record in times[1 : 1 + ROUNDS]] or [record.draft_s for record in times])
 
 
-def _rest_s(target: LanguageModel, text: Sequence[int], curve: TargetCost) -> float:
+def _rest_s(target: LanguageModel, tokens: Sequence[int], curve: TargetCost) -> float:
     """Seconds of a plain round outside of the target's call."""
-    times = _rounds(target, None, None, text, 1 + ROUNDS)
+    times = _rounds(target, None, None, tokens, 1 + ROUNDS)
     return max(median(record.total_s - record.target_s for record in times), 0.0) if times else 0.0
 
 

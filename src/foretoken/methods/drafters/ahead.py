@@ -201,15 +201,15 @@ class AheadDrafter(ModelDrafter):
     def _prepared(self, context: Context, tree: TokenTree, depth: int) -> Ahead | None:
         """The second thread's state of a request, which this thread no longer changes; ``None`` if the draft model's
         context is too short."""
-        text = list(self.read(context))
-        if len(text) + tree.num_drafts + depth > self.model.context_length:
+        tokens = list(self.read(context))
+        if len(tokens) + tree.num_drafts + depth > self.model.context_length:
             return None
         sampler = copy.copy(context.sampler)
         draws, races = not (sampler.fixed or self.draw == "greedy"), False
         if sampler.noise is not None:
             sampler.noise, races = Noise(sampler.noise.seed, sampler.noise.source), self.draw != "greedy"
         uniforms = context.rng.uniforms(depth) if draws else []
-        return Ahead(sampler, self._sequence(context, len(text)), text, tree.tokens[1:], depth, uniforms, races)
+        return Ahead(sampler, self._sequence(context, len(tokens)), tokens, tree.tokens[1:], depth, uniforms, races)
 
     def _sequence(self, context: Context, length: int) -> SequenceState:
         """The request's sequence in the second cache, with a copy of a long prefix that the first cache holds."""

@@ -190,8 +190,8 @@ class CascadeDrafter(BatchDrafter):
         not yet read its tokens or cannot hold them.
         """
         trees = [TokenTree.root_only(context.root) for context in contexts]
-        texts = [self._readable(context.tokens) for context in contexts]
-        levels = level((self, "text"), TextReader(self.model), contexts, texts)
+        sequences = [self._readable(context.tokens) for context in contexts]
+        levels = level((self, "text"), TextReader(self.model), contexts, sequences)
         ready = [i for i, is_level in enumerate(levels) if is_level]
         chains = [self._begin(contexts[i], budgets[i]) for i in ready]
         self._write(chains)

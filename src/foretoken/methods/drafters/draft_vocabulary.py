@@ -117,13 +117,13 @@ def read_ids(file: Path, size: int, tokenizer: Any | None) -> list[int]:
 
 
 def save_vocabulary(
-    file: str | Path, texts: Iterable[Sequence[int]], tokenizer: Any | None = None, size: int = 0
+    file: str | Path, sequences: Iterable[Sequence[int]], tokenizer: Any | None = None, size: int = 0
 ) -> None:
     """Write the tokens of some texts as a draft vocabulary, the most frequent one first (the lower id wins a tie).
 
     Args:
         file: a JSON file, for ``vocab=FILE``.
-        texts: token ids, ideally of answers that the target has generated.
+        sequences: token ids, ideally of answers that the target has generated.
         tokenizer: the texts'; the file is then refused for others.
         size: number of tokens; 0: all that occur.  If fewer occur, the lowest other ids follow.
 
@@ -131,7 +131,7 @@ def save_vocabulary(
         ValueError: there are no tokens.
         OSError: the file cannot be written.
     """
-    counts = Counter(int(token) for text in texts for token in text)
+    counts = Counter(int(token) for sequence in sequences for token in sequence)
     if not counts:
         raise ValueError("a draft vocabulary is counted from texts, and these have no tokens")
     ids = sorted(counts, key=lambda token: (-counts[token], token))

@@ -111,9 +111,9 @@ def raced_ahead(
         logits = logits.to(torch.float32, copy=True)  # near-ties of draft tokens do not matter
     for key, rows in rows_of.items():
         # The draft tokens in between are not all known, so penalties are only nearly right.
-        text = contexts[rows[0]].tokens
-        lengths = [len(text) + ahead[row] for row in rows]
-        logits[rows] = ranked(pipelines[key], logits[rows], lengths, [text] * len(rows)).to(logits)
+        tokens = contexts[rows[0]].tokens
+        lengths = [len(tokens) + ahead[row] for row in rows]
+        logits[rows] = ranked(pipelines[key], logits[rows], lengths, [tokens] * len(rows)).to(logits)
     return logits, head
 
 

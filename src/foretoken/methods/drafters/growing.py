@@ -24,7 +24,7 @@ class Growing(DrawnTree):
         sequence: the model's, whose scratch holds the nodes that it has read.
         draws: whether tokens are drawn, with their distributions recorded; otherwise the best ones are taken.
         races: whether the best tokens are the winners of the race on the request's noise.
-        text: the committed tokens in the model's ids.
+        tokens: the committed tokens in the model's ids.
         candidates: candidates of a tree that grows by confidence; ``tokens`` and ``parents`` are theirs.
         sharing: requests whose nodes are scored by the same call, as far as the tree may depend on that.
 
@@ -48,12 +48,12 @@ class Growing(DrawnTree):
         *,
         draws: bool,
         races: bool,
-        text: Sequence[int] = (),
+        tokens: Sequence[int] = (),
         candidates: Candidates | None = None,
         sharing: int = 1,
     ) -> None:
         super().__init__(context, shape, budget, most)
-        self.sequence, self.draws, self.races, self.text = sequence, draws, races, text
+        self.sequence, self.draws, self.races, self.text = sequence, draws, races, tokens
         self.candidates, self.sharing = candidates, sharing
         if candidates is not None:
             self.tokens, self.parents = candidates.tokens, candidates.parents

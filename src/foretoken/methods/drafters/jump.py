@@ -77,7 +77,7 @@ class JumpDrafter(OwnLayersDrafter):
         size = sum(weight.numel() * weight.element_size() for weight in self.net.parameters())
         return super().cost_beside(target_bytes) + (share_of_bytes(size, target_bytes) if target_bytes else 0.0)
 
-    def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+    def _level(self, contexts: Sequence[Context], sequences: Sequence[Sequence[int]]) -> list[bool]:
         """Whether the state of the token before the root is available.
 
         It is missing for a prompt of one token, or if the whole prompt's KV cache came from another request.

@@ -86,7 +86,7 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
         """Cost of the share of layers that runs, with the adapter as one more sublayer."""
         return super().cost_beside(target_bytes) + 0.5 / num_layers_of(self.model)
 
-    def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+    def _level(self, contexts: Sequence[Context], sequences: Sequence[Sequence[int]]) -> list[bool]:
         """Let the adapter read the stored states, which are those of all tokens but the root."""
         for context in contexts:
             if context.sequence.scratch_tokens:  # scratch of a draft that was never verified

@@ -56,9 +56,9 @@ class MaskedReader(FeatureReader):
         if not count:
             states = self.mask_states(masks, context.state[self, "first"][1])
             return Feed(context.state[self], [self.mask] * masks, wanted=masks, states=states)
-        text = self.feed(context, count, 1)
-        last = None if text.states is None else text.states[-1:]
+        feed = self.feed(context, count, 1)
+        last = None if feed.states is None else feed.states[-1:]
         states = self.mask_states(masks, last)
-        read = text.states if text.states is not None else states[:0]
-        tokens = [*text.tokens, *[self.mask] * masks]
-        return Feed(text.sequence, tokens, wanted=1 + masks, states=torch.cat([read, states.to(read)]))
+        read = feed.states if feed.states is not None else states[:0]
+        tokens = [*feed.tokens, *[self.mask] * masks]
+        return Feed(feed.sequence, tokens, wanted=1 + masks, states=torch.cat([read, states.to(read)]))

@@ -172,9 +172,9 @@ class ModelDrafter(BatchDrafter):
         A request gets no draft tokens if the model has not yet read its tokens or cannot hold them.
         """
         drafts = [TokenTree.root_only(context.root) for context in contexts]
-        texts = [self.read(context) for context in contexts]
-        ready = [i for i, is_level in enumerate(self._level(contexts, texts)) if is_level]
-        trees = [self._begin(contexts[i], budgets[i], texts[i]) for i in ready]
+        sequences = [self.read(context) for context in contexts]
+        ready = [i for i, is_level in enumerate(self._level(contexts, sequences)) if is_level]
+        trees = [self._begin(contexts[i], budgets[i], sequences[i]) for i in ready]
         for tree in trees:  # Drawn tokens must not depend on the other requests of the call.
             tree.sharing = len(trees) if tree.sampler.fixed else 1
         self._grow(trees)
@@ -185,9 +185,9 @@ class ModelDrafter(BatchDrafter):
                 drafts[i] = self.dynamic.finished(tree, tree.candidates)
         return drafts
 
-    def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+    def _level(self, contexts: Sequence[Context], sequences: Sequence[Sequence[int]]) -> list[bool]:
         """Feed the unread tokens of each request; return whether the model has then read all of them."""
-        return level(self, TextReader(self.model), contexts, texts)
+        return level(self, TextReader(self.model), contexts, sequences)
 
     def _grow(self, trees: Sequence[Growing]) -> None:
         growing = [t for t in trees if self._width(t, 0)]  # children of the root
@@ -253,7 +253,7 @@ class ModelDrafter(BatchDrafter):
         """Draft logits [n, V'] over the target's vocabulary [n, V]; ids that only one of them has get probability 0."""
         return widened(logits if self.head is None else self.head.widened(logits), self.vocab_size)
 
-    def _begin(self, context: Context, budget: Budget, text: Sequence[int]) -> Growing:
+    def _begin(self, context: Context, budget: Budget, tokens: Sequence[int]) -> Growing:
         sampler, likeliest = context.sampler, self.draw == "greedy"
         draws, races = not (sampler.fixed or likeliest), sampler.noise is not None and not likeliest
         confident = self.dynamic is not None and not draws
@@ -265,7 +265,7 @@ class ModelDrafter(BatchDrafter):
             context.state[self],
             draws=draws,
             races=races,
-            text=text,
+            tokens=tokens,
             candidates=Candidates([context.root]) if confident else None,
         )
 

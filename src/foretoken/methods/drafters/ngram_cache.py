@@ -24,15 +24,15 @@ STRICT = ((4, 75), (3, 66), (2, 66), (2, 66))
 
 
 def best_follower(
-    cache: NgramCache, text: Sequence[int], thresholds: Sequence[tuple[int, int]], static: FollowerCounts | None
+    cache: NgramCache, tokens: Sequence[int], thresholds: Sequence[tuple[int, int]], static: FollowerCounts | None
 ) -> tuple[int, float] | None:
     """The next token by the longest n-gram above the thresholds, and its share of the samples.
 
     Candidates are ranked by :meth:`FollowerCounts.best`.
     """
-    for n in range(min(cache.sizes[-1], len(text)), cache.sizes[0] - 1, -1):
+    for n in range(min(cache.sizes[-1], len(tokens)), cache.sizes[0] - 1, -1):
         samples, percent = thresholds[n - 1]
-        counts = cache.followers(text[-n:])
+        counts = cache.followers(tokens[-n:])
         if counts is None or counts.total < samples or 100 * counts.most < percent * counts.total:
             continue
         token, count = counts.best(static)
@@ -131,10 +131,10 @@ class NgramCacheDrafter(SourceDrafter):
     def open(self, context: Context) -> NgramSource:
         return _CacheSource(self, context.salt)
 
-    def next_token(self, current: NgramCache, past: NgramCache, text: Sequence[int]) -> tuple[int, float] | None:
+    def next_token(self, current: NgramCache, past: NgramCache, tokens: Sequence[int]) -> tuple[int, float] | None:
         """The next token and its share, by the request's cache, else by past requests', else by the corpus's."""
-        static = self.static.followers(text[-2:]) if self.static is not None and len(text) > 1 else None
-        best = best_follower(current, text, LAX, static) or best_follower(past, text, STRICT, static)
+        static = self.static.followers(tokens[-2:]) if self.static is not None and len(tokens) > 1 else None
+        best = best_follower(current, tokens, LAX, static) or best_follower(past, tokens, STRICT, static)
         samples, percent = LAX[1]
         if best is None and static is not None and static.total >= samples:
             token, count = static.best()
@@ -142,10 +142,10 @@ class NgramCacheDrafter(SourceDrafter):
                 best = token, count / static.total
         return best
 
-    def remember(self, text: Sequence[int], salt: str = "") -> None:
+    def remember(self, tokens: Sequence[int], salt: str = "") -> None:
         """Add a finished request's tokens to the tenant's dynamic cache."""
         if self.traits.shares_state:
-            self.tenants.of(salt).remember(text)
+            self.tenants.of(salt).remember(tokens)
             if self.save_always and self.path is not None and not salt:
                 self.save(self.path)
 
@@ -169,10 +169,10 @@ def build_static_cache(documents: Iterable[str], tokenizer: Any, out: str | Path
     Raises:
         ValueError: the corpus is empty.
     """
-    text = joined(encoded(documents, tokenizer))
-    if not len(text):
+    tokens = joined(encoded(documents, tokenizer))
+    if not len(tokens):
         raise ValueError("the corpus is empty: a static cache needs text")
     bigrams = range(2, 3)
-    cache = NgramCache(bigrams, CountTable.of_text(text, bigrams))
+    cache = NgramCache(bigrams, CountTable.of_text(tokens, bigrams))
     cache.save(out, fingerprint(tokenizer))
     return len(cache.table or ())

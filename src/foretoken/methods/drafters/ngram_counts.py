@@ -125,12 +125,12 @@ class CountTable:
         return slice(low, int(self.keys.searchsorted(number, side="right")))
 
 
-def _keys(text: Array, n: int) -> Array:
+def _keys(tokens: Array, n: int) -> Array:
     """[T - n + 1] uint64: :func:`key_of` of every window of n tokens."""
     with np.errstate(over="ignore"):
-        key = np.full(len(text) - n + 1, n, np.uint64)
+        key = np.full(len(tokens) - n + 1, n, np.uint64)
         for i in range(n):
-            key = key * np.uint64(_MULTIPLIER) + text[i : len(text) - n + 1 + i].astype(np.uint64) + np.uint64(1)
+            key = key * np.uint64(_MULTIPLIER) + tokens[i : len(tokens) - n + 1 + i].astype(np.uint64) + np.uint64(1)
     return key
 
 
@@ -157,21 +157,21 @@ class NgramCache:
         """Number of tokens whose counts are kept, without the table's."""
         return self._num_new + self._num_old
 
-    def remember(self, text: Sequence[int]) -> None:
+    def remember(self, tokens: Sequence[int]) -> None:
         """Count a whole text, and drop old ones if there are too many."""
-        if self.most and self._num_new and self._num_new + len(text) > self.most // 2:
+        if self.most and self._num_new and self._num_new + len(tokens) > self.most // 2:
             self.old, self.new = self.new, {}
             self._num_old, self._num_new = self._num_new, 0
-        self._num_new += len(text)
-        self.count(text)
+        self._num_new += len(tokens)
+        self.count(tokens)
 
-    def count(self, text: Sequence[int], start: int = 0) -> None:
-        """Count the n-grams before every token of ``text[start:]``."""
-        for end in range(max(start, 1), len(text)):
+    def count(self, tokens: Sequence[int], start: int = 0) -> None:
+        """Count the n-grams before every token of ``tokens[start:]``."""
+        for end in range(max(start, 1), len(tokens)):
             for n in self.sizes:
                 if n > end:
                     break
-                self._add(key_of(text[end - n : end]), text[end])
+                self._add(key_of(tokens[end - n : end]), tokens[end])
 
     def _add(self, key: int, token: int) -> None:
         row = self.new.get(key)

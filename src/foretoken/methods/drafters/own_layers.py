@@ -81,7 +81,7 @@ class OwnLayersDrafter(ModelDrafter):
                     context.sequence.clear_scratch()
         return trees
 
-    def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+    def _level(self, contexts: Sequence[Context], sequences: Sequence[Sequence[int]]) -> list[bool]:
         """Always true: the target has read the tokens."""
         return [True] * len(contexts)
 

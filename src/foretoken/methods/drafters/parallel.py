@@ -162,9 +162,9 @@ class Predictions:
         return distribution_of(sampler, self._spread(row)[0], prefix)
 
     def _ranking(self, path: Sequence[int], row: PositionScores) -> Tensor:
-        text, sampler = self.context.tokens, self.context.sampler
-        prefixes = None if sampler.context_free else [[*text, *path]]
-        return ranked(sampler, self._spread(row), [len(text) + len(path)], prefixes)
+        tokens, sampler = self.context.tokens, self.context.sampler
+        prefixes = None if sampler.context_free else [[*tokens, *path]]
+        return ranked(sampler, self._spread(row), [len(tokens) + len(path)], prefixes)
 
     def _spread(self, row: PositionScores) -> Tensor:
         """Scores [1, V] over the target's ids; -inf for other tokens than the candidates."""

@@ -152,9 +152,9 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
 
     def _all_predictions(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Predictions]:
         """Run the pass; masks stay in the scratch until the sequence grows, and are dropped with rejected tokens."""
-        texts = [readable(c.tokens, self.model.vocab_size, self.vocab_size) for c in contexts]
+        sequences = [readable(c.tokens, self.model.vocab_size, self.vocab_size) for c in contexts]
         if self.reader is None:
-            is_level = level(self, TextReader(self.model), contexts, texts)
+            is_level = level(self, TextReader(self.model), contexts, sequences)
         else:
             is_level = self.reader.read_up_to_end(contexts)
         ready = [i for i in range(len(contexts)) if is_level[i] and depths[i] > 0]
@@ -163,12 +163,12 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
         if self.reader is not None:
             logits = self.reader.logits_of([contexts[i] for i in ready], [depths[i] for i in ready])
             return {i: self._guess(contexts[i], logits[id(contexts[i])]) for i in ready if id(contexts[i]) in logits}
-        feeds = [self._feed(contexts[i].state[self], texts[i], depths[i]) for i in ready]
+        feeds = [self._feed(contexts[i].state[self], sequences[i], depths[i]) for i in ready]
         rows = projected(self.head, self.model.forward, feeds)
         return {i: self._guess(contexts[i], row.logits) for i, row in zip(ready, rows, strict=True)}
 
-    def _feed(self, sequence: SequenceState, text: Sequence[int], depth: int) -> Feed:
-        unread = self.model.catch_up(sequence, text)
+    def _feed(self, sequence: SequenceState, tokens: Sequence[int], depth: int) -> Feed:
+        unread = self.model.catch_up(sequence, tokens)
         return Feed(sequence, [*unread, *[self.mask] * (depth - 1)], wanted=depth)
 
     def _guess(self, context: Context, logits: Tensor) -> Predictions:

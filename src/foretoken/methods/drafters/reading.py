@@ -98,8 +98,8 @@ class FeatureReader:
         missing."""
         for context in contexts:
             context.state[self, "pending"].add(context, self.taps)
-        texts = [self.tokens_of(context)[self.skipped :] for context in contexts]
-        return level(self, _PairReader(self), contexts, texts)
+        sequences = [self.tokens_of(context)[self.skipped :] for context in contexts]
+        return level(self, _PairReader(self), contexts, sequences)
 
     def tokens_of(self, context: Context) -> Sequence[int]:
         """The request's tokens in the network's ids."""

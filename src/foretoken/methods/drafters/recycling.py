@@ -96,13 +96,13 @@ class FollowerTable:
         for token, row in zip(tokens, best, strict=True):
             self.rows[token, : len(row)] = row
 
-    def read(self, text: Sequence[int]) -> None:
-        """Add the followers in ``text`` of tokens without a prediction of the target."""
-        if not text:
+    def read(self, tokens: Sequence[int]) -> None:
+        """Add the followers in ``tokens`` of tokens without a prediction of the target."""
+        if not tokens:
             return
-        self.reserve(max(text) + 1)
+        self.reserve(max(tokens) + 1)
         followers_of: dict[int, dict[int, None]] = {}
-        for token, following in zip(text[-2::-1], text[:0:-1], strict=True):
+        for token, following in zip(tokens[-2::-1], tokens[:0:-1], strict=True):
             if self.rows[token, 0] < 0:
                 followers_of.setdefault(token, {})[following] = None  # the most recent follower first
         for token, followers in followers_of.items():

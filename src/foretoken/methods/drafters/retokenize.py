@@ -89,60 +89,60 @@ class RetokenizeDrafter(BatchDrafter):
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Write all drafts together, one draft forward per token, then tokenize each for the target."""
-        texts: list[ReadText] = [context.state[self] for context in contexts]
-        for context, text in zip(contexts, texts, strict=True):
-            self._follow(context, text)
-        levels = level((self, "text"), TextReader(self.model), contexts, [text.ids for text in texts])
-        steps = [self._steps(*each) for each in zip(texts, budgets, levels, strict=True)]
+        readings: list[ReadText] = [context.state[self] for context in contexts]
+        for context, reading in zip(contexts, readings, strict=True):
+            self._follow(context, reading)
+        levels = level((self, "text"), TextReader(self.model), contexts, [reading.ids for reading in readings])
+        steps = [self._steps(*each) for each in zip(readings, budgets, levels, strict=True)]
         trees = []
-        drafts = self._write(contexts, texts, budgets, steps)
-        for context, budget, text, draft in zip(contexts, budgets, texts, drafts, strict=True):
-            tokens = self._retokenized(context, text, draft)
+        drafts = self._write(contexts, readings, budgets, steps)
+        for context, budget, reading, draft in zip(contexts, budgets, readings, drafts, strict=True):
+            tokens = self._retokenized(context, reading, draft)
             trees.append(TokenTree.chain(context.root, tokens[: min(budget.max_depth, budget.max_nodes)]))
         return trees
 
     # -- the target's text for the draft model -----------------------------------------------------------------------
 
-    def _follow(self, context: Context, text: ReadText) -> None:
-        new = text.characters.decode(spelled(self._for_draft, context.tokens[text.count :]))
-        text.count = len(context.tokens)
+    def _follow(self, context: Context, reading: ReadText) -> None:
+        new = reading.characters.decode(spelled(self._for_draft, context.tokens[reading.count :]))
+        reading.count = len(context.tokens)
         if new:
-            length = self._append(text, new)
+            length = self._append(reading, new)
             sequence: SequenceState | None = context.state.get((self, "text"))
             if sequence is not None and len(sequence.tokens) > length:
                 self.model.rewind(sequence, length)
 
-    def _append(self, text: ReadText, new: str) -> int:
-        """Add to ``text.ids``; return how many tokens stayed and are followed by another one."""
+    def _append(self, reading: ReadText, new: str) -> int:
+        """Add to ``reading.ids``; return how many tokens stayed and are followed by another one."""
         vocabulary = self.vocabulary
-        if not text.ids:
-            text.ids = vocabulary.encode_text(new)
+        if not reading.ids:
+            reading.ids = vocabulary.encode_text(new)
             return 0
-        recent = text.ids[-self.lookbehind :]
-        start = len(text.ids) - len(recent)
+        recent = reading.ids[-self.lookbehind :]
+        start = len(reading.ids) - len(recent)
         # New text may merge with the text before it: both are tokenized, and the tokens that changed are replaced.
         again = vocabulary.encode(vocabulary.bytes_of(recent).decode(errors="ignore") + new)
         mine, theirs = common_border(vocabulary, recent, again, len(new.encode()))
         if vocabulary.bytes_of(again[theirs:]) == vocabulary.bytes_of(recent[mine:]) + new.encode():
-            text.ids[start + mine :] = again[theirs:]
-            return min(start + mine, len(text.ids) - 1)
-        text.ids += vocabulary.spell(new)
-        return len(text.ids) - 1
+            reading.ids[start + mine :] = again[theirs:]
+            return min(start + mine, len(reading.ids) - 1)
+        reading.ids += vocabulary.spell(new)
+        return len(reading.ids) - 1
 
     # -- drafts ------------------------------------------------------------------------------------------------------
 
     def _write(
         self,
         contexts: Sequence[Context],
-        texts: Sequence[ReadText],
+        readings: Sequence[ReadText],
         budgets: Sequence[Budget],
         steps: Sequence[int],
     ) -> list[list[int]]:
         """The draft model's likeliest tokens after every text, one per step."""
-        drafts: list[list[int]] = [[] for _ in texts]
+        drafts: list[list[int]] = [[] for _ in readings]
         live = [i for i, count in enumerate(steps) if count]
         sequences: dict[int, SequenceState] = {i: contexts[i].state[self, "text"] for i in live}
-        unread: list[Sequence[int]] = [self.model.catch_up(sequences[i], texts[i].ids) for i in live]
+        unread: list[Sequence[int]] = [self.model.catch_up(sequences[i], readings[i].ids) for i in live]
         while live:
             feeds = [Feed(sequences[i], tokens, wanted=1) for i, tokens in zip(live, unread, strict=True)]
             logits = torch.cat([rows.logits for rows in self.model.forward(feeds)])  # [live, V']
@@ -154,15 +154,15 @@ class RetokenizeDrafter(BatchDrafter):
             live, unread = going, [drafts[i][-1:] for i in going]
         return drafts
 
-    def _steps(self, text: ReadText, budget: Budget, is_level: bool) -> int:
-        room = self.model.context_length - len(text.ids)
-        return max(0, min(self.k, budget.max_depth, room + 1)) if is_level and text.ids and budget.max_nodes else 0
+    def _steps(self, reading: ReadText, budget: Budget, is_level: bool) -> int:
+        room = self.model.context_length - len(reading.ids)
+        return max(0, min(self.k, budget.max_depth, room + 1)) if is_level and reading.ids and budget.max_nodes else 0
 
     # -- the draft model's text for the target -----------------------------------------------------------------------
 
-    def _retokenized(self, context: Context, text: ReadText, draft: Sequence[int]) -> list[int]:
+    def _retokenized(self, context: Context, reading: ReadText, draft: Sequence[int]) -> list[int]:
         """The target's tokens for the draft's text after the committed text; empty if they do not fit."""
-        spelling, begun = spelled(self._for_target, draft), text.characters.getstate()[0]
+        spelling, begun = spelled(self._for_target, draft), reading.characters.getstate()[0]
         if not spelling.startswith(begun):
             return []  # the target has begun another character
         vocabulary = self.target_vocabulary

@@ -25,10 +25,10 @@ class Corpus(Protocol):
 class AutomatonCorpus:
     """Texts in a suffix automaton, for corpora of at most a hundredth of the memory."""
 
-    def __init__(self, texts: Iterable[Sequence[int]]) -> None:
+    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
         self.automaton = Automaton()
-        for text in texts:
-            self.automaton.add_text(text)
+        for sequence in sequences:
+            self.automaton.add_text(sequence)
         if len(self.automaton.length) == 1:
             raise ValueError("the corpus is empty: sam needs at least one token in it")
 

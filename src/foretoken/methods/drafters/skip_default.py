@@ -104,19 +104,19 @@ def measured_set(target: LanguageModel, prompts: Sequence[Sequence[int]], tokens
         prompts: ids, none of them empty.
         tokens: length of every continuation.
     """
-    text = _OwnText(target, prompts, tokens)
+    sample = _OwnText(target, prompts, tokens)
     try:
         middle = range(1, num_layers_of(target) - 1)  # every sublayer of every layer but the first and the last
         singles = [SkipSet(attention=frozenset({i})) for i in middle] + [SkipSet(mlp=frozenset({i})) for i in middle]
-        order = sorted(singles, key=text.sensitivity)
+        order = sorted(singles, key=sample.sensitivity)
         attention = [single for single in order if single.attention]
-        best = _longest_that_pays(text, SkipSet(), attention)
-        return _longest_that_pays(text, best.skips, [single for single in order if single.mlp], best)
+        best = _longest_that_pays(sample, SkipSet(), attention)
+        return _longest_that_pays(sample, best.skips, [single for single in order if single.mlp], best)
     finally:
-        text.close()
+        sample.close()
 
 
-def _longest_that_pays(text: _OwnText, base: SkipSet, more: Sequence[SkipSet], best: Choice | None = None) -> Choice:
+def _longest_that_pays(sample: _OwnText, base: SkipSet, more: Sequence[SkipSet], best: Choice | None = None) -> Choice:
     """``base`` plus the best number of first items of ``more``, in steps of an eighth of the layers."""
     step = max(1, len(more) // 8)
     worse = 0
@@ -124,14 +124,14 @@ def _longest_that_pays(text: _OwnText, base: SkipSet, more: Sequence[SkipSet], b
         skips = base
         for single in more[:count]:
             skips = SkipSet(skips.attention | single.attention, skips.mlp | single.mlp)
-        choice = text.judged(skips)
+        choice = sample.judged(skips)
         if best is None or choice.speed > best.speed:
             best, worse = choice, 0
         else:
             worse += 1
         if worse == 2:  # enough larger sets after the best one
             break
-    return best or text.judged(more[0])
+    return best or sample.judged(more[0])
 
 
 class _OwnText:

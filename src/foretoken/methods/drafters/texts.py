@@ -104,25 +104,27 @@ class TextReader:
         self.model.prefill_batch([(sequence, tokens) for _, sequence, tokens in parts])
 
 
-def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+def level(
+    key: Hashable, reader: TextReader, contexts: Sequence[Context], sequences: Sequence[Sequence[int]]
+) -> list[bool]:
     """Let a model read missing tokens; return for each request whether it can draft, with only the last ones unread.
 
     Args:
         key: the drafter's slot in ``context.state`` for the sequence.
     """
     model = reader.model
-    ready = [len(tokens) <= model.context_length for tokens in texts]
+    ready = [len(tokens) <= model.context_length for tokens in sequences]
     unread: dict[int, int] = {}
     start_s, opened = now(getattr(model, "device", None)), False
     for i in [i for i, fits in enumerate(ready) if fits]:
-        opened = _open(key, model, contexts[i], texts[i]) or opened
-        text = DraftTexts.of(contexts[i]).by_key[key]
+        opened = _open(key, model, contexts[i], sequences[i]) or opened
+        draft = DraftTexts.of(contexts[i]).by_key[key]
         if model.reads:
-            missing = reader.settle(contexts[i], text.sequence, texts[i])
+            missing = reader.settle(contexts[i], draft.sequence, sequences[i])
             if missing - 1 > BESIDE:
                 unread[i] = missing - 1
             else:
-                _note_level(contexts[i], text, missing)
+                _note_level(contexts[i], draft, missing)
     if unread:
         pace = DraftTexts.of(contexts[next(iter(unread))]).pace
         sizes = portions(list(unread.values()), pace.remaining)
@@ -133,11 +135,11 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
             for i, size in chosen.items():
                 sequence = DraftTexts.of(contexts[i]).by_key[key].sequence
                 have = len(sequence.tokens)
-                parts.append((contexts[i], sequence, texts[i][have : have + size]))
+                parts.append((contexts[i], sequence, sequences[i][have : have + size]))
             reader.read(parts)
         for i, size in unread.items():
-            text = DraftTexts.of(contexts[i]).by_key[key]
-            ready[i] = _note_read(contexts[i], text, chosen.get(i, 0), size)
+            draft = DraftTexts.of(contexts[i]).by_key[key]
+            ready[i] = _note_read(contexts[i], draft, chosen.get(i, 0), size)
     if unread or opened:
         spent = now(getattr(model, "device", None)) - start_s
         for pace in {id(p): p for p in (DraftTexts.of(context).pace for context in contexts)}.values():
@@ -148,23 +150,23 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
 @contextmanager
 def reading(context: Context) -> Iterator[None]:
     """Count the time of the block as reading instead of drafting."""
-    texts = DraftTexts.of(context)
+    drafts = DraftTexts.of(context)
     start_s = now(None)
     try:
         yield
     finally:
-        texts.has_read = True
-        texts.pace.spent_s += now(None) - start_s
+        drafts.has_read = True
+        drafts.pace.spent_s += now(None) - start_s
 
 
 def forget(owner: object, context: Context) -> None:
     """Delete a request's state under ``owner``, or under a pair that begins with it, and release its sequences."""
-    texts = DraftTexts.of(context).by_key
+    drafts = DraftTexts.of(context).by_key
     for key in [key for key in context.state if key is owner or (isinstance(key, tuple) and key[0] is owner)]:
         del context.state[key]
-        if key in texts:
-            text = texts.pop(key)
-            text.model.release(text.sequence)
+        if key in drafts:
+            draft = drafts.pop(key)
+            draft.model.release(draft.sequence)
 
 
 def _open(key: Hashable, model: LanguageModel, context: Context, tokens: Sequence[int]) -> bool:
@@ -172,35 +174,35 @@ def _open(key: Hashable, model: LanguageModel, context: Context, tokens: Sequenc
 
     The last token is never restored, because a draft begins with the logits after it.
     """
-    texts = DraftTexts.of(context)
-    if key in texts.by_key:
+    drafts = DraftTexts.of(context)
+    if key in drafts.by_key:
         return False
     sequence = context.state[key] = model.open_beside(context.sequence)
-    text = texts.by_key[key] = DraftText(model, sequence, model.weights_version)
-    texts.has_read = True
-    if model.reads and texts.find is not None:
+    draft = drafts.by_key[key] = DraftText(model, sequence, model.weights_version)
+    drafts.has_read = True
+    if model.reads and drafts.find is not None:
         model.expect(sequence, len(tokens))
-        beginning = texts.find(key, text, tokens[:-1])
+        beginning = drafts.find(key, draft, tokens[:-1])
         if beginning is not None:
             model.restore(sequence, *beginning)
     return True
 
 
-def _note_read(context: Context, text: DraftText, size: int, missing: int) -> bool:
+def _note_read(context: Context, draft: DraftText, size: int, missing: int) -> bool:
     """Count read tokens; return whether only the last ones are missing."""
-    texts = DraftTexts.of(context)
-    texts.has_read = True
-    if not text.was_level:
-        texts.num_read += size
+    drafts = DraftTexts.of(context)
+    drafts.has_read = True
+    if not draft.was_level:
+        drafts.num_read += size
     if missing - size > BESIDE:
-        texts.waits = True
+        drafts.waits = True
         return False
-    _note_level(context, text, missing - size + 1)
+    _note_level(context, draft, missing - size + 1)
     return True
 
 
-def _note_level(context: Context, text: DraftText, missing: int) -> None:
+def _note_level(context: Context, draft: DraftText, missing: int) -> None:
     """Count the tokens that the draft's first forward reads."""
-    if not text.was_level:
-        text.was_level = True
+    if not draft.was_level:
+        draft.was_level = True
         DraftTexts.of(context).num_read += missing

@@ -68,9 +68,9 @@ class FixedCache(TreeCache):
         self._rebuild(rows, slots)
 
     @staticmethod
-    def rectangle(texts: Sequence[int]) -> tuple[int, int]:
+    def rectangle(lengths: Sequence[int]) -> tuple[int, int]:
         """Rows and slots that sequences of these lengths take together: every row is as long as the longest of them."""
-        return (1 << (len(texts) - 1).bit_length(), whole_chunks(max(texts) + 1, CHUNK)) if texts else (0, 0)
+        return (1 << (len(lengths) - 1).bit_length(), whole_chunks(max(lengths) + 1, CHUNK)) if lengths else (0, 0)
 
     def fit(self, texts: Sequence[int], most: int) -> bool:
         """Check whether sequences of these lengths fit into ``most`` slots over all rows; if so, limit the cache to

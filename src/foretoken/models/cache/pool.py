@@ -43,7 +43,7 @@ class CachePool:
 
     @property
     def texts(self) -> list[SequenceState]:
-        return [text for cache in self.caches for text in cache.texts]
+        return [sequence for cache in self.caches for sequence in cache.texts]
 
     def open(self, sequence: SequenceState) -> SequenceState:
         """Assign a row to a new, empty sequence."""
@@ -122,7 +122,7 @@ class CachePool:
             if cache is not self.first and cache in self.caches:  # not one from before a model change
                 self.caches.remove(cache)
             return
-        slots = max(text.num_slots for text in cache.texts) + CHUNK
+        slots = max(sequence.num_slots for sequence in cache.texts) + CHUNK
         rows = len(cache.texts)
         if cache.num_rows * cache.num_slots > 2 * rows * slots:
             cache.trim(rows, slots)

@@ -52,19 +52,19 @@ def _order_depends(owner: HuggingFaceModel) -> str | None:
 def _different_bits(owner: HuggingFaceModel, ids: Sequence[int]) -> str | None:
     """The first case whose bits differ from one row alone; ``None`` if there is none."""
     tokens = [token % owner.vocab_size for token in ids]
-    text, path = tokens[:READ], tokens[READ : READ + 5]
+    prefix, path = tokens[:READ], tokens[READ : READ + 5]
     if owner.context_length < len(tokens) + len(path):
         return f"a context of {owner.context_length} tokens is too short to test it"
     tree = [*path[:2], *tokens[:6], *path[2:4], *tokens[6:12], path[4]]  # 17 nodes that contain the path
     parents = [-1, 0, -1, 0, 0, 1, 2, 3, 1, 8, 2, 3, 4, 5, 6, 7, 9]
     nodes = [0, 1, 8, 9, 16]
-    with opened(owner, text, text[:5], tokens[3:14]) as (first, second, third):
+    with opened(owner, prefix, prefix[:5], tokens[3:14]) as (first, second, third):
         alone: list[Tensor] = []
         for token in path[:STEPS]:
             alone.append(owner.forward([Feed(first, [token])])[0].logits)
             owner.commit(first, [0])
         owner.rewind(first, READ)
-        owner.prefill(second, text[5:])
+        owner.prefill(second, prefix[5:])
         chain = owner.forward([Feed(first, path)])[0].logits
         branched = owner.forward([Feed(second, tree, parents)])[0].logits[nodes]
         for sequence in (first, second):

@@ -43,8 +43,8 @@ class Checks:
     def ids(self) -> Sequence[int]:
         """Token ids of the probe, cut to the required length."""
         ordinary = ordinary_ids(self.network.vocab_size)
-        text = list(self.probe() or ()) if self.probe is not None else []
-        return [*text, *ordinary][: len(ordinary)]
+        tokens = list(self.probe() or ()) if self.probe is not None else []
+        return [*tokens, *ordinary][: len(ordinary)]
 
     @cached_property
     def judge(self) -> Judge | None:

@@ -68,15 +68,15 @@ def _tried(test: Callable[[StatefulModel], str | None], model: StatefulModel) ->
 
 def _probe(model: StatefulModel) -> tuple[list[int], list[int]]:
     """A text, and a copy in which every token is wrong."""
-    text = [token % model.vocab_size for token in ordinary_ids(model.vocab_size, 20)]
-    return text, [(token + 1) % model.vocab_size for token in text]
+    tokens = [token % model.vocab_size for token in ordinary_ids(model.vocab_size, 20)]
+    return tokens, [(token + 1) % model.vocab_size for token in tokens]
 
 
 def _joined_difference(model: StatefulModel) -> str | None:
     """Score, for two sequences at once, a chain of which one token is kept and one token alone (beside a draft if that
     is padded); compare with fresh readings."""
-    text, wrong = _probe(model)
-    texts, starts = (text[:CHAIN], text[2 : CHAIN + 1]), (READ, READ - 4)
+    tokens, wrong = _probe(model)
+    texts, starts = (tokens[:CHAIN], tokens[2 : CHAIN + 1]), (READ, READ - 4)
     with opened(model, *(read[:start] for read, start in zip(texts, starts, strict=True))) as sequences:
         cases = list(zip(sequences, texts, starts, strict=True))
         forwards = model.num_forwards
@@ -105,16 +105,16 @@ def _joined_difference(model: StatefulModel) -> str | None:
 
 
 def _difference(model: StatefulModel) -> str | None:
-    text, wrong = _probe(model)
-    with opened(model, text[:READ]) as (sequence,):
-        single = model.forward([Feed(sequence, text[READ:STEP])])[0].logits
+    tokens, wrong = _probe(model)
+    with opened(model, tokens[:READ]) as (sequence,):
+        single = model.forward([Feed(sequence, tokens[READ:STEP])])[0].logits
         model.commit(sequence, [0])
-        accepted = model.forward([Feed(sequence, [text[STEP], *wrong[STEP + 1 : CHAIN]])])[0].logits[:1]
+        accepted = model.forward([Feed(sequence, [tokens[STEP], *wrong[STEP + 1 : CHAIN]])])[0].logits[:1]
         model.commit(sequence, [0])
-        chain = model.forward([Feed(sequence, text[STEP + 1 : CHAIN])])[0].logits
+        chain = model.forward([Feed(sequence, tokens[STEP + 1 : CHAIN])])[0].logits
         model.commit(sequence, list(range(CHAIN - STEP - 1)))
         rolled = _ProbeReading(torch.cat([single, accepted, chain]), model.state(sequence))
-        return _fault(model, rolled, text[:CHAIN], "after a rejected draft")
+        return _fault(model, rolled, tokens[:CHAIN], "after a rejected draft")
 
 
 class _ProbeReading(NamedTuple):
@@ -124,19 +124,19 @@ class _ProbeReading(NamedTuple):
     state: StateCache
 
 
-def _fault(model: StatefulModel, tried: _ProbeReading, text: list[int], when: str) -> str | None:
+def _fault(model: StatefulModel, tried: _ProbeReading, tokens: list[int], when: str) -> str | None:
     """Description of what is wrong with a reading, judged by a fresh one with as many logits."""
-    fresh = _fresh(model, text, len(tried.logits))
-    fault = _worst(model, tried, fresh, _truth(model, text, len(tried.logits)) or fresh)
+    fresh = _fresh(model, tokens, len(tried.logits))
+    fault = _worst(model, tried, fresh, _truth(model, tokens, len(tried.logits)) or fresh)
     return None if fault is None else f"{when} {fault}"
 
 
-def _fresh(model: StatefulModel, text: list[int], count: int) -> _ProbeReading:
+def _fresh(model: StatefulModel, tokens: list[int], count: int) -> _ProbeReading:
     state = StateCache()
-    return _ProbeReading(model.read(state, text, count), state)
+    return _ProbeReading(model.read(state, tokens, count), state)
 
 
-def _truth(model: StatefulModel, text: list[int], count: int) -> _ProbeReading | None:
+def _truth(model: StatefulModel, tokens: list[int], count: int) -> _ProbeReading | None:
     """The same in the next wider precision; ``None`` if the network has none (float64, or a kernel for one dtype
     only)."""
     wide = wider(model.dtype, model.device)
@@ -144,7 +144,7 @@ def _truth(model: StatefulModel, text: list[int], count: int) -> _ProbeReading |
         return None
     try:
         with widened(model.model, wide):
-            return _fresh(model, text, count)
+            return _fresh(model, tokens, count)
     except RuntimeError:
         return None
 

@@ -101,17 +101,17 @@ class Graphs:
             if not self.stopped:
                 self._step(bucket)
 
-    def capture_ladder(self, texts: int, nodes: int, fed: int, taps: Sequence[str] = ()) -> int:
+    def capture_ladder(self, batch: int, nodes: int, fed: int, taps: Sequence[str] = ()) -> int:
         """Capture every step that rounds up to this size may need, those of draft models included, so that no request
         waits for a capture; return the number of captured steps.
 
         Args:
-            texts: maximum number of running requests.
+            batch: maximum number of running requests.
             nodes: maximum nodes of a request's tree, the root included.
             fed: maximum tokens per request fed to a draft model at once.
             taps: hidden states that the drafter needs.
         """
-        batches = _up_to(texts, BATCHES)
+        batches = _up_to(batch, BATCHES)
         self.warm_up(batches, _up_to(nodes, ROWS), taps)
         for follower in self.followers:
             follower.warm_up(batches, _up_to(fed, ROWS))

@@ -105,9 +105,9 @@ class ChangingRotary:
         elif self.rereads:
             self._reread(model, sequence, regime)
 
-    def grow(self, model: LanguageModel, texts: Sequence[tuple[SequenceState, Sequence[int]]]) -> None:
+    def grow(self, model: LanguageModel, prompts: Sequence[tuple[SequenceState, Sequence[int]]]) -> None:
         """Account for committed tokens that are about to be added, unless a longer text was already expected."""
-        for sequence, tokens in texts:
+        for sequence, tokens in prompts:
             length = len(sequence.tokens) + len(tokens)
             if length > self.border and not sequence.regime:
                 model.expect(sequence, length)

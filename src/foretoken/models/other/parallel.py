@@ -278,7 +278,7 @@ def follow(inner: HuggingFaceModel, lines: Iterable[str]) -> None:
     Raises:
         Exception: a call failed; the caller must exit, since the leader waits for it.
     """
-    texts: dict[int, SequenceState] = {}
+    sequences: dict[int, SequenceState] = {}
     snapshots: dict[int, Snapshot | None] = {}
     for line in lines:
         message = json.loads(line)
@@ -286,18 +286,18 @@ def follow(inner: HuggingFaceModel, lines: Iterable[str]) -> None:
             snapshots.pop(key, None)
         call = message["call"]
         if call == "forward":
-            inner.forward([Feed(texts[text], *rest) for text, *rest in message["feeds"]])
+            inner.forward([Feed(sequences[number], *rest) for number, *rest in message["feeds"]])
         elif call in ("commit", "rewind", "expect"):
-            getattr(inner, call)(texts[message["text"]], message["given"])
+            getattr(inner, call)(sequences[message["text"]], message["given"])
         elif call == "open":
-            texts[message["text"]] = inner.open()
+            sequences[message["text"]] = inner.open()
         elif call == "release":
-            inner.release(texts.pop(message["text"]))
+            inner.release(sequences.pop(message["text"]))
         elif call == "snapshot":
-            snapshots[message["key"]] = inner.snapshot(texts[message["text"]], message["length"])
+            snapshots[message["key"]] = inner.snapshot(sequences[message["text"]], message["length"])
         elif call == "restore":
             snapshot = snapshots[message["key"]]
             if snapshot is not None:
-                inner.restore(texts[message["text"]], snapshot, message["length"])
+                inner.restore(sequences[message["text"]], snapshot, message["length"])
         else:
             raise ValueError(f"unknown call {call!r}")

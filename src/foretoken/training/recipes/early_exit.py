@@ -128,10 +128,10 @@ class EarlyExitRecipe(TargetRecipe):
             return exit_weights(last, scale, exits)
         return {**dict.fromkeys(exits, scale / (1 + scale)), last: 1 / (1 + scale)}
 
-    def kept_layers(self, texts: int, generator: torch.Generator) -> Tensor:
+    def kept_layers(self, batch: int, generator: torch.Generator) -> Tensor:
         """Bool [layers, texts]: the layers that each text runs through."""
         rates = torch.tensor(dropout_rates(self.config.num_layers, self.config.dropout))
-        return torch.rand(len(rates), texts, generator=generator) >= rates[:, None]
+        return torch.rand(len(rates), batch, generator=generator) >= rates[:, None]
 
 
 def dropout_rates(layers: int, highest: float) -> list[float]:

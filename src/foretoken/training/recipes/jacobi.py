@@ -77,14 +77,14 @@ class JacobiRecipe(TargetRecipe):
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """The consistency loss plus the weighted loss on the text."""
-        text = batch.tokens[:, :-1]
+        tokens = batch.tokens[:, :-1]
         columns = some_rows(batch, 1, generator, self.config.blocks) + 1  # positions before learned tokens come first
-        steps, targets = self.trajectory(text, columns)
+        steps, targets = self.trajectory(tokens, columns)
         reached = (steps == steps[-1]).all(-1).float().argmax(0)  # [b, g]: first point equal to the fixed one
         uniforms = torch.rand(reached.shape, generator=generator).to(reached.device)
         chosen = (uniforms * reached).long()
         start = steps.gather(0, chosen[None, ..., None].expand(1, *steps.shape[1:]))[0]  # [b, g, m]
-        states, text_states = joint_states(self.model, text, columns, start, grad=True)
+        states, text_states = joint_states(self.model, tokens, columns, start, grad=True)
         differs = ((start != steps[-1]).cumsum(-1) > 0).float()  # equal prefixes give equal predictions
         counted = batch.counted(texts_of(columns), columns.flatten())
         if counted is not None:
@@ -93,7 +93,9 @@ class JacobiRecipe(TargetRecipe):
         total = mean_of(-(targets * torch.log_softmax(logits, -1)).sum(-1), differs)
         if not self.config.text:
             return total
-        rows, text_columns = some_positions(batch, 128 * len(text), 0, generator)  # positions for the loss on the text
+        rows, text_columns = some_positions(
+            batch, 128 * len(tokens), 0, generator
+        )  # positions for the loss on the text
         text_loss = F.cross_entropy(
             self.parts.logits(states[rows, text_columns]).float(),
             batch.tokens[rows, text_columns + 1],
@@ -103,17 +105,17 @@ class JacobiRecipe(TargetRecipe):
         return total + self.config.text * mean_of(text_loss, batch.counted(rows, text_columns))
 
     @torch.no_grad()
-    def trajectory(self, text: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def trajectory(self, tokens: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """The Jacobi iteration after positions [b, g] of texts [b, n]: its points [s, b, g, m], the last of them fixed,
         and the target's distributions [b, g, m, V] after the tokens of that one.
 
         A block is fixed after m steps at the latest, or when a step changes nothing.
         """
         m = self.config.m
-        point = text.gather(1, columns)[..., None].expand(-1, -1, m).contiguous()
+        point = tokens.gather(1, columns)[..., None].expand(-1, -1, m).contiguous()
         points = [point]
         while True:
-            states, text_states = joint_states(self.model, text, columns, point)
+            states, text_states = joint_states(self.model, tokens, columns, point)
             logits = self.parts.logits(text_states)
             first = self.parts.logits(at_rows(states, columns)).argmax(-1)  # [b, g]
             following = torch.cat([first[..., None], logits[:, :, :-1].argmax(-1)], -1)

@@ -30,35 +30,35 @@ class Labels:
         self.distributions = torch.zeros(*mask.shape, len(ids), device=mask.device)
         self.counted = torch.zeros(mask.shape, device=mask.device)
         # Logits over the whole vocabulary of 512 positions at a time
-        for texts, columns in zip(*(part.split(512) for part in mask.nonzero(as_tuple=True)), strict=True):
-            logits = batch.parts.logits(batch.taps["last"][texts, columns])
+        for rows, columns in zip(*(part.split(512) for part in mask.nonzero(as_tuple=True)), strict=True):
+            logits = batch.parts.logits(batch.taps["last"][rows, columns])
             some = logits[:, ids]
             # The largest logit, not its index: on a CPU argmax of bfloat16 costs more than the projection.
-            self.counted[texts, columns] = (some.amax(-1) == logits.amax(-1)).float()
-            self.distributions[texts, columns] = torch.softmax(some.float(), -1)
+            self.counted[rows, columns] = (some.amax(-1) == logits.amax(-1)).float()
+            self.distributions[rows, columns] = torch.softmax(some.float(), -1)
 
-    def of(self, texts: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+    def of(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None]:
         """The distributions [m, V_d] after the tokens at the positions (texts, columns), both [m], and which of them
         count (``None``: all)."""
         if self.ids is None:
-            return self.batch.teacher(texts, columns), self.batch.counted(texts, columns)
-        return self.distributions[texts, columns], self.counted[texts, columns]
+            return self.batch.teacher(rows, columns), self.batch.counted(rows, columns)
+        return self.distributions[rows, columns], self.counted[rows, columns]
 
-    def distance(self, logits: Tensor, texts: Tensor, columns: Tensor) -> Tensor:
+    def distance(self, logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Mean cross-entropy of draft logits [m, V_d] with the target's distributions after the tokens at the positions
         (texts, columns), both [m]."""
-        return soft_cross_entropy(logits, *self.of(texts, columns))
+        return soft_cross_entropy(logits, *self.of(rows, columns))
 
-    def loss(self, logits: Tensor, texts: Tensor, columns: Tensor, labels: str) -> Tensor:
+    def loss(self, logits: Tensor, rows: Tensor, columns: Tensor, labels: str) -> Tensor:
         """The same for ``labels`` of ``"target"``; for ``"text"`` the mean cross-entropy with the text's next tokens
         over the whole vocabulary."""
         if labels == "target":
-            return self.distance(logits, texts, columns)
-        return cross_entropy(logits, self.batch.tokens[texts, columns + 1], self.batch.counted(texts, columns))
+            return self.distance(logits, rows, columns)
+        return cross_entropy(logits, self.batch.tokens[rows, columns + 1], self.batch.counted(rows, columns))
 
 
-def mask_of(batch: Batch, texts: Tensor, columns: Tensor) -> Tensor:
+def mask_of(batch: Batch, rows: Tensor, columns: Tensor) -> Tensor:
     """Bool [b, n]: true at the positions (texts, columns), both [m]."""
     mask = torch.zeros(len(batch.tokens), batch.length, dtype=torch.bool, device=batch.tokens.device)
-    mask[texts, columns] = True
+    mask[rows, columns] = True
     return mask

@@ -77,9 +77,9 @@ class PeagleRecipe(Eagle3Recipe):
         # At most 512 rows per text are compared with the target.
         chosen = torch.randperm(len(anchors), generator=generator)[:512].sort().values
         columns = (anchors + depths + 1)[chosen].to(output.device).expand(len(output), -1)
-        texts, columns = texts_of(columns), columns.flatten()
-        labels = Labels(batch, mask_of(batch, texts, columns), self.guessed)
-        return labels.distance(self.draft_logits(output[:, chosen].flatten(0, 1)), texts, columns)
+        rows, columns = texts_of(columns), columns.flatten()
+        labels = Labels(batch, mask_of(batch, rows, columns), self.guessed)
+        return labels.distance(self.draft_logits(output[:, chosen].flatten(0, 1)), rows, columns)
 
     def rows(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Anchors and depths [m] of the rows of a text, whose last position has a label, and of masks.  Raises

@@ -87,15 +87,15 @@ class UnoRecipe(Recipe):
         columns = some_rows(batch, unknown, generator, groups)
         ids = self.random_noise((*columns.shape, unknown), generator).to(columns.device)
         states = self.states(batch, columns, ids)
-        texts, columns = texts_of(columns), columns.flatten()
+        rows, columns = texts_of(columns), columns.flatten()
         weights = [config.decay**i for i in range(unknown)]
         total = torch.zeros((), device=columns.device)
         for i, weight in enumerate(weights):
             log_guess = torch.log_softmax(self.parts.logits(states[:, :, i].flatten(0, 1)).float(), -1)
-            targets = batch.teacher(texts, columns + 1 + i)
+            targets = batch.teacher(rows, columns + 1 + i)
             distance = 0.5 * (targets - log_guess.exp()).abs().sum(-1)
             losses = -config.entropy * (targets * log_guess).sum(-1) + (1 - config.entropy) * distance
-            total = total + weight / sum(weights) * mean_of(losses, batch.counted(texts, columns + 1 + i))
+            total = total + weight / sum(weights) * mean_of(losses, batch.counted(rows, columns + 1 + i))
         return total
 
     def random_noise(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:

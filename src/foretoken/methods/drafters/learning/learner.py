@@ -314,13 +314,13 @@ class Learner:
         """
         rows = [mistake.position - 1 for mistake in lesson.mistakes]
         first = max(0, rows[0] - self.config.window)
-        text = lesson.tokens[first : rows[-1] + 1]
+        tokens = lesson.tokens[first : rows[-1] + 1]
         vocab_size = self.served.vocab_size
         device = self.served.device
-        ids = torch.tensor([[token if token < vocab_size else 0 for token in text]], device=device)
+        ids = torch.tensor([[token if token < vocab_size else 0 for token in tokens]], device=device)
         logits = self.student(
             input_ids=ids,
-            position_ids=torch.arange(first, first + len(text), device=device)[None],
+            position_ids=torch.arange(first, first + len(tokens), device=device)[None],
             logits_to_keep=torch.tensor([row - first for row in rows], device=device),
             use_cache=False,
         ).logits[0]
