@@ -340,12 +340,12 @@ def test_the_inner_text_follows_the_output() -> None:
         for run in speculative.running:
             inside, sequence = run.context.state[drafter], run.context.state[drafter, "text"]
             tokens = run.context.tokens
-            assert tokens[: inside.shared] == inside.text.tokens[: inside.shared]
+            assert tokens[: inside.shared] == inside.context.tokens[: inside.shared]
             assert tokens[: len(sequence.tokens)] == sequence.tokens
-            cut += inside.text.tokens[: len(tokens)] != tokens[: len(inside.text.tokens)]
+            cut += inside.context.tokens[: len(tokens)] != tokens[: len(inside.context.tokens)]
             inside.follow(tokens)
-            assert inside.text.tokens == tokens
-            assert inner.source(inside.text).text == tokens
+            assert inside.context.tokens == tokens
+            assert inner.source(inside.context).text == tokens
     assert cut > 5
     assert not draft._sequences
 

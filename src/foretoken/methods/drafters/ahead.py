@@ -53,7 +53,7 @@ class Ahead:
     Attributes:
         sampler: the request's sampler, with noise that no other thread uses.
         sequence: the sequence in the second thread's copy of the draft model.
-        text: the committed tokens in the draft model's ids.
+        tokens: the committed tokens in the draft model's ids.
         drafts: the chain under verification.
         uniforms: one uniform number per draft position, if tokens are drawn.  Outcomes share them because only one
             comes true.
@@ -63,7 +63,7 @@ class Ahead:
 
     sampler: Any
     sequence: SequenceState
-    text: list[int]
+    tokens: list[int]
     drafts: Sequence[int]
     depth: int
     uniforms: Sequence[float]
@@ -169,7 +169,7 @@ class AheadDrafter(ModelDrafter):
         if ahead is None or not _is_plain(budget):
             return None
         self.rounds += 1
-        outcome = tuple(context.tokens[len(ahead.text) :])
+        outcome = tuple(context.tokens[len(ahead.tokens) :])
         branch = next((branch for branch in ahead.branches if branch.outcome == outcome), None)
         if branch is None:
             return None
@@ -230,7 +230,7 @@ class AheadDrafter(ModelDrafter):
         """Predict the outcomes in one call, and extend their chains in one call per draft position."""
         feeds = []
         for item in items:
-            unread = self.twin.catch_up(item.sequence, item.text)
+            unread = self.twin.catch_up(item.sequence, item.tokens)
             feeds.append(
                 Feed(item.sequence, [*unread, *self._readable(list(item.drafts))], wanted=1 + len(item.drafts))
             )
@@ -248,7 +248,7 @@ class AheadDrafter(ModelDrafter):
     def _guess(self, item: Ahead, logits: Tensor, root: int) -> None:
         """Set the predicted outcomes from draft logits [k + 1, V] after the root and every draft token; the root is
         scratch node ``root``.  A rejected draft token cannot be the token that replaces it."""
-        lengths = [len(item.text) + accepted for accepted in range(len(logits))]
+        lengths = [len(item.tokens) + accepted for accepted in range(len(logits))]
         ranking = ranked(item.sampler, logits, lengths, None) if item.races else logits
         for accepted, row in enumerate(ranking):
             rejected = item.drafts[accepted] if accepted < len(item.drafts) else None
@@ -274,7 +274,7 @@ class AheadDrafter(ModelDrafter):
                 branch.tokens += drawn_at(distribution, [item.uniforms[position]])
             return
         if item.races:
-            lengths = [len(item.text) + len(branch.outcome) + position for branch in item.branches]
+            lengths = [len(item.tokens) + len(branch.outcome) + position for branch in item.branches]
             logits = ranked(item.sampler, logits, lengths, None)
         for branch, token in zip(item.branches, logits.argmax(-1).tolist(), strict=True):
             branch.tokens.append(token)

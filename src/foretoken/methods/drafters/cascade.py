@@ -233,7 +233,7 @@ class CascadeDrafter(BatchDrafter):
             depths = [min(self.inner.max_depth, chains[i].remaining - 1) for i in indices]
             nodes = [chains[i].most_guesses or self.inner.max_nodes for i in indices]
             budgets = [Budget(depth, most) for depth, most in zip(depths, nodes, strict=True)]
-            guessed = ask(self.inner, [chains[i].inside.text for i in indices], budgets)
+            guessed = ask(self.inner, [chains[i].inside.context for i in indices], budgets)
             for i, tree in zip(indices, guessed, strict=True):
                 trees[i] = tree
             waiting = [i for i in waiting if i not in indices]
@@ -272,18 +272,18 @@ class CascadeDrafter(BatchDrafter):
     def _review(self, chain: Chain, tree: TokenTree, logits: Tensor) -> None:
         """Run one inner verification; each token has the model's distribution after the node before it."""
         chain.enter()
-        text = chain.inside.text
+        context = chain.inside.context
         # The context grows below, and siblings are chosen from these scores later.
-        scores = Scores(widened(logits, self.vocab_size), tree, tuple(text.tokens), text.sampler)
-        verdict = self._rule(tree, scores, text.rng)
+        scores = Scores(widened(logits, self.vocab_size), tree, tuple(context.tokens), context.sampler)
+        verdict = self._rule(tree, scores, context.rng)
         nodes = [0, *verdict.path]
         tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         for node, token in zip(nodes, tokens, strict=True):
             if not chain.stopped:
                 self._add(chain, token, scores, node)
         chain.parent, chain.unread = chain.root + nodes[-1], tokens[-1:]
-        text.tokens.extend(tokens)
-        self.inner.observe(text, tree, scores, verdict)
+        context.tokens.extend(tokens)
+        self.inner.observe(context, tree, scores, verdict)
 
     def _add(self, chain: Chain, token: int, scores: Scores, node: int) -> None:
         """Append the token after ``node`` to the chain.  A stop rule suppresses the tokens after it, never the token
@@ -308,7 +308,7 @@ class CascadeDrafter(BatchDrafter):
             return
         rooms = [chain.length - len(chain.tokens) for chain in chains]
         budgets = [replace(c.budget, max_depth=room, max_nodes=room) for c, room in zip(chains, rooms, strict=True)]
-        trees = ask(self.late, [chain.inside.text for chain in chains], budgets)
+        trees = ask(self.late, [chain.inside.context for chain in chains], budgets)
         for chain, tree in zip(chains, trees, strict=True):
             for node in range(1, len(tree)):
                 chain.tokens.append(tree.tokens[node])

@@ -36,7 +36,7 @@ def grow_chains(
     fits = head is not None or model.vocab_size == vocab_size
     if not fits or not all(map(_follows, trees)):
         return False
-    room = [1 + model.context_length - len(tree.text) for tree in trees]
+    room = [1 + model.context_length - len(tree.committed) for tree in trees]
     counts = [min(depth, tree.budget.max_depth, tree.most, most) for tree, most in zip(trees, room, strict=True)]
     drafts: list[list[Next]] = [[] for _ in trees]
 

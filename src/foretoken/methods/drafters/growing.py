@@ -53,7 +53,7 @@ class Growing(DrawnTree):
         sharing: int = 1,
     ) -> None:
         super().__init__(context, shape, budget, most)
-        self.sequence, self.draws, self.races, self.text = sequence, draws, races, tokens
+        self.sequence, self.draws, self.races, self.committed = sequence, draws, races, tokens
         self.candidates, self.sharing = candidates, sharing
         if candidates is not None:
             self.tokens, self.parents = candidates.tokens, candidates.parents

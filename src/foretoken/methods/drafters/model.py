@@ -239,7 +239,7 @@ class ModelDrafter(BatchDrafter):
         return projected(self.head, self.model.forward, feeds, tuple(taps))
 
     def _unread(self, tree: Growing) -> Sequence[int]:
-        return self.model.catch_up(tree.sequence, tree.text)
+        return self.model.catch_up(tree.sequence, tree.committed)
 
     def read(self, context: Context) -> Sequence[int]:
         """The committed tokens in the draft model's ids."""
@@ -270,7 +270,7 @@ class ModelDrafter(BatchDrafter):
         )
 
     def _width(self, tree: Growing, node: int) -> int:
-        has_room = tree.text and len(tree.choices[node]) <= self.model.context_length - len(tree.text)
+        has_room = tree.committed and len(tree.choices[node]) <= self.model.context_length - len(tree.committed)
         return tree.width(node) if has_room else 0
 
     def _expand(self, tree: Growing, logits: Tensor) -> Feed | None:
@@ -298,7 +298,7 @@ class ModelDrafter(BatchDrafter):
         else:
             sure = beliefs(tree, logits)
             tokens, values = best_of(sure, dynamic.width)
-        levels = min(self.max_depth, tree.budget.max_depth, 1 + self.model.context_length - len(tree.text))
+        levels = min(self.max_depth, tree.budget.max_depth, 1 + self.model.context_length - len(tree.committed))
         dynamic.grow(tree, candidates, tokens, values, sure, levels)
 
     def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:

@@ -19,14 +19,14 @@ class Nested:
         sampler: the sampler of the inner context.
 
     Attributes:
-        text: a context whose tokens are the request's and the draft tokens after them; it uses the request's ``rng``.
+        context: a context whose tokens are the request's and the draft tokens after them; it uses the request's ``rng``.
         shared: number of leading tokens that are known to be the request's own.
     """
 
     def __init__(self, context: Context, drafters: Sequence[Drafter], sampler: Any) -> None:
         tokens = list(context.tokens)
         self.drafters, self.shared = drafters, len(tokens)
-        self.text = replace(
+        self.context = replace(
             context,
             tokens=tokens,
             sampler=sampler,
@@ -39,7 +39,7 @@ class Nested:
 
     def start(self) -> None:
         for drafter in self.drafters:
-            drafter.start(self.text)
+            drafter.start(self.context)
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Reset the inner tokens to the request's ``tokens``, comparing only those after the last call."""
@@ -48,7 +48,7 @@ class Nested:
 
     def imagine(self, path: Sequence[int]) -> None:
         """Set the inner tokens to the request's own and the draft tokens ``path`` after them."""
-        drafted, same = self.text.tokens, self.shared
+        drafted, same = self.context.tokens, self.shared
         while same < min(self.shared + len(path), len(drafted)) and path[same - self.shared] == drafted[same]:
             same += 1
         self._cut(same)
@@ -66,13 +66,13 @@ class Nested:
         """End the request with ``tokens``, without rejected draft tokens, which are not to be learnt from."""
         self.follow(tokens)
         for drafter in self.drafters:
-            drafter.finish(self.text)
+            drafter.finish(self.context)
 
     def _cut(self, length: int) -> None:
-        if length < len(self.text.tokens):
-            del self.text.tokens[length:]
+        if length < len(self.context.tokens):
+            del self.context.tokens[length:]
             for drafter in self.drafters:
-                drafter.rewind(self.text, length)
+                drafter.rewind(self.context, length)
 
 
 def works_nested(drafter: Drafter | type[Drafter]) -> bool:

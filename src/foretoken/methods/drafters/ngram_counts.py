@@ -98,17 +98,17 @@ class CountTable:
         return cls(keys[order], tokens[order].astype(np.int32), sums[order].astype(np.int32))
 
     @classmethod
-    def of_text(cls, text: Array, sizes: Iterable[int]) -> CountTable:
-        """Count every n-gram of ``text`` [T] int32 with the token after it; none crosses a separator."""
+    def of_text(cls, sequence: Array, sizes: Iterable[int]) -> CountTable:
+        """Count every n-gram of ``sequence`` [T] int32 with the token after it; none crosses a separator."""
         keys, tokens = [], []
         for n in sizes:
-            if len(text) > n:
-                inside = _keys(text, n)[: len(text) - n]
+            if len(sequence) > n:
+                inside = _keys(sequence, n)[: len(sequence) - n]
                 whole = np.ones(len(inside), bool)
                 for i in range(n + 1):
-                    whole &= text[i : len(text) - n + i] != SEPARATOR
+                    whole &= sequence[i : len(sequence) - n + i] != SEPARATOR
                 keys.append(inside[whole])
-                tokens.append(text[n:][whole])
+                tokens.append(sequence[n:][whole])
         if not keys:
             return cls(np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.int32))
         all_keys, all_tokens = np.concatenate(keys), np.concatenate(tokens)

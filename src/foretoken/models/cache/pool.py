@@ -79,7 +79,9 @@ class CachePool:
             return
         longer = [other for other in self.caches if need <= other.num_slots <= SLACK * need]
         alone = len(cache.texts) == 1
-        num_slots = need + sum(max(text.num_slots, CHUNK) for text in cache.texts if text is not sequence)
+        num_slots = need + sum(
+            max(open_sequence.num_slots, CHUNK) for open_sequence in cache.texts if open_sequence is not sequence
+        )
         if longer and (alone or not sequence.tokens):
             self._move(sequence, min(longer, key=lambda other: other.num_slots))
         elif len(cache.texts) * need > SLACK * num_slots:

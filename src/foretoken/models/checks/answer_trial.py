@@ -63,8 +63,8 @@ def _by_its_own_forward(model: EncoderDecoderModel) -> Tensor:
     paths = [(INPUTS[0], CHAIN, 3), *((INPUTS[1], path, 1) for path in ((TREE[0],), (TREE[1],), (TREE[0], TREE[2])))]
     rows = []
     for tokens, answer, count in paths:
-        text = [*model.answer_start, *_ids(model, answer)]
-        encoder_ids, decoder_ids = (torch.tensor([ids], device=model.device) for ids in (_ids(model, tokens), text))
+        sequence = [*model.answer_start, *_ids(model, answer)]
+        encoder_ids, decoder_ids = (torch.tensor([ids], device=model.device) for ids in (_ids(model, tokens), sequence))
         out = model.model(input_ids=encoder_ids, decoder_input_ids=decoder_ids, use_cache=False)
         rows.append(out.logits[0, -count:].float())
     return torch.cat(rows)

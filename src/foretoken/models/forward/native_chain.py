@@ -60,7 +60,9 @@ class NativeChains:
         by_cache: dict[int, list[int]] = {}
         for i, end in enumerate(ends):
             by_cache.setdefault(id(end.cache), []).append(i)
-        self.groups = [_Group(forward, ends, sorted(texts, key=lambda i: ends[i].row)) for texts in by_cache.values()]
+        self.groups = [
+            _Group(forward, ends, sorted(indices, key=lambda i: ends[i].row)) for indices in by_cache.values()
+        ]
         self.order = [i for group in self.groups for i in group.texts]
         count, layers = max(end.steps for end in ends), len(forward.layers)
         first = torch.tensor([ends[i].position for i in self.order])

@@ -143,9 +143,9 @@ def _text(length: int) -> RowPlan:
     return RowPlan(0, range(-1, length - 1), range(length), length)
 
 
-def _with_chains(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
+def _with_chains(plan: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
     """The text, then chains of ``k`` new nodes after the positions ``columns``, chain by chain."""
-    parents, depths = list(text.parents), list(text.depths)
+    parents, depths = list(plan.parents), list(plan.depths)
     for column in columns:
         parents += [column, *range(len(parents), len(parents) + k - 1)]
         depths += range(column + 1, column + 1 + k)
