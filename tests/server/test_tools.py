@@ -57,7 +57,7 @@ REFERRED = {
         "name": "route",
         "parameters": {
             "$defs": {
-                "slot": {
+                "place": {
                     "type": "object",
                     "properties": {"id": DIGIT},
                     "required": ["id"],
@@ -256,7 +256,7 @@ NO_TYPE = {"type": "object", "properties": {"city": {"type": "nothing"}}}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "slot"),
+    ("path", "body", "place"),
     [
         (
             "/v1/chat/completions",

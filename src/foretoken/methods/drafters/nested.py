@@ -19,7 +19,7 @@ class Nested:
         sampler: the sampler of the inner context.
 
     Attributes:
-        context: a context whose tokens are the request's and the draft tokens after them; it uses the request's ``rng``.
+        context: a context of the request's tokens and the draft tokens after them; it uses the request's ``rng``.
         shared: number of leading tokens that are known to be the request's own.
     """
 
