@@ -25,59 +25,46 @@ PICTURES = DOCS / "figures" / "methods"
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch of the taxonomy: its name in both languages, and its methods."""
+    """A branch of the taxonomy: its name in both languages, what its methods have in common, and their names."""
 
     title: str
     chinese: str
-    words: str
     role: str
     names: Sequence[str]
+    words: str = ""
 
 
 BRANCHES = (
-    Branch("Independent drafting", "产生草稿 · Independent Drafting（独立的草稿模型）",
-           "A separate, smaller language model drafts.", "drafter",
+    Branch("Independent drafting", "产生草稿 · Independent Drafting（独立的草稿模型）", "drafter",
            ("model", "pard", "ahead", "online", "shared_vocab", "retokenize")),
-    Branch("Self-drafting: trained heads", "产生草稿 · Self-Drafting（多头、自回归头、lookahead token）",
-           "Small networks over the target's hidden states draft.", "drafter",
-           ("bpd", "medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "pass_tokens",
-            "uno")),
+    Branch("Self-drafting: trained heads", "产生草稿 · Self-Drafting（多头、自回归头、lookahead token）", "drafter",
+           ("bpd", "medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark",
+            "pass_tokens", "uno")),
     Branch("Self-drafting: a cheaper form of the target",
-           "产生草稿 · Self-Drafting（Early-Exiting、Layer-Skipping 等）",
-           "The target drafts with fewer layers, fewer bits or less context.", "drafter",
+           "产生草稿 · Self-Drafting（Early-Exiting、Layer-Skipping 等）", "drafter",
            ("early_exit", "layer_skip", "swift", "kangaroo", "jump", "quantized", "sparse_kv")),
-    Branch("Retrieval", "产生草稿 · 基于检索的方法",
-           "Drafts are copied from earlier text; no network is run.", "drafter",
-           ("ngram", "ngram_cache", "suffix", "sam", "recycling", "retrieval", "prediction", "known")),
-    Branch("Parallel decoding", "并行解码 · Jacobi 与 Lookahead",
-           "The target's parallel predictions become the next draft.", "drafter", ("jacobi", "lookahead")),
-    Branch("Several drafters", "产生草稿 · 集成与级联（Cascade、Staged）",
-           "Several drafters are merged, selected among, or accelerate each other.", "drafter",
+    Branch("Retrieval", "产生草稿 · 基于检索的方法", "drafter",
+           ("ngram", "ngram_cache", "suffix", "sam", "recycling", "retrieval", "prediction", "known"),
+           "No network is run."),
+    Branch("Parallel decoding", "并行解码 · Jacobi 与 Lookahead", "drafter", ("jacobi", "lookahead")),
+    Branch("Several drafters", "产生草稿 · 集成与级联（Cascade、Staged）", "drafter",
            ("ensemble", "router", "cascade", "staged")),
-    Branch("For tests", "测试用", "A script fixes the draft.", "drafter", ("scripted",)),
-    Branch("Termination: static", "终止条件 · Static Setting", "The draft length is constant.", "controller",
-           ("constant",)),
-    Branch("Termination: adaptive thresholds", "终止条件 · Adaptive Thresholding",
-           "Drafting stops by the draft's confidence or entropy, or by a trained head.", "controller",
+    Branch("For tests", "测试用", "drafter", ("scripted",)),
+    Branch("Termination: static", "终止条件 · Static Setting", "controller", ("constant",)),
+    Branch("Termination: adaptive thresholds", "终止条件 · Adaptive Thresholding", "controller",
            ("confidence", "draft_verify", "adaedl", "svip", "specdec_pp", "tapout")),
-    Branch("Termination: heuristic rules", "终止条件 · Heuristic Rules",
-           "The draft length follows the last rounds' acceptance.", "controller", ("heuristic",)),
-    Branch("Termination: measured cost", "终止条件 · 系统服务的角度（按实测开销）",
-           "Measured cost, acceptance and batch size determine draft length and drafter.", "controller",
+    Branch("Termination: heuristic rules", "终止条件 · Heuristic Rules", "controller", ("heuristic",)),
+    Branch("Termination: measured cost", "终止条件 · 系统服务的角度（按实测开销）", "controller",
            ("auto", "goodput", "bandit")),
-    Branch("Verification: exact match", "验收标准 · 精确匹配",
-           "The target samples its own token, and a draft token that equals it is accepted.", "verifier",
-           ("greedy", "match", "coupled")),
-    Branch("Verification: rejection sampling", "验收标准 · 拒绝采样（Rejection Sampling）",
-           "A draft token is accepted with a probability from p and q; after a rejection the residual is sampled.",
-           "verifier", ("rejection", "block", "point")),
-    Branch("Verification: token trees", "验证方案 · Token Tree Verification",
-           "Siblings are tested one after another, or whole trees are verified jointly.", "verifier",
+    Branch("Verification: exact match", "验收标准 · 精确匹配", "verifier", ("greedy", "match", "coupled")),
+    Branch("Verification: rejection sampling", "验收标准 · 拒绝采样（Rejection Sampling）", "verifier",
+           ("rejection", "block", "point")),
+    Branch("Verification: token trees", "验证方案 · Token Tree Verification", "verifier",
            ("multi_round", "without_replacement", "kseq", "traversal")),
-    Branch("Verification: relaxed (lossy)", "验收标准 · Typical Acceptance 等有损标准",
-           "More is accepted, but the output distribution changes. These rules need `allow_lossy=True`.", "verifier",
-           ("typical", "lenient", "top_k", "distance", "min_block")),
-    Branch("Shapes of trees", "如何组织树", "A tree method decides which nodes a draft tree has.", "tree",
+    Branch("Verification: relaxed (lossy)", "验收标准 · Typical Acceptance 等有损标准", "verifier",
+           ("typical", "lenient", "top_k", "distance", "min_block"),
+           "These rules change the output distribution and need `allow_lossy=True`."),
+    Branch("Shapes of trees", "如何组织树", "tree",
            ("expansion", "medusa_tree", "sequoia", "eagle2", "opt_tree", "cost_aware")),
 )  # fmt: skip
 
@@ -85,10 +72,10 @@ INTRO = """# Gallery
 
 <!-- Made by docs/make_gallery.py from the registry: change that, not this. -->
 
-`foretoken methods NAME` says what a method needs and lists its options and training settings, which also end its page
-on the site. `foretoken drafters MODEL` says which drafters a model has. *Trained* methods come from
+`foretoken methods NAME` says what a method needs, its options and its training settings, which also end its page on the
+site. `foretoken drafters MODEL` says which drafters a model has. *Trained* methods come from
 [`foretoken train`](../training.md). The Chinese names are those of the [articles](../zh/articles.md).
-Pictures are rounds of the built-in model, drawn by `foretoken show`.
+Pictures are rounds of the built-in model (`foretoken show`).
 """
 
 
@@ -112,23 +99,17 @@ def _check() -> None:
 
 def _section(branch: Branch) -> Iterator[str]:
     yield f"## {branch.title}\n"
-    yield f"*{branch.chinese}.* {branch.words}\n"
+    yield f"*{branch.chinese}.* {branch.words}".rstrip() + "\n"
     for name in branch.names:
         yield from _entry(find(branch.role, name))  # type: ignore[arg-type]
 
 
 def _entry(row: Row) -> Iterator[str]:
-    """A method: what it does, how it is asked for, and its picture; its page names the paper."""
-    yield " ".join([f"**[`{row.name}`]({row.name}.md)** {row.summary}", *_notes(row)]) + "\n"
+    """A method: what it does, and its picture."""
+    trained = " (trained)" if row.needs_training else ""
+    yield f"**[`{row.name}`]({row.name}.md)** {row.summary}{trained}\n"
     if picture(row).is_file():
         yield f"![{row.name}](../figures/methods/{picture(row).name})\n"
-
-
-def _notes(row: Row) -> Iterator[str]:
-    if row.example != row.name:
-        yield f"`{row.example}`"
-    if row.needs_training:
-        yield "(trained)"
 
 
 def picture(row: Row) -> Path:
