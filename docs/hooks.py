@@ -20,6 +20,7 @@ MOVED = {
     "distillation": "training.html#align-a-draft-model",
     "drafters": "howto/speed_up.html#2-see-which-drafters-work",
     "explain/engine": "engine.html",
+    "explain/when_it_does_not_pay": "theory.html#when-it-does-not-pay",
     "howto/read_a_report": "bench.html#report",
     "howto/serve": "serve.html",
     "howto/train_a_drafter": "training.html",

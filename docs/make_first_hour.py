@@ -29,7 +29,7 @@ PAGE = Path(__file__).with_name("first_hour.md")
 BLOCK = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<body>.*?)^```\n', re.M | re.S)
 TIMES = re.compile(r"(<!-- begin: times -->\n).*?(<!-- end: times -->)", re.S)
 CLONE = "<this repository>"
-MOST, FIRST, LAST, WIDEST = 36, 22, 12, 120
+MOST, FIRST, LAST, WIDEST = 12, 3, 9, 120
 """Lines of an output that are kept whole; else the first and the last ones; letters of a line."""
 NOISE = re.compile(
     r"^(WARNING: Location |Cloning into |done\.$|Updating files|\[notice\]|\[\d+\]|bash: (cannot|no) )|^\s*$"

@@ -48,7 +48,7 @@ def test_a_page_is_walked_by_one_shell(tmp_path: Path) -> None:
     assert lines[at + 1] == "kept::" and "an old output" not in page
     at = lines.index("$ cat file.txt && pwd && echo from <this repository>")
     assert lines[at + 1 : at + 4] == ["hello", "~/work", "from <this repository>"]
-    assert "[66 lines]" in lines and "100" in lines and "50" not in lines
+    assert "[88 lines]" in lines and "100" in lines and "50" not in lines
     assert "| One | 0 |" in lines and "| Two | 0 |" in lines and "old" not in lines
     assert len(re.findall(r"^\$ .*  # \d+\.\d s$", page, re.M)) == 4 and lines[-1] == "The end."
     again = make_first_hour.walked(page, _emptied(tmp_path), "/the/place")

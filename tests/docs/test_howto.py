@@ -19,7 +19,6 @@ from foretoken.cli.main import main
 
 RUN = [
     *sorted((DOCS / "howto").glob("*.md")),
-    DOCS / "explain" / "when_it_does_not_pay.md",
     DOCS / "engine.md",
     DOCS / "index.md",
     DOCS / "structured_output.md",
