@@ -3,7 +3,7 @@
     python benchmarks/reliability.py [--target FOLDER]
 
 Starts ``foretoken serve`` a few times and prints one JSON object a line: R3 overload, R4 disconnect, R5 drain,
-R9 health under load, R14 starts that must fail, R15 limits (as in the table of ``docs/reliability.md``).
+R9 health under load, R14 starts that must fail, R15 limits (as in ``docs/reliability.md``).
 """
 
 from __future__ import annotations

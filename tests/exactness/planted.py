@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests:tests/exactness python tests/exactness/planted.py
 
-prints the table of docs/explain/exactness.md.
+prints the figures of docs/explain/exactness.md.
 """
 
 from __future__ import annotations
