@@ -118,7 +118,8 @@ def test_a_round_that_a_direct_caller_breaks_off_is_told(monkeypatch: pytest.Mon
             answer = asyncio.ensure_future(engine.generate(PROMPTS[0], max_new_tokens=100, ignore_eos=True))
             while not engine.status.rounds:
                 await asyncio.sleep(0.001)
-            with pytest.raises(KeyboardInterrupt):
+            # Without the lock the engine's thread may run all rounds of the call.
+            with llm.calls.turn, pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS[1], **OPTIONS)
             with pytest.raises(RequestFailed, match="dropped because its round was interrupted: submit it again"):
                 await answer
