@@ -128,7 +128,8 @@ struct Weights {
         }
     }
     // The same of a few queries: a vector has the slots of one.
-    void make_few(const float *products, Floats scale, const float *tops, const std::uint16_t *visible, long count, float *sums) {
+    void make_few(const float *products, Floats scale, const float *tops, const std::uint16_t *visible, long count,
+                  float *sums) {
         query = SLOTS, slot = 1;
         const Words steps = _mm512_mullo_epi32(count_up(), spread_word(LANES));
         for (long q = 0; q < count; q++)
@@ -244,8 +245,8 @@ void attend_tile(const Queries &queries, Slots keys, Slots values, const Seen &s
             mix<SIZE>(weights, values[slot], values.stride, visible.queries + slot, everything, count, sums);
             continue;
         }
-        const long held = values.count - slot < SLOTS ? values.count - slot : SLOTS;
-        for (long i = 0; i < held; i++) UNROLL for (int part = 0; part < SIZE / LANES; part++)
+        const long stored = values.count - slot < SLOTS ? values.count - slot : SLOTS;
+        for (long i = 0; i < stored; i++) UNROLL for (int part = 0; part < SIZE / LANES; part++)
             store_floats(wide[i] + LANES * part, load_bfloat16(values[slot + i] + LANES * part));
         mix<SIZE>(weights, wide[0], SIZE, visible.queries + slot, everything, count, sums);
     }
