@@ -35,7 +35,9 @@ def check_target(target: LanguageModel, drafter: Drafter) -> None:
     for name in needed:
         if not getattr(offered, name):
             reason = offered.missing.get(name, f"the target lacks {name}")
-            raise CapabilityError(f"drafter {drafter.name!r} needs a target with {name}: {reason}")
+            chain = ",".join(f"{option}={value}" for option, value in drafter.chain.items())
+            cure = f"; {chain} drafts chains" if chain and name in ("tree_mask", "keep_path") else ""
+            raise CapabilityError(f"drafter {drafter.name!r} needs a target with {name}: {reason}{cure}")
 
 
 def drop_scratch(target: LanguageModel, run: Running) -> None:

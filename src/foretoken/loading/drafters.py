@@ -33,6 +33,7 @@ from foretoken.methods.verifiers.outside import check_verifier
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.models.forward.parts import TargetParts
+from foretoken.models.refusals import refusal
 from foretoken.registry import construct, find, parse_spec, read_spec, rows, split_specs
 
 Part = str | Drafter | LanguageModel | nn.Module
@@ -79,10 +80,20 @@ class LoadingContext(BuildContext):
         if spec == "none":
             return None
         cls, path, options = read_spec("drafter", spec)
+        options = self._as_chain(cls, options)
         built = self._made(cls, path, options) if is_outside(cls) else construct(cls, path, self, options)
         check_target(str(options.get("tree") or ""), self.target)
         built.spec, built.target_bytes = spec, self.target.weight_bytes
         return built
+
+    def _as_chain(self, cls: type[Drafter], options: dict[str, Any]) -> dict[str, Any]:
+        """The options, with those of a chain if they leave the shape open and the target cannot score trees."""
+        offered = self.target.capabilities
+        if not cls.chain or offered.tree_mask or {*cls.chain, "tree", "draw"} & set(options):
+            return options
+        why = offered.missing.get("tree_mask", "the target cannot score them")
+        refusal("trees", why, f"{cls.name} drafts chains")
+        return {**options, **cls.chain}
 
     def _made(self, cls: type[Any], path: str | None, options: dict[str, Any]) -> Drafter:
         label = f"{cls.__name__} ({line_of(cls)})"

@@ -8,9 +8,10 @@ class has.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -60,6 +61,10 @@ class Traits:
         return self.sorts or frozenset({(self.kind, self.draws_trees)})
 
 
+WIDTH_ONE: Mapping[str, Any] = MappingProxyType({"width": 1})
+"""The options of a chain for drafters with candidates per node; see :class:`Drafter`."""
+
+
 class Foresight(Protocol):
     """A drafter's knowledge of answers before it drafts."""
 
@@ -93,9 +98,12 @@ class Drafter(ABC):
         spec: the spec string that it was built from, "" if there was none.
         target_bytes: size of the target's weights, 0 if unknown; the drafter's cost is a share of it.
         drafters: the members of a group; empty for other drafters.
+        chain: options with which it drafts chains only; empty if it always does, or never.  Specs that leave the shape
+            open take them for targets that cannot score trees.
     """
 
     name: ClassVar[str]
+    chain: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     taps: Sequence[str] = ()
     max_depth: int = 8
     max_nodes: int = 64

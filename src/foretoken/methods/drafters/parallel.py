@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.core.costs import TargetCost
 from foretoken.core.largest import largest
-from foretoken.methods.drafters.base import BatchDrafter
+from foretoken.methods.drafters.base import WIDTH_ONE, BatchDrafter
 from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_shape, paying_static_tree, traits_of
 from foretoken.methods.drafters.dynamic import MOST_NODES
@@ -188,6 +188,7 @@ class ParallelDrafter(BatchDrafter):
             draft's probabilities.
     """
 
+    chain = WIDTH_ONE
     width: int
     draw: str
     shape: StaticTree

@@ -226,9 +226,12 @@ class TargetParts:
     def final_norm(self) -> torch.nn.Module:
         """The norm after the last layer, whose output the vocabulary projection reads."""
         decoder = find_decoder(self.network)[0]
+        norms = {name: child for name, child in decoder.named_children() if "norm" in type(child).__name__.lower()}
         for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm"):
-            if isinstance(getattr(decoder, name, None), torch.nn.Module):
-                return getattr(decoder, name)
+            if name in norms:
+                return norms[name]
+        if len(norms) == 1:  # LFM2 calls it embedding_norm
+            return next(iter(norms.values()))
         raise CapabilityError(f"{type(decoder).__name__} has no final norm with a known name")
 
     def normed(self, hidden: Tensor) -> Tensor:
