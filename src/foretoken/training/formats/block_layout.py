@@ -16,6 +16,8 @@ from foretoken.training.formats.base import Target, check_sizes
 from foretoken.training.formats.llama_layer import layer_shape, refuse_others
 from foretoken.training.formats.values import MOST, class_of, flag, listed, number, positive, whole
 
+SINK = ".attention_sink_bias"
+
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config.json`` flattened: the layers' own configuration, the top level, and ``dflash_config`` over both, each a
@@ -98,7 +100,7 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
         "block": whole(config, "block_size", least=-MOST),
         "mask_token": _mask_token(config, "mask_embedding" in tensors, target),
         "own_mask": "mask_embedding" in tensors,
-        "sinks": any(name.endswith(".attention_sink_bias") for name in tensors),
+        "sinks": _has_sinks(config, tensors),
         "input_scale": positive(config, "input_embedding_scale", default=1.0),
         **_attention(config, layers),
     }
@@ -122,6 +124,25 @@ def _mask_token(config: Mapping[str, Any], own_embedding: bool, target: Target) 
     return token
 
 
+def _has_sinks(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether attention has sinks, by the tensors.  Raises ``ValueError`` if ``config.json`` promises missing ones."""
+    sinks = any(name.endswith(SINK) for name in tensors)
+    if not sinks and flag(config, "dflash_attention_sink", "attention_sink"):
+        raise ValueError(f"the checkpoint lacks the tensor layers.0.self_attn{SINK}: it is incomplete")
+    return sinks
+
+
+def _mode(config: Mapping[str, Any]) -> bool | None:
+    """Whether ``attention_mode`` makes rows causal; ``None`` if it does not say.  Raises ``ValueError`` for attention
+    that is not over keys and values of heads."""
+    mode = config.get("attention_mode")
+    if mode is None or mode in ("gqa", "mqa", "mha"):
+        return None
+    if mode in ("causal", "bidirectional"):
+        return bool(mode == "causal")
+    raise ValueError(f"config.json has attention_mode {mode!r}, which this network does not have")
+
+
 def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
     """``reach`` and ``causal``; a sliding layer is causal by default."""
     kinds = listed(config, "layer_types") or ["full_attention"] * layers
@@ -135,7 +156,8 @@ def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
         raise ValueError("config.json has sliding layers and no sliding_window: the checkpoint is incomplete")
     # In Transformers the window is the distance to the farthest token; all others also count the token itself.
     reach = window if str(config.get("model_type", "")).endswith("_assistant") else window - 1
-    is_causal = flag(config, "is_causal", "causal", "causal_head")
+    mode, is_causal = _mode(config), flag(config, "is_causal", "causal", "causal_head")
+    is_causal = mode if is_causal is None else is_causal
     if config.get("dflash_draft_attention") is not None:
         is_causal = config["dflash_draft_attention"] == "causal"
     free = flag(config, "sliding_window_non_causal") or str(config.get("model_type", "")).endswith("_assistant")

@@ -31,6 +31,7 @@ from foretoken.training.formats.values import flag, whole
 
 CODEBOOK = "candidate_selector.predecessor_codebook"
 W1 = "markov_head.markov_w1.weight"
+CONFIDENCE = "confidence_head.proj.weight"
 
 
 class DflashPlain(NetFormat):
@@ -210,7 +211,9 @@ class DsparkPlain(DflashPlain):
         if stated != head:
             raise ValueError(f"config.json says markov_head_type {stated!r}, and the tensors are those of {head!r}")
         rank = whole(config, "markov_rank", default=tensors[W1].shape[-1])
-        reader, confidence = tensors.get("confidence_head.proj.weight"), ""
+        reader, confidence = tensors.get(CONFIDENCE), ""
+        if reader is None and flag(config, "enable_confidence_head"):
+            raise ValueError(f"the checkpoint lacks the tensor {CONFIDENCE}: it is incomplete")
         if reader is not None:
             confidence = "both" if reader.shape[-1] == rank + whole(config, "hidden_size") else "state"
         return {
