@@ -147,6 +147,7 @@ class NetFormat(Format):
     net_config: ClassVar[type[Any]]
     net_class: ClassVar[type[Any]]
     weights: ClassVar[str] = WEIGHTS
+    config_file: ClassVar[str] = "config.json"
 
     @abstractmethod
     def write(self, trained: Trained, target: Target) -> Checkpoint:
@@ -164,24 +165,29 @@ class NetFormat(Format):
         load_weights(source, net)
         checkpoint = self.write(Trained(description["config"], stored(net)), target)
         write_tensors(folder / self.weights, checkpoint.tensors)
-        write_json(folder / "config.json", checkpoint.config)
+        write_json(folder / self.config_file, checkpoint.config)
         note = {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint)}
-        write_json(folder / NOTE, {**note, "measured": description["measured"]})
+        write_json(folder / NOTE, {**note, "measured": description["measured"], **self.noted(description["config"])})
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
-        source.check_whole()
+        source.check_whole(self.config_file)
         fingerprint = target.parts.fingerprint()
         measured = _measured(source, self.method, fingerprint)
         tensors = source.tensors()
         if any(value.is_floating_point() and value.dtype != DTYPE for value in tensors.values()):
             self.warnings.append("the weights were rounded to bfloat16")
-        trained = self.read(Checkpoint(source.config, tensors), target)
+        config = source.config if self.config_file == "config.json" else source.json(self.config_file)
+        trained = self.read(Checkpoint(config, tensors), target)
         net = self.network(trained.config)
         parameters = net.state_dict()
         check_stored(tensors.items(), source.path)
         net.load_state_dict({name: value.to(parameters[name].dtype) for name, value in trained.tensors.items()})
         save_drafter(folder, self.method, trained.config, net, fingerprint, measured)
         return f"{self.method}:{{}}"
+
+    def noted(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Facts of a configuration that the layout has no keys for; they are kept in the note beside an export."""
+        return {}
 
     def network(self, config: Mapping[str, Any]) -> nn.Module:
         """An untrained network of this shape."""

@@ -122,10 +122,10 @@ class Found:
             tensors.update(loaded)
         return tensors
 
-    def check_whole(self) -> None:
+    def check_whole(self, config_file: str = "config.json") -> None:
         """Raise ``ValueError`` for a folder without configuration or weights, or with pickled or damaged ones."""
-        if not (self.path / "config.json").exists():
-            raise ValueError(f"{self.path} has no config.json: copy it from the source of the weights")
+        if not (self.path / config_file).exists():
+            raise ValueError(f"{self.path} has no {config_file}: copy it from the source of the weights")
         if not self.names:
             raise ValueError(f"{self.path} holds no *.safetensors weights: the checkpoint is incomplete")
 
