@@ -85,7 +85,7 @@ def fitted(answers: Sequence[Rounds], row: float) -> tuple[Policy, Policy]:
     table = [k if m >= least else 0 for m in range(LONGEST + 1)]
     for _ in range(3):  # coordinate ascent
         for m in range(1, LONGEST + 1):
-            values = {k: speed(answers, (table[:m] + [k] + table[m + 1 :]).__getitem__, row) for k in LENGTHS}
+            values = {k: speed(answers, [*table[:m], k, *table[m + 1 :]].__getitem__, row) for k in LENGTHS}
             table[m] = max(values, key=values.__getitem__)
     return lambda m: k if m >= least else 0, table.__getitem__
 
