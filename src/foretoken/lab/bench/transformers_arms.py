@@ -70,9 +70,8 @@ class TransformersArm(ForeignArm):
     def _config(self, max_new_tokens: int, temperature: float) -> Any:
         config = copy.deepcopy(self.network.generation_config)
         config.max_new_tokens, config.max_length = max_new_tokens, None
-        if self.shared.ignore_eos:
-            # An id that never occurs (``None`` would be replaced by the model's default)
-            config.eos_token_id = -1
+        # -1 never occurs; ``None`` would be replaced by the model's default.
+        config.eos_token_id = -1 if self.shared.ignore_eos else sorted(self.shared.target.eos_token_ids) or -1
         config.do_sample = temperature > 0
         config.temperature, config.top_k, config.top_p = (temperature or 1.0), 0, 1.0
         return config
