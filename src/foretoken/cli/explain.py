@@ -220,19 +220,19 @@ def lines_of(round_: Round) -> list[TreeLine]:
     children[last].insert(0, round_.next_token)
     for below in children.values():
         below.sort(key=lambda n: n.status != "accepted")
-    root = round_.nodes[0]
-    return [TreeLine("", visible(root.text), "root", ""), *_below(0, "", children)]
-
-
-def _below(index: int, indent: str, children: dict[int, list[TraceNode]]) -> Sequence[TreeLine]:
-    lines: list[TreeLine] = []
-    below = children.get(index, [])
-    for number, node in enumerate(below):
-        is_last = number == len(below) - 1
+    lines = [TreeLine("", visible(round_.nodes[0].text), "root", "")]
+    waiting = _placed(children[0], "")
+    while waiting:
+        node, indent, is_last = waiting.pop()
         is_next = node.index < 0
         kind = node.why.split(":")[0] if is_next else node.status
         reason = node.why if node.status == "rejected" else ""
         lines.append(TreeLine(indent + ("└─ " if is_last else "├─ "), visible(node.text), kind, reason))
         if not is_next:
-            lines += _below(node.index, indent + ("   " if is_last else "│  "), children)
+            waiting += _placed(children[node.index], indent + ("   " if is_last else "│  "))
     return lines
+
+
+def _placed(siblings: Sequence[TraceNode], indent: str) -> list[tuple[TraceNode, str, bool]]:
+    """Siblings, the first of them last, with their indent and whether their line is the last one."""
+    return [(node, indent, node is siblings[-1]) for node in reversed(siblings)]

@@ -256,6 +256,13 @@ def test_the_table_has_every_cell(full: Path) -> None:
     assert len([tag for tag, _ in parsed.elements if tag == "td"]) == (rows - 1) * len(heads)
 
 
+def test_the_table_has_the_prefill_of_the_summary(tmp_path: Path) -> None:
+    """Of an arm at a setting, over all categories."""
+    prefill = [{"arm": FAST, "temperature": 0.0, "batch": 1, "prefill_s": 0.1254}, 3]
+    parsed = page(written(tmp_path, *CELLS, summary(cells=len(CELLS), prefill=prefill)))
+    assert "prefill s" in parsed.words and parsed.words.count("0.125") == 2
+
+
 def test_the_script_runs(full: Path, tmp_path: Path) -> None:
     """The trace's tree, text and caption, in a browser of a few lines (needs node)."""
     node = shutil.which("node")

@@ -138,7 +138,7 @@ def read_run(file: Path) -> Run:
         summary = whole = next((row for _, row in objects if row.get("summary")), {})
     if not cells:
         raise ValueError(f"{file} contains no cells of a bench run: {NOT_A_RUN}")
-    return Run(file.name, text, _with_equality(cells, summary), summary, [*notes, *_remarks(cells, whole)])
+    return Run(file.name, text, _with_counts(cells, summary), summary, [*notes, *_remarks(cells, whole)])
 
 
 def _objects(file: Path, text: str) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
@@ -179,16 +179,19 @@ def _cell(row: Mapping[str, Any], line_number: int, file: Path) -> Mapping[str, 
     return cell
 
 
-def _with_equality(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Cells with the summary's counts of ties, differences and draft tokens."""
-    names = ("arm", "category", "temperature", "batch")
-    counts: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for part, keys in (("equality", ("ties", "differences")), ("drafted", ("drafted",))):
-        for row in summary.get(part) or ():
-            if isinstance(row, Mapping):
-                cell_counts = counts.setdefault(tuple(row.get(name) for name in names), {})
-                cell_counts |= {name: row[name] for name in keys if name in row}
-    return [{**counts.get(tuple(cell[name] for name in names), {}), **cell} for cell in cells]
+def _with_counts(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Cells with the summary's counts of ties, differences and draft tokens, and its mean prefill of their setting."""
+    setting = ("arm", "temperature", "batch")
+    parts = (("equality", ("ties", "differences")), ("drafted", ("drafted",)), ("prefill", ("prefill_s",)))
+    added: list[dict[str, Any]] = [{} for _ in cells]
+    for part, keys in parts:
+        names = setting if part == "prefill" else (*setting, "category")
+        rows = [row for row in summary.get(part) or () if isinstance(row, Mapping)]
+        fields = {tuple(row.get(name) for name in names): row for row in rows}
+        for cell, more in zip(cells, added, strict=True):
+            row = fields.get(tuple(cell[name] for name in names), {})
+            more |= {key: row[key] for key in keys if key in row}
+    return [{**more, **cell} for more, cell in zip(added, cells, strict=True)]
 
 
 def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[str]:

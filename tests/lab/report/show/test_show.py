@@ -216,6 +216,21 @@ def test_lines_of_a_tree() -> None:
     assert round_.caption.startswith("model: 4 drafted, 1 accepted; recovered: '9' in place")
 
 
+def test_a_long_chain_is_printed_too() -> None:
+    """Deeper than Python's stack, as a prediction's draft may be."""
+    depth = 1500
+    trace = RoundTrace(
+        0, [7, *range(depth)], [-1, *range(depth)], [None] * (depth + 1), [None] * (depth + 1),
+        list(range(1, depth + 1)), 9, True, "prediction", verifier="greedy",
+    )  # fmt: skip
+    text = [*range(depth), 9]
+    out = Output("", text, "length", None, ["accepted"] * depth + ["bonus"], rounds=[trace])  # type: ignore[arg-type]
+    (round_,) = shown_run(out, None, "", ()).rounds
+    lines = lines_of(round_)
+    assert [line.text for line in lines] == [str(token) for token in (7, *text)]
+    assert lines[-1].branch == "   " * depth + "└─ " and lines[-1].kind == "bonus"
+
+
 def test_tokens_are_shown_as_they_are() -> None:
     assert visible(" a\n\t") == "·a⏎⇥"
     assert visible("") == "∅"
