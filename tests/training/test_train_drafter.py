@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from transformers import AutoTokenizer
 
 import foretoken as ft
 from foretoken.cli.main import main
-from foretoken.cli.train_drafter import needs
+from foretoken.cli.train_drafter import _loaded, needs
 from foretoken.loading import build_drafter, load_model
 from foretoken.models.forward.parts import TargetParts
 from foretoken.registry import rows
@@ -304,6 +306,22 @@ def test_data_without_text_is_found_before_the_model_is_loaded(
     ):
         assert main([*base, *(part for file in data for part in ("--data", str(file)))]) == 2
         assert capsys.readouterr().err == f"error: {words}\n"
+
+
+def test_a_second_target_is_loaded_after_the_first_is_freed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 and the stored dtype at once, a big target would not fit."""
+    networks: list[weakref.ref[Any]] = []
+
+    def load(source: str, device: str | None, dtype: str | None = None) -> tuple[Any, Any]:
+        gc.collect()
+        assert not [network for network in networks if network() is not None]
+        model: Any = load_model(source, dtype=dtype, pack=False)
+        networks.append(weakref.ref(model.model))
+        return model, None
+
+    monkeypatch.setattr("foretoken.cli.train_drafter.load_target", load)
+    _loaded(find_recipe("medusa"), str(target), None, {}, TrainConfig(precision="float32"))
+    assert len(networks) == 2
 
 
 def test_nothing_held_out_is_no_error(target: Path, tmp_path: Path) -> None:

@@ -114,7 +114,9 @@ def _loaded(
     dtype = TargetParts(model).head.weight.dtype
     recipe = kind(model, TargetParts(model), settings, config.seed)
     if recipe.trains_target or config.precision == "float32":
-        model = load_trainable(target, device) if recipe.trains_target else load_target(target, device, "float32")[0]
+        is_trained = recipe.trains_target
+        del recipe, model  # memory for one target is enough
+        model = load_trainable(target, device) if is_trained else load_target(target, device, "float32")[0]
         recipe = kind(model, TargetParts(model), settings, config.seed)
     return recipe, model, tokenizer, dtype
 
