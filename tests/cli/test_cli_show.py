@@ -86,7 +86,7 @@ def test_a_row_of_a_prompt_file_is_drawn(run: Any, target: str, tokenizer: Any, 
     assert 'class="prompt">user: for item' in out.read_text() and "[user]" not in out.read_text()
     rows.write_text(json.dumps({"messages": [{"role": role, "content": "for item"} for role in ("system", "user")]}))
     assert "has a system message: leave out --system" in run(*words, *system).err
-    plain = words[:4] + (target,) + words[5:]
+    plain = (*words[:4], target, *words[5:])
     rows.write_text('{"prompt": "for item"}\n')
     assert "has no chat template, which --system needs" in run(*plain, *system).err
     rows.write_text('{"messages": [{"role": "user"}]}')

@@ -219,7 +219,9 @@ def test_the_backend_reads_the_tokenizer_too(monkeypatch: pytest.MonkeyPatch) ->
         return TableModel(lambda _: torch.ones(4, dtype=torch.float64), 4)
 
     monkeypatch.setattr("foretoken.loading.load_model", model)
-    monkeypatch.setattr("foretoken.loading.load_tokenizer", lambda source, backend="auto": asked.append((source, backend)))
+    monkeypatch.setattr(
+        "foretoken.loading.load_tokenizer", lambda source, backend="auto": asked.append((source, backend))
+    )
     subject = Common(target="x.gguf", backend="llama.cpp").subject()
     assert asked == [("x.gguf", "llama.cpp")] * 2 and subject.tokenizer is None
 

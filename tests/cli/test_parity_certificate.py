@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from named_models import register, wheel
 from tiny_models import save_model
 
 from foretoken.core.io import named_models
@@ -21,6 +20,7 @@ from foretoken.lab.parity.verification import compare
 from foretoken.lab.parity.weights import _checksums, drafter_checksums, model_checksums
 from foretoken.loading.measured.machine import versions
 from foretoken.models.other.table import TableModel
+from named_models import register, wheel
 
 QUICK = ("--max-new-tokens", "8", "--samples", "0", "--dtype", "float32", "--mode", "greedy", "--mode", "seed")
 

@@ -58,7 +58,7 @@ class Delivery:
             run.stats.drafters[name] = run.stats.drafters.get(name, 0) + 1
         if run.request.explain:
             tests = run.context.rng.tests or []
-            run.rounds.append(trace(len(run.rounds), tree, turn.scores, turn.verdict, name, turn.verifier.name, tests))
+            run.rounds.append(trace(len(run.rounds), tree, turn.scores, turn.verdict, name, turn.verifier, tests))
             run.context.rng.tests = []
 
     def _drafter_of(self, turn: Turn) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from named_models import register, wheel
 
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.report.cards.card import Card, checksum_of, fault_of, read_card, read_cards, to_json
 from foretoken.lab.report.cards.page import equality, matrix_name, render, write_page
 from foretoken.lab.report.cards.written import card_of, fingerprint, origin, without_folders
+from named_models import register, wheel
 
 
 def figure(method: str = "ngram", speedup: float = 1.5, **more: Any) -> dict[str, Any]:
