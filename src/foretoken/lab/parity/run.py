@@ -30,6 +30,7 @@ from foretoken.lab.parity.distribution import check_sampled
 from foretoken.lab.parity.report import MODES, PLAIN, Check, Report
 from foretoken.lab.parity.report import Settings as Settings
 from foretoken.lab.prompts import BenchPrompt
+from foretoken.lab.workload import REFUSALS, reason_of
 from foretoken.llm import Llm, load
 from foretoken.loading import build_drafter, default_drafter
 from foretoken.methods.drafters.base import Drafter
@@ -145,8 +146,8 @@ def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple
     for spec in specs:
         try:
             _llm(spec, target, tokenizer, settings)
-        except ValueError as error:
-            skipped.append(f"{spec}: {error}")
+        except REFUSALS as error:
+            skipped.append(f"{spec}: {reason_of(error)}")
         else:
             fitting.append(spec)
     return fitting, skipped
