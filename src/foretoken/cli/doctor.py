@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, progress_bar, screen
+from foretoken.cli.output import json_only, print_json, print_table, progress_bar, screen, table
 from foretoken.options import COMMAND_LINE
 
 if TYPE_CHECKING:
@@ -117,16 +117,10 @@ def _print(report: dict[str, Any]) -> None:
 def _print_table(
     console: Console, title: str, words: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for name in words:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right")
+    grid = table(title, words, numbers)
     for row in rows:
-        table.add_row(*row)
-    console.print(table, soft_wrap=False)
+        grid.add_row(*row)
+    print_table(console, grid)
 
 
 def _print_facts(console: Console, report: dict[str, Any]) -> None:

@@ -529,7 +529,7 @@ def test_one_run_at_a_time_writes_a_partial_file(tmp_path: Path) -> None:
     """Lines of two runs would mix, and each would miss the other's results."""
     out = tmp_path / "run.jsonl"
     first = Partial(out, {"arms": ["plain"]}, resume=False)
-    with pytest.raises(ValueError, match="another run writes to .*run.jsonl.partial"):
+    with pytest.raises(ValueError, match=r"another run writes to .*run\.jsonl\.partial"):
         Partial(out, {"arms": ["plain"]}, resume=True)
     first.close()
     Partial(out, {"arms": ["plain"]}, resume=True).close()

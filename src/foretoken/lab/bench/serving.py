@@ -184,7 +184,7 @@ class OwnArm(Arm):
 
     def _serve(self, unit: Unit, temperature: float) -> tuple[list[Running], float, float]:
         """Finished requests in the unit's order, total seconds (including the controller's), and prefill seconds."""
-        shared, engine = self.shared, self.llm.engine
+        shared = self.shared
         requests = [
             self.llm.request(
                 list(ids),
@@ -196,22 +196,9 @@ class OwnArm(Arm):
             )
             for ids, seed in zip(unit.ids, unit.seeds, strict=True)
         ]
-        numbers = [engine.add(request) for request in requests]
-        finished: dict[int, Running] = {}
-        read_before = engine.read_s
-        try:
-            watch = Stopwatch()
-            while engine.busy:
-                for run, emission in engine.step():
-                    if emission.error is not None:
-                        raise emission.error
-                    if emission.finish_reason is not None:
-                        finished[run.id] = run
-            spent = watch.seconds
-        finally:
-            for number in numbers:
-                engine.cancel(number)
-        return [finished[number] for number in numbers], spent, engine.read_s - read_before
+        read_before, watch = self.llm.engine.read_s, Stopwatch()
+        finished = self.llm.calls.finish(requests)
+        return finished, watch.seconds, self.llm.engine.read_s - read_before
 
 
 def make_arm(spec: str, shared: ArmSetup) -> Arm:
