@@ -18,7 +18,7 @@ import pytest
 
 from foretoken.cli.main import main
 from foretoken.lab.bench.partial import Partial
-from foretoken.lab.bench.results import UnitResult
+from foretoken.lab.bench.results import UnitResult, rate, speedup_ci95
 from foretoken.lab.bench.results import drafted as draft_tokens
 from foretoken.lab.report import figures, verdict
 from foretoken.lab.report.charts import Bar, BarChart, Chart, Guide, LineChart, Series
@@ -638,6 +638,28 @@ def test_a_partial_file_is_reported_too(tmp_path: Path) -> None:
     assert run.part("positions_at") == {"temperature": 0.0, "batch": 1}
     ids = page(out).ids
     assert {"speedup", "positions", "rounds"} <= ids and "trace" not in ids
+
+
+def test_the_interval_of_an_unfinished_run_is_that_of_a_finished_one(tmp_path: Path) -> None:
+    """Student's t over the units of all categories, not the cells' intervals added in squares."""
+    out = tmp_path / "run.jsonl"
+    partial = Partial(out, {"target": "builtin", "arms": ["plain", FAST], "max_new_tokens": 4}, resume=False)
+    units = [(category, unit) for category in ("code", "prose") for unit in range(3)]
+    results = {
+        arm: [
+            UnitResult(arm, 0.0, 1, category, unit, [unit], [[1, 2, 3, 4]], seconds + 0.1 * unit, 4, 0.1)
+            for category, unit in units
+        ]
+        for arm, seconds in (("plain", 2.0), (FAST, 0.5))
+    }
+    for result in (*results["plain"], *results[FAST]):
+        partial.add(result)
+    partial.close()
+    speedup = figures.overall(read_run(out), (0.0, 1), FAST)
+    low, high = speedup_ci95(results[FAST], results["plain"])
+    assert speedup == figures.Speedup(rate(results[FAST]) / rate(results["plain"]), low, high)
+    stored = read_run(out).overall((0.0, 1), FAST)
+    assert stored is not None and stored["prompts"] == 6
 
 
 def test_cells_of_another_engine_may_lack_numbers(tmp_path: Path) -> None:

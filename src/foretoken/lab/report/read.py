@@ -17,7 +17,7 @@ PLAIN = ("none", "plain")
 NOT_A_RUN = "write one with 'foretoken bench --out run.jsonl'"
 
 
-Setting = tuple[float, int]
+Condition = tuple[float, int]
 """Temperature and batch size."""
 
 
@@ -54,7 +54,7 @@ class Run:
         missing = planned is not None and planned > len(self.cells)
         return not self.summary.get("summary") or bool(self.summary.get("interrupted")) or missing
 
-    def drafted_nothing(self, setting: Setting, arm: str) -> bool:
+    def drafted_nothing(self, setting: Condition, arm: str) -> bool:
         """Whether an arm is known to have drafted nothing at a setting, so that it decoded plainly."""
         counts = [number(cell.get("drafted")) for cell in self.at(setting, arm)]
         return bool(counts) and all(count == 0 for count in counts)
@@ -64,7 +64,7 @@ class Run:
         return [arm for arm in self.arms if arm not in PLAIN]
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[Condition]:
         """Temperatures and batch sizes of the cells, in ascending order."""
         return sorted({setting_of(cell) for cell in self.cells})
 
@@ -72,7 +72,7 @@ class Run:
     def categories(self) -> list[str]:
         return list(dict.fromkeys(cell["category"] for cell in self.cells))
 
-    def at(self, setting: Setting, arm: str | None = None) -> list[Mapping[str, Any]]:
+    def at(self, setting: Condition, arm: str | None = None) -> list[Mapping[str, Any]]:
         """Cells of a setting, optionally of one arm."""
         return [c for c in self.cells if setting_of(c) == setting and arm in (None, c["arm"])]
 
@@ -81,7 +81,7 @@ class Run:
         value = self.summary.get(name)
         return dict(value) if isinstance(value, Mapping) else {}
 
-    def overall(self, setting: Setting, arm: str) -> Mapping[str, Any] | None:
+    def overall(self, setting: Condition, arm: str) -> Mapping[str, Any] | None:
         """The summary's cell of an arm over all categories, if any."""
         cells = [c for c in self.listed("overall") if isinstance(c, Mapping) and c.get("arm") == arm]
         return next((c for c in cells if (c.get("temperature"), c.get("batch")) == setting), None)
@@ -98,11 +98,11 @@ class Run:
         return value if isinstance(value, list) else []
 
 
-def setting_of(cell: Mapping[str, Any]) -> Setting:
+def setting_of(cell: Mapping[str, Any]) -> Condition:
     return float(cell["temperature"]), int(cell["batch"])
 
 
-def setting_name(setting: Setting) -> str:
+def setting_name(setting: Condition) -> str:
     """A setting in words."""
     temperature, batch = setting
     return f"{'greedy' if temperature == 0 else f'temperature {temperature:g}'}, batch {batch}"
@@ -215,7 +215,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
 
     ``objects`` are the lines of the file: a header with ``config``, then ``result`` and ``note`` objects.
     """
-    from foretoken.lab.bench.results import UnitResult, cell, drafted, positions_at, time_split
+    from foretoken.lab.bench.results import OVERALL, UnitResult, cell, drafted, positions_at, time_split
 
     try:
         results = [UnitResult(**row["result"]) for row in objects if "result" in row]
@@ -223,19 +223,17 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
         raise ValueError(f"this unfinished run is damaged ({error}): run it again") from None
     plain = {r.key[1:]: r for r in results if r.arm in PLAIN}
     groups: dict[tuple[Any, ...], list[UnitResult]] = {}
+    whole: dict[tuple[Any, ...], list[UnitResult]] = {}
     for r in results:
         if r.key[1:] in plain:  # compare only units that plain decoding has finished
             groups.setdefault((r.arm, r.temperature, r.batch, r.category), []).append(r)
-    cells = [
-        cell(
-            arm_results,
-            [plain[r.key[1:]] for r in arm_results],
-            arm_results[0].category,
-            None,
-            len({p for r in arm_results for p in r.prompts}),
-        )
-        for arm_results in groups.values()
-    ]
+            whole.setdefault((r.arm, r.temperature, r.batch), []).append(r)
+
+    def compared(arm_results: list[UnitResult], category: str) -> dict[str, Any]:
+        prompts = {(r.category, p) for r in arm_results for p in r.prompts}
+        return cell(arm_results, [plain[r.key[1:]] for r in arm_results], category, None, len(prompts))
+
+    cells = [compared(arm_results, arm_results[0].category) for arm_results in groups.values()]
     arms = {arm: [r for r in results if r.arm == arm] for arm in dict.fromkeys(r.arm for r in results)}
     splits = {arm: split for arm, arm_results in arms.items() if (split := time_split(arm_results)) is not None}
     config = dict(objects[0]["config"])
@@ -249,6 +247,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
         "arms": list(config.get("arms") or arms),
         "settings": config,
         **positions_at(results, list(arms), _first_setting(config, results)),
+        "overall": [compared(arm_results, OVERALL) for arm_results in whole.values()],
         "rounds": splits,
         "drafted": [drafted(arm_results) for arm_results in groups.values()],
         "traces": traces,
@@ -256,7 +255,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
     return list(cells), summary
 
 
-def _first_setting(config: Mapping[str, Any], results: Sequence[UnitResult]) -> Setting:
+def _first_setting(config: Mapping[str, Any], results: Sequence[UnitResult]) -> Condition:
     """The setting of a summary's costs and acceptance: the first temperature, the smallest batch."""
     temperatures, batches = config.get("temperatures"), config.get("batches")
     if temperatures and batches:
