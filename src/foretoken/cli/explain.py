@@ -205,7 +205,7 @@ def lines_of(round_: Round) -> list[TreeLine]:
     while waiting:
         node, indent, is_last = waiting.pop()
         is_next = node.index < 0
-        kind = node.why.split(":")[0] if is_next else node.status
+        kind = round_.origin if is_next else node.status
         reason = node.why if node.status == "rejected" else ""
         lines.append(TreeLine(indent + ("└─ " if is_last else "├─ "), visible(node.text), kind, reason))
         if not is_next:

@@ -11,7 +11,7 @@ from foretoken.engine.request import Running
 from foretoken.engine.stats import SpecStats
 from foretoken.lab.bench.arms import Arm, ArmSetup, Unit
 from foretoken.lab.bench.costs import DraftRound
-from foretoken.lab.bench.results import Setting, UnitResult
+from foretoken.lab.bench.results import Condition, UnitResult
 from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
 from foretoken.lab.report.show.texts import token_text
 from foretoken.lab.timing import Stopwatch
@@ -149,13 +149,13 @@ class OwnArm(Arm):
         verifier = self.llm.engine.verifier
         return verifier is None or verifier.races
 
-    def enter(self, setting: Setting) -> None:
+    def enter(self, setting: Condition) -> None:
         """Make a new controller, and a new drafter if the old one may remember outputs."""
         if self.remembers:
             self.drafter = self._drafter()
         self.llm = self._llm()
 
-    def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
+    def run(self, unit: Unit, setting: Condition, tracing: bool = False) -> UnitResult:
         """Decode the unit's prompts as one batch."""
         self.recorder.start(tracing)
         runs, spent, read_s = self._serve(unit, setting[0])

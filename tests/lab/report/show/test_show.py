@@ -238,7 +238,7 @@ def test_the_best_round_has_accepted_and_rejected_tokens() -> None:
 
 def test_boxes_do_not_overlap() -> None:
     for round_ in run_of("traversal").rounds:
-        drawn = draw_tree(round_.nodes, round_.next_token).markup
+        drawn = draw_tree(round_.nodes, round_.next_token, round_.origin).markup
         matches = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', drawn)
         boxes = [tuple(map(float, box)) for box in matches]
         assert len(boxes) == len(round_.nodes) + 1
