@@ -85,10 +85,12 @@ class Delivery:
             run.add_states(hidden)
 
     def teach(self, turns: Sequence[Turn]) -> None:
-        """Show the drafter the verdicts of its drafts."""
+        """Show the drafter the verdicts of requests that it may draft for."""
         for turn in turns:
-            if self.drafter is not None and turn.run.finish_reason is None:
-                self.drafter.observe(turn.run.context, turn.tree, turn.scores, turn.verdict)
+            run = turn.run
+            may_draft = turn.rule is None and run.request.max_draft_tokens != 0
+            if self.drafter is not None and may_draft and run.finish_reason is None:
+                self.drafter.observe(run.context, turn.tree, turn.scores, turn.verdict)
 
     def account(self, turn: Turn, counts: tuple[int, int], times: RoundTimes) -> None:
         """Add the round to the request's statistics, and report it to the controller.

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from foretoken.core import Budget, TokenTree
 from foretoken.core.outside import is_outside
+from foretoken.engine.errors import as_error, blamed
 from foretoken.engine.request import Running, Turn
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.outside import check_budgets
 from foretoken.methods.drafters.base import Drafter
-from foretoken.methods.drafters.outside import check_count, check_proposal, has_outside
+from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of, has_outside
 from foretoken.methods.drafters.texts import BESIDE, DraftTexts, Pace
 from foretoken.methods.trees.operations import truncate
 from foretoken.models.base import CapabilityError, LanguageModel
@@ -38,6 +40,18 @@ def check_target(target: LanguageModel, drafter: Drafter) -> None:
             chain = ",".join(f"{option}={value}" for option, value in drafter.chain.items())
             cure = f"; {chain} drafts chains" if chain and name in ("tree_mask", "keep_path") else ""
             raise CapabilityError(f"drafter {drafter.name!r} needs a target with {name}: {reason}{cure}")
+
+
+def described(drafter: Drafter | None) -> list[dict[str, Any]]:
+    """Entries that describe a drafter. Raises ``DrafterError`` with class and line for what one from outside raises."""
+    try:
+        return [] if drafter is None else entries_of(drafter)
+    except BaseException as raised:
+        error = as_error(raised)
+        blame = blamed(error)
+        if blame is raised:
+            raise
+        raise blame from error
 
 
 def drop_scratch(target: LanguageModel, run: Running) -> None:

@@ -147,7 +147,7 @@ class Reader:
                 try:
                     self.drafter.start(run.context)
                 except BaseException:
-                    self.drafter.finish(run.context)
+                    self.requests.finish_drafter(run)
                     raise
             run.started = True
 

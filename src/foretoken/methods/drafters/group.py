@@ -14,7 +14,7 @@ from typing import Any
 from foretoken.core import Budget, Context, HiddenStates, Kind, Scores, TokenTree, Verdict
 from foretoken.core.outside import is_outside
 from foretoken.methods.drafters.base import BatchDrafter, Drafter, Traits
-from foretoken.methods.drafters.outside import check_count, check_proposal
+from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of
 from foretoken.methods.trees.operations import truncate
 
 
@@ -63,7 +63,7 @@ class GroupDrafter(BatchDrafter):
         self.vocab_size = next((v for v in map(vocabulary_of, drafters) if v is not None), None)
 
     def describe(self) -> list[dict[str, Any]]:
-        return [entry for member in self.drafters for entry in member.describe()]
+        return [entry for member in self.drafters for entry in entries_of(member)]
 
     def cost_beside(self, target_bytes: int) -> float:
         return max(member.cost_beside(target_bytes) for member in self.drafters)

@@ -23,6 +23,19 @@ def has_outside(drafter: Drafter | None) -> bool:
     return drafter is not None and (is_outside(type(drafter)) or any(map(has_outside, drafter.drafters)))
 
 
+def entries_of(drafter: Drafter) -> list[dict[str, Any]]:
+    """``describe()`` of a drafter.
+
+    Raises:
+        DrafterError: an external one returned something else than a list of dictionaries.
+    """
+    entries: Any = drafter.describe()
+    if is_outside(type(drafter)) and not (isinstance(entries, list) and all(isinstance(e, dict) for e in entries)):
+        rule = f"returned {type(entries).__name__}: it must be a list of dictionaries"
+        raise DrafterError(told_of(type(drafter), "describe", rule))
+    return list(entries)
+
+
 def check_count(proposed: Any, count: int, drafter: Drafter) -> None:
     """Check the type and length of ``propose_batch``'s result, before its trees are read.
 
