@@ -169,15 +169,6 @@ PLANTS: dict[str, Plant] = {
 }
 
 
-class Watching(ConstantController):
-    """A constant controller that is told of every round."""
-
-    watches = True
-
-    def observe(self, context: Context, record: Any) -> None:
-        """Nothing to learn."""
-
-
 def model_drafter(draft: HuggingFaceModel) -> Drafter:
     return ModelDrafter(draft, tree="2x2x1")
 
@@ -191,7 +182,7 @@ each_drafter = pytest.mark.parametrize("make", [model_drafter, ngram_drafter], i
 
 def serving(make: Callable[[HuggingFaceModel], Drafter], controller: Controller | None = None, **more: Any) -> Engine:
     target, draft = llamas()
-    return engine(target, make(draft), controller=controller or Watching(), prefix_bytes=PREFIX_BYTES, **more)
+    return engine(target, make(draft), controller=controller or ConstantController(), prefix_bytes=PREFIX_BYTES, **more)
 
 
 def finished(runner: Engine, most: int = 2_000) -> dict[int, Running]:

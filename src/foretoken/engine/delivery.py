@@ -109,7 +109,7 @@ class Delivery:
             start = self.drafter.foresight.predicted_from(run.context)
             if start is not None:
                 run.note_prediction(range(start, start + tree.num_drafts), accepted)
-        if self.controller is not None and self.controller.watches and turn.planned:
+        if self.controller is not None and turn.planned:
             batch, nodes = counts
             record = StepRecord(
                 run.id,

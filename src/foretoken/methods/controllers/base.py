@@ -19,8 +19,6 @@ class Controller(ABC):
     """
 
     name: ClassVar[str]
-    watches: bool = True
-    """Whether :meth:`observe` is called for the current round."""
     weighs_costs: bool = False
     """Whether it needs initial costs of rounds and drafts: :mod:`foretoken.loading.measured.calibration`"""
     uses_costs: bool = False
