@@ -84,7 +84,7 @@ class Drafting:
         self.target, self.drafter, self.controller, self.members = target, drafter, controller, members
         self.pace, self.read_s = pace, 0.0
         self.has_outside = has_outside(drafter)
-        self._device = getattr(target, "device", None)
+        self._device = target.device
 
     def check_member(self, name: str | None) -> None:
         """Raise ``ValueError`` for an unknown member name."""

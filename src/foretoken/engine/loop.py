@@ -101,7 +101,7 @@ class Engine:
         self.allow_lossy, self.max_batch, self.kept_places, self.on_round = allow_lossy, max_batch, 0, on_round
         self.rounds, self.times = 0, RoundTimes(0.0, 0.0, 0.0, 0.0)
         self._ids, self._bookkeeping_s = 0, 0.0
-        self._device = getattr(target, "device", None)  # a round's times wait for this device
+        self._device = target.device  # a round's times wait for this device
         self.requests = Requests(target, self.drafter, controller, kv_memory, prefix_bytes)
         self.taps = self.requests.taps
         members = [] if drafter is None else [member.name for member in drafter.limits.members]

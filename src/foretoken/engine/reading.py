@@ -77,7 +77,7 @@ class Reader:
     def __init__(self, requests: Requests, chunk: int | None) -> None:
         self.requests, self.target, self.drafter = requests, requests.target, requests.drafter
         self.chunk, self.time, self.pace, self.read_s = chunk, ReadingTime(), Pace(), 0.0
-        self._device = getattr(self.target, "device", None)
+        self._device = self.target.device
 
     def most(self) -> int:
         """Tokens that may be processed now."""

@@ -159,11 +159,10 @@ class LoadingContext(BuildContext):
         return drafter_folder(name, path, self.source, self.target)
 
     def has_native_head(self) -> bool:
-        network = getattr(self.target, "model", None)
-        return network is not None and has_head(network)
+        return self.target.model is not None and has_head(self.target.model)
 
     def native_head(self) -> Sequence[dict[str, Tensor]]:
-        return read_head(getattr(self.target, "model", None))
+        return read_head(self.target.model)
 
 
 def check_outside(drafter: Drafter) -> None:
@@ -262,9 +261,9 @@ def free_drafters(target: LanguageModel, target_source: Any, besides: Sequence[s
     """Names of the drafters that cost nothing to get for a target and are expected to pay, except ``besides``.  Those
     that run a network come first, because those that copy text only draft now and then."""
     context = LoadingContext(target, target_source)
-    offers = [(row, row.load().traits.free_for) for row in rows("drafter") if row.name not in besides]
-    free = [row for row, is_free in offers if is_free is not None and is_free(context)]
-    return [row.name for row in sorted(free, key=lambda row: not row.needs)]
+    offers = [(row.name, row.load().traits) for row in rows("drafter") if row.name not in besides]
+    free = [(name, traits) for name, traits in offers if traits.free_for is not None and traits.free_for(context)]
+    return [name for name, _ in sorted(free, key=lambda offer: offer[1].copies_text)]
 
 
 def default_members(target: LanguageModel, target_source: Any) -> list[str]:

@@ -196,13 +196,13 @@ def _foreign(folder: Path) -> Fit | None:
 def _first_that_works(path: Path, subject: Subject) -> list[Fit]:
     """Drafters that use a language model.
 
-    Rows with the same requirement are tried together, until some work: a draft model with the target's own tokenizer
-    needs no translation.  Only the first refusal of a group is kept.
+    Rows that ask the same of a draft model are tried together, until some work: a draft model with the target's own
+    tokenizer needs no translation.  Only the first refusal of a group is kept.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows("drafter"):
         if row.reads == "model":
-            groups.setdefault(row.needs, []).append(row)
+            groups.setdefault(row.draft_model, []).append(row)
     refused: list[Fit] = []
     for group in groups.values():
         attempts = [_tried(row, path, subject) for row in group]

@@ -132,7 +132,7 @@ class Bench:
             "target": str(shared.source),
             "dtype": dtype_of(shared),
             "weights": runs_as(shared)["weights"],
-            "device": str(getattr(shared.target, "device", "cpu")),
+            "device": str(shared.target.device or "cpu"),
             "quantize": shared.quantize,
             "backend": shared.backend,
             "inflate": shared.inflate,

@@ -144,7 +144,7 @@ def equality(bench: Bench, arm: str, setting: Condition, category: str) -> dict[
 
 def dtype_of(shared: ArmSetup) -> str:
     """The target's dtype, or the weight type of a GGUF file."""
-    return str(getattr(shared.target, "dtype", "float64")).removeprefix("torch.")
+    return str(shared.target.dtype or "float64").removeprefix("torch.")
 
 
 def runs_as(shared: ArmSetup) -> dict[str, str]:

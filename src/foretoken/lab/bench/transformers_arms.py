@@ -42,7 +42,7 @@ class TransformersArm(ForeignArm):
 
     def __init__(self, name: str, shared: ArmSetup) -> None:
         super().__init__(name, shared)
-        model = getattr(shared.target, "model", None)
+        model = shared.target.model
         if not hasattr(model, "generate"):
             raise ValueError(f"this arm needs a Transformers target, not {type(shared.target).__name__}")
         self.network: Any = _twin(model)
@@ -130,7 +130,7 @@ def load_draft(path: str, shared: ArmSetup, dtype: str = "float32") -> Any:
     if not path and str(shared.source) != BUILTIN:
         raise ValueError("this arm needs a draft model for this target: add ,draft=PATH to its spec")
     source: str | Path = path or BUILTIN
-    device = getattr(shared.target, "device", None) if shared.device is None else shared.device
+    device = shared.target.device if shared.device is None else shared.device
     loaded: Any = load_model(source, role="draft", dtype=dtype, device=device)
     return unpacked(loaded.model)
 

@@ -112,7 +112,7 @@ def verifier_name(llm: Llm, greedy: bool, seeded: bool) -> str:
 
 def transformers_output(target: LanguageModel, prompt: list[int], settings: Settings) -> list[int] | None:
     """Greedy output of ``model.generate``; ``None`` unless the target is a Transformers model."""
-    model = getattr(target, "model", None)
+    model = target.model
     if model is None or not hasattr(model, "generate"):
         return None
     from transformers import GenerationConfig

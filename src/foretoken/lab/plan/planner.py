@@ -204,11 +204,12 @@ def _changes(assumptions: Assumptions, k: int, ks: Sequence[int], batch: int) ->
         ("draft step twice as slow", replace(assumptions, c=2 * assumptions.c)),
         ("draft step twice as fast", replace(assumptions, c=assumptions.c / 2)),
         ("overhead 0.1 higher", replace(assumptions, overhead=assumptions.overhead + 0.1)),
-        ("scoring more tokens twice as expensive", replace(assumptions, v=_Steeper(assumptions.v))),
     ]
+    if not isinstance(assumptions.v, Flat):  # which a higher slope leaves as it is
+        cases.append(("scoring more tokens twice as expensive", replace(assumptions, v=_Steeper(assumptions.v))))
     changes = []
     for name, case in cases:
-        if case == assumptions or (isinstance(assumptions.v, Flat) and "scoring" in name):
+        if case == assumptions:
             continue
         best = case.best_k(ks, batch)
         changes.append(Change(name, case.speedup(k, batch), best, case.speedup(best, batch)))

@@ -122,7 +122,7 @@ def _rounds(
 def _key(target: LanguageModel, drafter: Drafter) -> str:
     """Cache key of a model, machine and drafter."""
     machine, limits = machine_of(target), drafter.limits
-    network = getattr(target, "model", None)  # hashing its rows would unpack packed weights: seconds at 1.5B
+    network = target.model  # hashing its rows would unpack packed weights: seconds at 1.5B
     sampled = fingerprint(network) if isinstance(network, torch.nn.Module) else None
     about = {
         "target": sampled or fingerprint_of(target),

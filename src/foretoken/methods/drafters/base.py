@@ -38,6 +38,7 @@ class Traits:
             which removes rejected drafts.
         runs_target: whether it drafts with parts of the target itself, on ``context.sequence``.
         learns: whether :meth:`Drafter.observe` has an effect; a group does not call it for members that do not learn.
+        copies_text: whether it copies earlier text, so that it drafts only where a text repeats itself.
         only_for: description of the requests that it can draft for; empty for all.
         free_for: whether ``drafter="auto"`` should consider it for a target: its bare name builds without training or
             downloads, and it is expected to pay off on this machine.  Called on every such load, so it must be quick
@@ -52,6 +53,7 @@ class Traits:
     rewinds: bool = False
     runs_target: bool = False
     learns: bool = True
+    copies_text: bool = False
     only_for: str = ""
     free_for: Callable[[BuildContext], bool] | None = None
 

@@ -94,7 +94,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
 
     def _read_states(self, target: LanguageModel) -> None:
         """Read the target's states if the draft model was trained with them, which excludes cutting tokens off."""
-        network = getattr(self.model, "model", None)
+        network = self.model.model
         projection = None if network is None else projection_of(network, target)
         if projection is not None:
             self.reader = TargetStates(self.model, projection, self.mask, self.vocab_size)
@@ -178,7 +178,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
 
 def mask_token(model: LanguageModel) -> int | None:
     """The mask token in a draft model's configuration; ``None`` if it was not trained to fill masks."""
-    config = getattr(getattr(model, "model", None), "config", None)
+    config = getattr(model.model, "config", None)
     mask = getattr(config, MASK, None)
     return mask if isinstance(mask, int) and not isinstance(mask, bool) else None
 

@@ -206,10 +206,9 @@ class _OwnText:
 
     def _step_s(self, skips: SkipSet) -> float:
         target, sequence = self.target, self.sequences[0]
-        device = getattr(target, "device", None)
-        before, start_s = target.run_s, now(device)
+        before, start_s = target.run_s, now(target.device)
         target.forward_part([Feed(sequence, self.texts[0][-1:])], skips.plan)
-        spent = (target.run_s - before) or (now(device) - start_s)
+        spent = (target.run_s - before) or (now(target.device) - start_s)
         target.commit(sequence, ())
         return spent
 

@@ -104,14 +104,20 @@ def _sampled(module: Any, count: int) -> Any:
     return getattr(module, "weight", None) if sampled is None else sampled(count)
 
 
+def quantised_bits(network: Any) -> int | None:
+    """Bits of weights that our layers hold quantised; ``None`` for full precision, a GGUF file and other packages."""
+    bits = {module.product.bits for module in network.modules() if isinstance(module, QuantisedLinear)}
+    return None if getattr(network, "stored_as", "") or not bits else min(bits)
+
+
 def storage_of(network: Any) -> str:
     """Quantisation of a network's weights: ``"int8"`` or the name of the package; empty for full precision."""
     stored_as = getattr(network, "stored_as", "")
     if stored_as:
         return f"{GGUF} {stored_as.removeprefix(GGUF).split(',')[0].strip()}"
-    bits = {module.product.bits for module in network.modules() if isinstance(module, QuantisedLinear)}
-    if bits:
-        return f"int{min(bits)}"
+    bits = quantised_bits(network)
+    if bits is not None:
+        return f"int{bits}"
     config = getattr(network.config, "quantization_config", None)
     if config is None:
         return ""
@@ -124,7 +130,7 @@ class TargetParts:
 
     def __init__(self, model: LanguageModel) -> None:
         # A drafter of an inflated target was trained for the small model in it, and keeps using that.
-        network: Any = getattr(model, "small", getattr(model, "model", None))
+        network: Any = getattr(model, "small", model.model)
         if network is None or not model.capabilities.taps or network.get_output_embeddings() is None:
             raise CapabilityError(f"a trained drafter needs a target with hidden states, not {type(model).__name__}")
         if is_offloaded(network):
