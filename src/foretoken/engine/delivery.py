@@ -32,7 +32,7 @@ class Delivery:
             run, tree, scores, verdict = turn.run, turn.tree, turn.scores, turn.verdict
             self._note_drafter(turn)
             path = [0, *verdict.path]
-            self.target.commit(run.text, path)
+            self.target.commit(run.open_sequence, path)
             tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
             stuck = (i for i in range(len(tokens)) if tuple(tokens[:i]) in scores.stuck)
             num_allowed = next(stuck, len(tokens)) if scores.stuck else len(tokens)

@@ -56,8 +56,8 @@ def described(drafter: Drafter | None) -> list[dict[str, Any]]:
 
 def drop_scratch(target: LanguageModel, run: Running) -> None:
     """Remove the nodes that a failed attempt left."""
-    if run.text.scratch_tokens and not run.text.provisional:
-        target.commit(run.text, ())
+    if run.open_sequence.scratch_tokens and not run.open_sequence.provisional:
+        target.commit(run.open_sequence, ())
 
 
 class Drafting:
@@ -149,7 +149,7 @@ class Drafting:
         """Limit a budget to the remaining room (one token of every round is the target's), to the length that the
         target processes in one way, and to the request's limit."""
         depth = min(budget.max_depth, run.context.max_length - len(run.context.tokens) - 1)
-        depth = min(depth, self.target.room(run.text) - 1)  # the root takes one
+        depth = min(depth, self.target.room(run.open_sequence) - 1)  # the root takes one
         if run.request.max_draft_tokens is not None:
             depth = min(depth, run.request.max_draft_tokens)
         if depth < budget.max_depth:

@@ -313,10 +313,10 @@ class Engine:
                 raise
             if not turn.scores.sampler.fixed and bool(turn.scores.logits[0].amax().isfinite()):
                 raise
-            self.target.forget(turn.run.text)
+            self.target.forget(turn.run.open_sequence)
             turn.tree = TokenTree.root_only(turn.run.context.root)
             self._score(turns)
             self.acceptance.verify(turns)
 
     def _feed(self, run: Running, tree: TokenTree) -> Feed:
-        return Feed(run.text, tree.tokens, tree.parents)
+        return Feed(run.open_sequence, tree.tokens, tree.parents)

@@ -213,13 +213,13 @@ class Requests:
                 self.drop(run)
                 continue
             try:
-                if run.text.scratch_tokens:
-                    self.target.commit(run.text, ())
+                if run.open_sequence.scratch_tokens:
+                    self.target.commit(run.open_sequence, ())
             except CapabilityError:  # a cache without rollback
                 self.drop(run)
                 continue
             have = len(run.context.tokens)
-            if len(run.text.tokens) != have - 1 or before.get(run.id, have) != have:
+            if len(run.open_sequence.tokens) != have - 1 or before.get(run.id, have) != have:
                 self.drop(run)
 
     def together(self, stage: Stage, turns: Sequence[Turn]) -> list[Turn]:

@@ -45,7 +45,7 @@ NOW_DATA = {
     "free_for": "write traits = Traits(free_for=FUNCTION)",
     "observes": "write traits = Traits(learns=False) where observe does nothing, and nothing where it does",
 }
-"""Methods that drafters had before, with their replacements.  An external drafter may still have them."""
+"""Retired methods, which an external drafter may define, with their replacements."""
 OBJECTS = {"verifier": check_verifier, "controller": check_controller}
 """Checks of objects passed instead of names."""
 DEFAULT_GROUP = "router,drafters=(model,k=8|ngram,k=10)"
@@ -81,7 +81,7 @@ class LoadingContext(BuildContext):
             return None
         cls, path, options = read_spec("drafter", spec)
         options = self._as_chain(cls, options)
-        built = self._made(cls, path, options) if is_outside(cls) else construct(cls, path, self, options)
+        built = self._built_outside(cls, path, options) if is_outside(cls) else construct(cls, path, self, options)
         check_target(str(options.get("tree") or ""), self.target)
         built.spec, built.target_bytes = spec, self.target.weight_bytes
         return built
@@ -95,7 +95,7 @@ class LoadingContext(BuildContext):
         refusal("trees", why, f"{cls.name} drafts chains")
         return {**options, **cls.chain}
 
-    def _made(self, cls: type[Any], path: str | None, options: dict[str, Any]) -> Drafter:
+    def _built_outside(self, cls: type[Any], path: str | None, options: dict[str, Any]) -> Drafter:
         label = f"{cls.__name__} ({line_of(cls)})"
         try:
             built = construct(cls, path, self, options)

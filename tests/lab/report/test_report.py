@@ -786,13 +786,13 @@ def painted(chart: Chart, is_paper: bool) -> Any:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from foretoken.lab.report.draw import COLOURS, Look, Painter
+    from foretoken.lab.report.draw import COLOURS, ChartStyle, Painter
 
-    look = Look(8.0, 30.6, COLOURS, True) if is_paper else Look(FONT, WIDTH / FONT, COLOURS, False)
-    with rc_context({**look.settings(), "text.hinting": "none"}):  # widths as in SVG, not rounded to pixels
+    style = ChartStyle(8.0, 30.6, COLOURS, True) if is_paper else ChartStyle(FONT, WIDTH / FONT, COLOURS, False)
+    with rc_context({**style.settings(), "text.hinting": "none"}):  # widths as in SVG, not rounded to pixels
         figure = Figure(dpi=72)
-        painter = Painter(chart, figure, look)
-        figure.set_size_inches(look.width * look.points / 72, painter.height * look.points / 72)
+        painter = Painter(chart, figure, style)
+        figure.set_size_inches(style.width * style.points / 72, painter.height * style.points / 72)
         painter.place(painter.height)
         figure.draw_without_rendering()
     return figure

@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from foretoken.core import Budget
-from foretoken.core.outside import OutsideError, fault_of, told_of
+from foretoken.core.outside import OutsideError, fault_message, fault_of
 from foretoken.methods.controllers.base import Controller
 
 
@@ -62,4 +62,4 @@ def _check_budget(budget: Any, controller: Controller) -> None:
 def _broken(controller: Controller, rule: str) -> ControllerError:
     cls = type(controller)
     method = "budget" if cls.budgets is Controller.budgets else "budgets"
-    return ControllerError(told_of(cls, method, rule))
+    return ControllerError(fault_message(cls, method, rule))

@@ -112,8 +112,8 @@ def show(member: Drafter, context: Context, part: MemberTree | None, scores: Sco
     if part is not None:
         path = _path_along(part.tree, tokens[:-1])
         last = path[-1] if path else 0
-        mine = _scores_at(scores, part.tree, part.nodes)
-        member.observe(context, part.tree, mine, Verdict(path, tokens[len(path)], not part.tree.children[last]))
+        part_scores = _scores_at(scores, part.tree, part.nodes)
+        member.observe(context, part.tree, part_scores, Verdict(path, tokens[len(path)], not part.tree.children[last]))
         first = len(path) + 1
     for node, token in zip(nodes[first:], tokens[first:], strict=True):
         root = TokenTree.root_only(tree.tokens[node])

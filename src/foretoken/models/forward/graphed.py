@@ -119,8 +119,8 @@ class Graphs:
 
     def _bucket(self, feeds: Sequence[Feed], plans: Sequence[RowPlan], taps: tuple[str, ...]) -> Bucket | None:
         """The smallest shape that holds these nodes; ``None`` if there is none."""
-        width = _at_least(max(plan.new for plan in plans), ROWS)
-        batch = _at_least(max(feed.sequence.row for feed in feeds) + 1, BATCHES)
+        width = _rounded_up(max(plan.new for plan in plans), ROWS)
+        batch = _rounded_up(max(feed.sequence.row for feed in feeds) + 1, BATCHES)
         if self.stopped or width is None or batch is None or batch * width > MOST_ROWS:
             return None
         is_draft = any(feed.wanted != 0 for feed in feeds)  # a prompt needs no logits
@@ -180,13 +180,13 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _at_least(count: int, sizes: Sequence[int]) -> int | None:
+def _rounded_up(count: int, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= count), None)
 
 
 def _up_to(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """All sizes up to the first that holds ``count``."""
-    last = _at_least(count, sizes) or sizes[-1]
+    last = _rounded_up(count, sizes) or sizes[-1]
     return tuple(size for size in sizes if size <= last)
 
 
