@@ -23,6 +23,9 @@ from foretoken.core import Budget, Context, TokenTree, outside
 from foretoken.core.sampling import SamplingParams
 from foretoken.core.specs import Spec, parse_spec
 from foretoken.engine.request import Request, Running
+from foretoken.lab.bench.fitting import fits
+from foretoken.lab.tune.choices import further
+from foretoken.lab.workload import Subject
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter
 from foretoken.methods.drafters.base import Drafter
@@ -167,6 +170,15 @@ def test_an_entry_point_is_a_drafter_by_its_name(
         build_drafter("broken", llm.target)
     with pytest.raises(ValueError, match="did you mean theirs"):
         build_drafter("their", llm.target)
+
+
+def test_drafters_of_installed_packages_are_tried(package: Callable[[str], None]) -> None:
+    package("theirs = theirs_period:Period\nbroken = theirs_period:Nothing")
+    subject = Subject(tables()[0])
+    fitting = {fit.name: fit for fit in fits(subject)}
+    assert fitting["theirs"].works and fitting["theirs"].spec == "theirs"
+    assert not fitting["broken"].works and "cannot be imported" in fitting["broken"].why
+    assert {"theirs", "broken"} <= set(further("builtin", ["ngram"]))
 
 
 # -- what is no drafter ----------------------------------------------------------------------------------------------

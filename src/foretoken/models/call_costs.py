@@ -23,7 +23,7 @@ from foretoken.models.machine import WORTH_KEEPING_S, KeptResults, any_text, is_
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Default node counts."""
 
-KEPT = KeptResults("calls", lambda: "quiet")  # earlier versions stored results from busy machines
+KEPT = KeptResults("calls", lambda: "quiet")  # results without this stamp may be of a busy machine
 _KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
 
 

@@ -38,7 +38,7 @@ PROMPTS = (
     "How do I sort a list of names in JavaScript?",
 )
 """Prompts for the answers that are measured."""
-KEPT = KeptResults("skips", lambda: "quiet")  # earlier versions kept results of a busy machine
+KEPT = KeptResults("skips", lambda: "quiet")  # results without this stamp may be of a busy machine
 
 
 class NothingToSkipWarning(UserWarning):
