@@ -110,12 +110,12 @@ class BlockAttention(nn.Module):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        size, dim = config.hidden_size, config.head_dim
+        size, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.config = config
-        self.q_proj = nn.Linear(size, config.heads * dim, bias=False)
-        self.k_proj = nn.Linear(size, config.kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(size, config.kv_heads * dim, bias=False)
-        self.o_proj = nn.Linear(config.heads * dim, size, bias=False)
+        self.q_proj = nn.Linear(size, config.heads * dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.heads * dim, size, bias=bias)
         self.q_norm, self.k_norm = RmsNorm(dim, config.eps), RmsNorm(dim, config.eps)
         self.attention_sink_bias = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
 
@@ -144,9 +144,10 @@ class BlockAttention(nn.Module):
 class BlockMlp(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.ffn, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.ffn, bias=False)
-        self.down_proj = nn.Linear(config.ffn, config.hidden_size, bias=False)
+        bias = config.mlp_bias
+        self.gate_proj = nn.Linear(config.hidden_size, config.ffn, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.ffn, bias=bias)
+        self.down_proj = nn.Linear(config.ffn, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -216,7 +217,7 @@ class BlockNet(nn.Module):
 
     def keys(self, context: Tensor, positions: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values [b, H', n, d] of fused states [b, n, D] at positions [b, n]."""
-        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, context)
+        cos, sin = rotary(positions, self.config, context)
         attention: BlockAttention = self.layers[layer].self_attn  # type: ignore[assignment]
         return attention.keys(context, cos, sin)
 
@@ -242,7 +243,7 @@ class BlockNet(nn.Module):
             positions: [b, n].
             masks: per layer, additive [b, 1, n, m].
         """
-        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, x)
+        cos, sin = rotary(positions, self.config, x)
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, masks[index], lambda key, value, i=index: keep(i, key, value))
         return self.norm(x)
