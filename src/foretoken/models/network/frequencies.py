@@ -80,4 +80,6 @@ def _scaled(kind: str, dim: int, theta: float, rope: Mapping[str, Any]) -> tuple
         max_position_embeddings=longest,
     )
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if not bool(torch.isfinite(frequencies * scale).all()):
+        raise ValueError("its frequencies are not finite")
     return frequencies.float(), float(scale)

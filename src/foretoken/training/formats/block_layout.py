@@ -35,13 +35,7 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by our names, with separate queries, keys and values.  Raises ``ValueError`` for a quantised
-    checkpoint."""
-    suffixes = (".weight_packed", ".weight_scale", ".qweight", ".scales")
-    if any(f".{name}".endswith(suffixes) for name in tensors) or config.get("quantization_config"):
-        quantisation = config.get("quantization_config")
-        kind = quantisation.get("quant_method", "") if isinstance(quantisation, Mapping) else ""
-        raise ValueError(f"the checkpoint is quantised ({kind or 'packed weights'}): import the unquantised one")
+    """Tensors by our names, with separate queries, keys and values."""
     renamed = {our_name(name): value for name, value in tensors.items()}
     for name in [name for name in renamed if name.endswith(".qkv_proj.weight")]:
         prefix, whole = name.removesuffix("qkv_proj.weight"), renamed.pop(name)
@@ -56,17 +50,18 @@ def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> di
     return renamed
 
 
-def in_halves(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
-    """Weights for rotary embeddings of interleaved pairs, permuted for ours, which rotate the two halves of a head.
+def in_halves(tensors: Mapping[str, Tensor], dim: int, rotated: int) -> dict[str, Tensor]:
+    """Weights for rotary embeddings of interleaved pairs, permuted for ours, which rotate the two halves of the first
+    ``rotated`` of a head's ``dim`` numbers.
 
     Attention scores do not depend on the order of a head's rows if queries and keys have the same.
     """
-    order = torch.cat([torch.arange(0, dim, 2), torch.arange(1, dim, 2)])
+    order = torch.cat([torch.arange(0, rotated, 2), torch.arange(1, rotated, 2), torch.arange(rotated, dim)])
 
     def moved(name: str, value: Tensor) -> Tensor:
         if name.endswith((".q_norm.weight", ".k_norm.weight")):
             return value[order]
-        if name.endswith((".q_proj.weight", ".k_proj.weight")):
+        if name.endswith((".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")):
             return value.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
         return value
 
@@ -87,9 +82,7 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
     Raises ``ValueError`` if a key is missing, is for another target, or requires features that our network lacks.
     """
     check_sizes(config, target)
-    refuse_others(
-        config, {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0, "hidden_act": "silu"}
-    )
+    refuse_others(config, {"hidden_act": "silu"})
     # 256 layers: more than any published drafter has
     layers = whole(config, "num_hidden_layers", most=256)
     return {

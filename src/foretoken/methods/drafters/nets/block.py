@@ -38,6 +38,7 @@ class BlockConfig(LayerConfig):
         draft_vocab: V_d, size of the draft vocabulary; 0 means all.
         own_head: whether it has a vocabulary projection instead of the target's.
         input_scale: factor of the embeddings.
+        own_embedding: whether it has a token embedding instead of the target's.
     """
 
     vocab_size: int = 0
@@ -53,6 +54,7 @@ class BlockConfig(LayerConfig):
     draft_vocab: int = 0
     own_head: bool = False
     input_scale: float = 1.0
+    own_embedding: bool = False
 
     def __post_init__(self) -> None:
         # More than any published network has, fewer than the scratch of a sequence holds.
@@ -190,6 +192,7 @@ class BlockNet(nn.Module):
         self.hidden_norm, self.norm = RmsNorm(size, config.eps), RmsNorm(size, config.eps)
         self.layers = nn.ModuleList(self.layer(config) for _ in range(config.layers))
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if config.own_mask else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
         self.lm_head = nn.Linear(size, config.guessed, bias=False) if config.own_head else None
         if config.draft_vocab:
             self.register_buffer("d2t", torch.zeros(config.guessed, dtype=torch.int64))
@@ -222,7 +225,9 @@ class BlockNet(nn.Module):
         return attention.keys(context, cos, sin)
 
     def embedded(self, tokens: Tensor, embedding: Tensor) -> Tensor:
-        """Embeddings [..., D] of a block's ids, by the target's embedding [V, D]."""
+        """Embeddings [..., D] of a block's ids, by the target's embedding [V, D] if the network has none."""
+        if self.embed_tokens is not None:
+            embedding = self.embed_tokens.weight
         rows = F.embedding(tokens, embedding.detach()).to(self.fc.weight.dtype) * self.config.input_scale
         if self.mask_embedding is None:
             return rows

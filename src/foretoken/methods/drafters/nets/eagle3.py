@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, Mask, RmsNorm
 from foretoken.models.forward.heads.pieces import HeadParts
 
-
 LAST = "last"
 """Value of ``layers`` for the target's state after its final norm."""
 

@@ -192,8 +192,8 @@ class FeatureModel(TreeRunner):
 
     @torch.inference_mode()
     def fused(self, states: Tensor) -> Tensor:
-        """One state [n, D] from concatenated hidden states of several depths [n, k D], by the network's ``fc``, if it has
-        one."""
+        """One state [n, D] from concatenated hidden states of several depths [n, k D], by the network's ``fc``; without
+        ``fc``, the only one."""
         self._renew_native()
         self._is_renewed = True  # fused states are read next
         if self.model.fc is None:

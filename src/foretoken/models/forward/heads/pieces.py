@@ -83,8 +83,8 @@ class BlockNetParts:
     """A network over blocks of rows after a text that every layer holds as keys and values.
 
     Attributes:
-        config: heads, ``kv_heads``, ``head_dim``, ``rope_theta``, ``rope``, ``hidden_size``, and per layer ``reaches`` and
-            ``causals``.
+        config: heads, ``kv_heads``, ``head_dim``, ``rope_theta``, ``rope``, ``hidden_size``, and per layer ``reaches``
+            and ``causals``.
         last: norm before the vocabulary projection.
         fuse: projection from the target's hidden states of several depths to one state.
         not_covered: reason why the library cannot run it; empty if it can.
