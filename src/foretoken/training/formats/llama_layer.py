@@ -90,11 +90,11 @@ def layer_shape(config: Mapping[str, Any]) -> dict[str, Any]:
 def with_biases(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, bool], dict[str, Tensor]]:
     """``attention_bias`` and ``mlp_bias``, by the tensors or ``config.json``; and the tensors.  A checkpoint that has
     biases of queries, keys and values only (Qwen2) gets zeros for the output projection."""
-    given = {".".join(name.split(".")[-2:]) for name in tensors}
-    attention = bool(flag(config, "attention_bias")) or any(f"{name}.bias" in given for name in ATTENTION)
-    mlp = bool(flag(config, "mlp_bias")) or any(f"{name}.bias" in given for name in MLP)
+    given = {".".join(name.split(".")[-3:]) for name in tensors}
+    attention = bool(flag(config, "attention_bias")) or any(f"self_attn.{name}.bias" in given for name in ATTENTION)
+    mlp = bool(flag(config, "mlp_bias")) or any(f"mlp.{name}.bias" in given for name in MLP)
     filled = dict(tensors)
-    if "q_proj.bias" in given and "o_proj.bias" not in given:
+    if "self_attn.q_proj.bias" in given and "self_attn.o_proj.bias" not in given:
         for name, weight in tensors.items():
             if name.endswith(".o_proj.weight"):
                 filled[f"{name.removesuffix('weight')}bias"] = weight.new_zeros(len(weight))
