@@ -98,6 +98,7 @@ def test_from_text_to_a_drafter(
     report = json.loads(captured.out.splitlines()[-1])
     assert report["method"] == method and report["acceptance"]["mean_acceptance_length"] >= 1
     assert "held-out text" in captured.err
+    assert ("calibration error" in captured.err) == (method == "dspark") == ("confidence_temperatures" in report)
     result = {"target"} if method in TRAINS_TARGET else {"drafter.json", "model.safetensors"}
     assert {p.name for p in out.iterdir()} >= {"losses.csv", "losses.png", "README.md", "training.json"} | result
     card = (out / "README.md").read_text()
@@ -109,6 +110,8 @@ def test_from_text_to_a_drafter(
     head = report["drafter"].replace("FOLDER", str(out))
     assert head in captured.err.splitlines()[-1]
     llm = ft.load(str(served), drafter=head, controller="constant", dtype="float32")
+    if method == "dspark":
+        assert llm.drafter.temperatures == report["confidence_temperatures"] != []  # type: ignore[union-attr]
     plain = llm.plain.generate("one two three", max_new_tokens=24)
     spec = llm.generate("one two three", max_new_tokens=24)
     assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0

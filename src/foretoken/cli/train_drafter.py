@@ -218,6 +218,9 @@ def _tell(report: Mapping[str, Any], out: Path, recipe: Recipe) -> None:
 
     length = describe(report["acceptance"]) if report["acceptance"] else "nothing held out"
     console = screen(stderr=True)
+    if calibration := report.get("calibration"):
+        errors = (sum(calibration[when]) / len(calibration[when]) for when in ("before", "after"))
+        console.print("calibration error of the confidence head: {:.1%}, after calibration {:.1%}".format(*errors))
     line = f"{report['parameters']:,} parameters, {length} -> {out}"
     if not recipe.trains_target:
         console.print(f'{line}, for use as drafter "{recipe.spec(out)}"')
