@@ -285,6 +285,8 @@ ROWS: tuple[Row, ...] = (
                 "Chooses drafter and draft length, or plain decoding, by measured cost and acceptance."),
     _controller("goodput", "GoodputController", "SmartSpec, arXiv 2406.14066",
                 "Chooses one draft length per batch to maximise expected tokens per second."),
+    _controller("prefix", "PrefixController", "DSpark 2026, arXiv 2607.05147",
+                "Scores the likeliest drafts of all requests while each adds tokens per second."),
     _controller("constant", "ConstantController", "Leviathan et al. 2023, arXiv 2211.17192",
                 "Drafts the same number of tokens in every round.", example="constant,k=5"),
     _controller("heuristic", "HeuristicController", "Transformers' assisted generation",

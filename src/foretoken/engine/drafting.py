@@ -1,7 +1,7 @@
-"""The first stage of a round: draft budgets and draft trees.
+"""The first stages of a round: draft budgets, draft trees, and what is kept of them.
 
-The controller sets the budget and the drafter builds the tree. A request may name a group member, or bring its own
-tree.
+The controller sets the budget, the drafter builds the tree, and the controller may cut it. A request may name a group
+member, or bring its own tree.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from foretoken.core.outside import is_outside
 from foretoken.engine.errors import as_error, blamed
 from foretoken.engine.request import Running, Turn
 from foretoken.methods.controllers.base import Controller
-from foretoken.methods.controllers.outside import check_budgets
+from foretoken.methods.controllers.outside import check_budgets, check_kept
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of, has_outside
 from foretoken.methods.drafters.texts import BESIDE, DraftTexts, Pace
-from foretoken.methods.trees.operations import truncate
+from foretoken.methods.trees.operations import select, truncate
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.clock import now
 
@@ -135,6 +135,19 @@ class Drafting:
             for turn, tree, budget in zip(chosen, proposed, budgets, strict=True):
                 check_proposal(tree, turn.run.context, self.drafter, self.target, self.has_outside)
                 turn.tree = truncate(tree, budget.deepest)
+
+    def cut(self, turns: Sequence[Turn]) -> None:
+        """Drop the draft nodes that the controller does not keep, before they are scored."""
+        planned = [turn for turn in turns if turn.was_asked and turn.planned]
+        if self.controller is None or not planned:
+            return
+        trees = [turn.tree for turn in planned]
+        beside = [turn.tree for turn in turns if not (turn.was_asked and turn.planned)]
+        kept = self.controller.kept([turn.run.context for turn in planned], trees, beside)
+        if is_outside(type(self.controller)):
+            check_kept(kept, trees, self.controller)
+        for turn, nodes in zip(planned, kept, strict=True):
+            turn.tree = select(turn.tree, nodes)
 
     def _as_asked(self, run: Running, budget: Budget) -> Budget:
         """The controller's budget, or that of the member named by the request."""

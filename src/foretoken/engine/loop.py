@@ -13,7 +13,7 @@ their prompts. Each stage is an object, and :class:`Engine` runs them in this or
     add       queue a checked request                        (:mod:`foretoken.engine.joining`)
     admit     what memory and owners allow                   (:mod:`foretoken.engine.admission`)
     read      prompts, all of them or a piece                (:mod:`foretoken.engine.reading`)
-    draft     budgets and trees                              (:mod:`foretoken.engine.drafting`)
+    draft     budgets, trees, and what is kept of them       (:mod:`foretoken.engine.drafting`)
     score     one forward of the target over all trees       (here)
     verify    the acceptance rule of each request            (:mod:`foretoken.engine.acceptance`)
     commit    the accepted path, and the tokens of the round (:mod:`foretoken.engine.delivery`)
@@ -266,6 +266,7 @@ class Engine:
         self.drafting.allow_reading(runs, ALL if self.reader.chunk is None else self.reader.most())
         turns = together(self.drafting.propose, turns)
         started += self.drafting.note_reading(turns)  # not part of the round, like the target's prefill
+        turns = together(self.drafting.cut, turns)
         drafted = now(device)
         target_before, rows_before = target.run_s, target.run_rows
         turns = together(self._score, turns)
