@@ -21,6 +21,7 @@ from torch import Tensor
 from foretoken import registry
 from foretoken.core import Budget, Context, Kind, Rng, Scores, StepRecord, TokenTree, Verdict
 from foretoken.engine.loop import Engine
+from foretoken.methods.controllers import prefix
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.confidence import ConfidenceController
 from foretoken.methods.controllers.prefix import DraftPart, PrefixController
@@ -248,10 +249,10 @@ class SeesItself(Foreseeing):
 
 
 class SteadyPrefix(PrefixController):
-    """The prefix scheduler on a machine that always takes the same time: every row costs ``dear`` of a plain round's
-    share, and ``cheap`` beyond twice the requests."""
+    """The prefix scheduler with costs that do not change: a draft token costs ``first`` of a request's share of a
+    plain round, and ``further`` where there are more of them than requests."""
 
-    dear = cheap = 0.4
+    first = further = 0.4
 
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
         return [Budget(3, 3, survival=True)] * len(contexts)
@@ -259,7 +260,7 @@ class SteadyPrefix(PrefixController):
     def _steps_per_s(self, requests: int, drafted: int) -> Callable[[int], float]:
         def steps_per_s(rows: int) -> float:
             more = rows / requests - 1.0
-            return 1.0 / (1.0 + self.dear * min(more, 1.0) + self.cheap * max(more - 1.0, 0.0))
+            return 1.0 / (1.0 + self.first * min(more, 1.0) + self.further * max(more - 1.0, 0.0))
 
         return steps_per_s
 
@@ -267,20 +268,26 @@ class SteadyPrefix(PrefixController):
         """What it learns from others cannot be enumerated."""
 
 
-class Retrospective(SteadyPrefix):
-    """Takes the prefixes with the most tokens per second of all, although shorter ones cost more than they bring."""
+class JumpyPrefix(SteadyPrefix):
+    """Where the first row of a request costs more than it brings, and the further ones next to nothing."""
 
-    dear, cheap = 0.8, 0.05
+    first, further = 0.8, 0.05
 
-    def scheduled(
-        self, candidates: Sequence[DraftPart], requests: int, rows: int, steps_per_s: Callable[[int], float]
-    ) -> list[DraftPart]:
-        ordered = sorted(candidates, key=lambda candidate: candidate.order)
-        rates = [
-            (requests + sum(part.gain for part in ordered[:count])) * steps_per_s(rows + count)
-            for count in range(len(ordered) + 1)
-        ]
-        return ordered[: rates.index(max(rates))]
+
+def best_of_all(
+    candidates: Sequence[DraftPart], requests: int, rows: int, steps_per_s: Callable[[int], float]
+) -> list[DraftPart]:
+    """The prefixes with the most tokens per second, although shorter ones lower them."""
+    ordered = sorted(candidates, key=lambda candidate: candidate.order)
+    rates = [
+        (requests + sum(part.gain for part in ordered[:count])) * steps_per_s(rows + count)
+        for count in range(len(ordered) + 1)
+    ]
+    return ordered[: rates.index(max(rates))]
+
+
+def retrospective_search() -> AbstractContextManager[Any]:
+    return mock.patch.object(prefix, "scheduled", best_of_all)
 
 
 def without_replacement() -> Verifier:
@@ -372,9 +379,9 @@ class Cell:
     def difference(self, right: Reference) -> float:
         """The total variation that the exact cell finds, the largest of all sampling modes."""
         speculative = self.engine(1 if self.alone else BATCH)
-        if self.alone:
-            return differences(speculative, right, (self.mode,), lengths=(3,))[self.mode].difference
         with self.plant():
+            if self.alone:
+                return differences(speculative, right, (self.mode,), lengths=(3,))[self.mode].difference
             return max(result.difference for result in differences(speculative, right).values())
 
     def chance(self) -> float:
@@ -404,6 +411,7 @@ RIGHT = {
     "plain siblings, traversal": Cell(siblings()),
     "plain siblings, without replacement": Cell(siblings(), without_replacement),
     "the prefix scheduler": Cell(Foreseeing, controller=SteadyPrefix, alone=True),
+    "the prefix scheduler, where costs jump": Cell(Foreseeing, controller=JumpyPrefix, alone=True),
     "penalties": Cell(chain, mode="penalties", closeness=0.7),
     "processor": Cell(chain, mode="processor", closeness=0.7),
 }
@@ -421,7 +429,9 @@ PLANTED = {
     "unlikely draft taken back": Cell(DropsUnlikely),
     "draft taken back at a confidence stop": Cell(DropsAtStop, controller=confident),
     "prefixes by an estimate that sees the draft": Cell(SeesItself, controller=SteadyPrefix, alone=True, batch=1),
-    "best prefixes found in retrospect": Cell(Foreseeing, controller=Retrospective, alone=True, batch=1),
+    "best prefixes found in retrospect": Cell(
+        Foreseeing, controller=JumpyPrefix, plant=retrospective_search, alone=True, batch=1
+    ),
     "siblings sorted after the draw": Cell(siblings(SortedSiblings), without_replacement),
     "target loses the last accepted token": Cell(chain, target=ForgetfulTarget),
     "tree scored as a chain": Cell(lambda draft: ModelDrafter(draft, tree="2x2x1"), target=UnwoundTree),

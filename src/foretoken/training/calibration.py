@@ -1,4 +1,4 @@
-"""Calibration of predicted survival: sequential temperature scaling (STS) of DSpark's confidence head, arXiv 2607.05147.
+"""Calibration of predicted survival: sequential temperature scaling (STS) of a confidence head, arXiv 2607.05147.
 
 A round's survival at position k is the probability that the draft is accepted up to it, the product of ``sigmoid(z_j /
 T_j)`` over the positions j <= k.  Position by position, the temperature with the smallest calibration error is kept.

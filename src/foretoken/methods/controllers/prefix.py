@@ -85,7 +85,6 @@ class PrefixController(GoodputController):
     """
 
     name = "prefix"
-    scheduled = staticmethod(scheduled)
 
     def attach(self, limits: Limits) -> None:
         super().attach(limits)
@@ -122,7 +121,7 @@ class PrefixController(GoodputController):
         requests = len(trees) + len(beside)
         candidates = [part for index in cuttable for part in self._parts(index, contexts[index], trees[index])]
         nodes = {index: [0] for index in cuttable}
-        for part in self.scheduled(candidates, requests, rows, self._steps_per_s(requests, len(trees))):
+        for part in scheduled(candidates, requests, rows, self._steps_per_s(requests, len(trees))):
             nodes[part.tree].extend(part.nodes)
         return [sorted(nodes[index]) if index in nodes else whole[index] for index in range(len(trees))]
 

@@ -108,7 +108,7 @@ class BlockDrafter(OnePassDrafter):
         """
         return cls(block_model(net, parts, target, ids), **options)
 
-    def start_from(self, measured: Mapping[str, Any]) -> None:  # noqa: B027
+    def start_from(self, measured: Mapping[str, Any]) -> None:
         """Take over what training measured.  Raises ``ValueError`` for invalid values."""
 
     @property
