@@ -1,8 +1,10 @@
 """One length for a whole batch or the likeliest prefixes of all: ``goodput`` against ``prefix``, and plain decoding.
 
 All prompts are generated in one batch.  Arms take turns, in another order every time; the speed of a turn is that of
-the batch without its prefill, over plain decoding's in the same turn, and the median over turns is shown.  Greedy
-outputs must equal those of plain decoding.  What a controller learns it keeps, from the warm-up on.
+the batch, by the processor time of this process (which other processes disturb less than the clock, and which is that
+of one thread: set ``OMP_NUM_THREADS=1``), over plain decoding's in the same turn.  The median over turns is shown, and
+that by the clock.  Greedy outputs must equal those of plain decoding.  What a controller learns it keeps, from the
+warm-up on.
 
 With ``--survival`` nothing is timed: the estimates that the scheduler decides by are compared with what was accepted,
 on chains that are scored whole, by position: mean estimate, share accepted, and the expected calibration error.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,18 +39,21 @@ from foretoken.training.calibration import calibration_error
 
 @dataclass
 class Served:
-    """One arm: seconds of every turn, and what it wrote."""
+    """One arm: seconds of every turn, of the processor and by the clock, and what it wrote."""
 
     name: str
     llm: Llm
     seconds: list[float] = field(default_factory=list)
+    clock: list[float] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
     outputs: list[list[list[int]]] = field(default_factory=list)
 
     def run(self, prompts: Sequence[list[int]], asked: dict[str, Any]) -> None:
-        start_s = time.perf_counter()
+        start_s, used_s = time.perf_counter(), time.process_time()
         outs = self.llm.generate(list(prompts), **asked)
-        self.seconds.append(time.perf_counter() - start_s - max(out.stats.prefill_s for out in outs))
+        self.seconds.append(time.process_time() - used_s)
+        self.clock.append(time.perf_counter() - start_s)
+        print(f"{self.name}: {self.seconds[-1]:.2f} s, by the clock {self.clock[-1]:.2f}", file=sys.stderr, flush=True)
         self.outputs.append([out.token_ids for out in outs])
         for out in outs:
             self.stats.merge(out.stats)
@@ -76,22 +82,24 @@ def compare(options: argparse.Namespace, target: Any, tokenizer: Any) -> None:
     asked |= {"temperature": options.temperature, "seed": list(range(options.batch)) if options.seeded else None}
     groups = batches(tokenizer, options.batch)
     for arm in arms:
-        for group in groups[:2]:
+        for group in groups[: options.warm_up]:
             arm.run(group, asked)
-        arm.seconds, arm.outputs, arm.stats = [], [], SpecStats()
+        arm.seconds, arm.clock, arm.outputs, arm.stats = [], [], [], SpecStats()
     for turn in range(options.turns):
         for arm in arms if turn % 2 == 0 else reversed(arms):
             arm.run(groups[turn % len(groups)], asked)
-    print("| controller | tokens / round | scored drafts / round | accepted | over plain | quartiles | same text |")
-    print("|---|---|---|---|---|---|---|")
+    print("| controller | tokens / round | scored / round | accepted | over plain | quartiles | clock | same text |")
+    print("|---|---|---|---|---|---|---|---|")
     for arm in arms:
         ratios = [plain / own for own, plain in zip(arm.seconds, arms[0].seconds, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
+        clock = statistics.median(plain / own for own, plain in zip(arm.clock, arms[0].clock, strict=True))
         rounds = max(arm.stats.num_drafts, 1)
         same = sum(arm.outputs[turn] == arms[0].outputs[turn] for turn in range(options.turns))
         print(
             f"| `{arm.name}` | {arm.stats.num_new_tokens / rounds:.2f} | {arm.stats.num_draft_tokens / rounds:.2f} | "
-            f"{arm.stats.acceptance_rate:.2f} | {middle:.2f} | {low:.2f} to {high:.2f} | {same}/{options.turns} |"
+            f"{arm.stats.acceptance_rate:.2f} | {middle:.2f} | {low:.2f} to {high:.2f} | {clock:.2f} | "
+            f"{same}/{options.turns} |"
         )
     for arm in arms[1:]:
         controller = arm.llm.engine.controller
@@ -134,6 +142,7 @@ def main() -> None:
     parser.add_argument("--controllers", nargs="+", default=["goodput", "prefix"])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--warm-up", type=int, default=2, help="batches before the first turn")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seeded", action="store_true", help="with a seed for every request: the text is plain's")
