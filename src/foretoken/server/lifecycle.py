@@ -11,13 +11,53 @@ import shlex
 import signal
 import socket
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from foretoken.server import logs
 from foretoken.server.config import ServerSettings
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 """Signals that stop the server."""
+
+
+class ServerState(Protocol):
+    """State of a server, as the loop that watches it needs it.
+
+    Attributes:
+        failed: error that prevented the start.
+    """
+
+    settings: ServerSettings
+    failed: Exception | None
+
+    @property
+    def trouble(self) -> str | None:
+        """Error that prevents serving, if any."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether requests can be served."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the model comes with a chat template."""
+
+    @property
+    def num_open(self) -> int:
+        """Number of unfinished requests."""
+
+    @property
+    def end_s(self) -> float:
+        """Seconds within which the server must have ended after a stop signal."""
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, and end those with an error that are open after ``drain_s``."""
+
+    def abandon(self) -> None:
+        """End at once what is still being loaded; the process ends afterwards."""
 
 
 def listener(settings: ServerSettings) -> socket.socket:
@@ -65,13 +105,8 @@ def answer_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
-    """Serve an application until a signal arrives or its state reports trouble; returns the exit code.
-
-    Args:
-        serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``end_s``, ``is_chat``, ``settings``,
-            ``drain()`` and ``abandon()``.
-    """
+def run_app(app: Any, serving: ServerState, sock: socket.socket) -> int:
+    """Serve an application until a signal arrives or its state reports trouble; returns the exit code."""
     import uvicorn
 
     from foretoken.server.protocol import guarded
@@ -90,7 +125,7 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
         return runner.run(_serve(uvicorn.Server(config), serving, sock))
 
 
-async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
+async def _serve(server: Any, serving: ServerState, sock: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     server.capture_signals = contextlib.nullcontext  # our handlers drain first
@@ -124,7 +159,7 @@ def _stopped_while_loading(*_: object) -> NoReturn:
     os._exit(0)
 
 
-async def _watched(serving: Any, stopping: asyncio.Event, task: asyncio.Task[None]) -> int:
+async def _watched(serving: ServerState, stopping: asyncio.Event, task: asyncio.Task[None]) -> int:
     """Exit code, once the server has drained after a signal or something has failed."""
     greeted = False
     while not task.done():
@@ -144,7 +179,7 @@ async def _watched(serving: Any, stopping: asyncio.Event, task: asyncio.Task[Non
     return 1
 
 
-async def _drained(serving: Any, timeout_s: float) -> None:
+async def _drained(serving: ServerState, timeout_s: float) -> None:
     """Refuse new requests and wait for running ones."""
     serving.drain()
     end = asyncio.get_running_loop().time() + timeout_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -29,6 +29,8 @@ from foretoken.server.sse import event
 
 CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
 """Fields of a scope that are passed on."""
+LOST = ApiError(503, "the replica of this request is gone: the answer is incomplete", code="replica_lost")
+"""Error at the end of a stream that a replica has left."""
 
 
 class ReplicaLost(Exception):
@@ -73,6 +75,7 @@ class Fleet:
     Attributes:
         failed: error that prevented the start.
         draining: whether new requests are refused.
+        stopped: whether open requests are ended, too.
         is_chat: whether the model comes with a chat template.
         end_s: seconds within which the replicas and Ray must have ended.
     """
@@ -82,8 +85,9 @@ class Fleet:
     def __init__(self, settings: ServerSettings, replicas: Replicas) -> None:
         self.settings, self.replicas = settings, replicas
         self.failed: Exception | None = None
-        self.draining = self.is_loaded = self.is_chat = False
+        self.draining = self.stopped = self.is_loaded = self.is_chat = False
         self.num_open = 0
+        self._limits: set[asyncio.Timeout] = set()
         prefixes = ("foretoken", *([settings.metrics_compat] if settings.metrics_compat else []))
         self.metrics = FleetMetrics(prefixes, settings.name)
         self.slots = AdmissionSlots(None)  # each replica has its own limit; limits of keys hold here, across replicas
@@ -99,6 +103,25 @@ class Fleet:
     def drain(self) -> None:
         """Refuse new requests from now on."""
         self.draining = True
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, and end those with an error that are open after ``drain_s``."""
+        self.drain()
+        await asyncio.sleep(drain_s)
+        self.stopped = True
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0.0)
+
+    @asynccontextmanager
+    async def limited(self, end: float) -> AsyncIterator[None]:
+        """Raise ``TimeoutError`` inside the block at ``end`` by the event loop's clock, or when the fleet stops."""
+        async with asyncio.timeout_at(0.0 if self.stopped else end) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.remove(limit)
 
     def abandon(self) -> None:
         """End replicas that are still being started."""
@@ -216,14 +239,14 @@ class Gateway:
 
     async def _answer(self, scope: dict[str, Any], body: bytes, session: str, slot: RequestSlot, send: Send) -> None:
         """Send the answer of a replica, or of another one if it is lost before anything was sent.  Raises
-        :class:`ApiError`: 503 if every replica tried is gone, 504 when the time is up."""
+        :class:`ApiError`: 503 if every replica tried is gone or the gateway stops, 504 when the time is up."""
         sent = _Sent(send, is_anthropic(scope["path"]))
         # A replica enforces the time limit itself; this is for one that hangs.
         end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + self.grace_s
         # Replicas that a request may lose before it is given up
         for attempt in range(8):
             try:
-                async with asyncio.timeout_at(end):
+                async with self.fleet.limited(end):
                     answer = self.fleet.replicas.answer(scope, body, session, slot.caller)
                     async with aclosing(answer) as pieces:  # type: ignore[type-var]
                         async for message in (part async for piece in pieces for part in piece):
@@ -234,18 +257,19 @@ class Gateway:
             except ReplicaLost:
                 if sent.begun:
                     self.fleet.metrics.broken += 1
-                    await sent.break_off()
+                    await sent.break_off(LOST)
                     return
             except TimeoutError:
                 if not sent.begun:
-                    raise ApiError(504, "the request exceeded its time limit", code="deadline_exceeded") from None
-                await sent.break_off()
+                    late = ApiError(504, "the request exceeded its time limit", code="deadline_exceeded")
+                    raise (shutting_down() if self.fleet.stopped else late) from None
+                await sent.break_off(shutting_down() if self.fleet.stopped else LOST)
                 return
             else:
                 if sent.ended:
                     return
                 if sent.begun:
-                    await sent.break_off()
+                    await sent.break_off(LOST)
                     return
             self.fleet.metrics.retried += 1
             await asyncio.sleep(min(2.0, self.pause_s * 2**attempt))
@@ -273,13 +297,12 @@ class _Sent:
         await self._send(message)
         self.ended = not message.get("more_body", False)
 
-    async def break_off(self) -> None:
+    async def break_off(self, error: ApiError) -> None:
         """End a stream with an error event.  Raises ``ConnectionError`` for other answers: only a broken connection
         shows that something is missing."""
         names = dict(self._start["headers"]) if self._start is not None else {}
         if not names.get(b"content-type", b"").startswith(b"text/event-stream"):
             raise ConnectionError("an answer was interrupted")
-        error = ApiError(503, "the replica of this request is gone: the answer is incomplete", code="replica_lost")
         frame = event(error.anthropic_body, named=True) if self._anthropic else event(error.body)
         await self._send({"type": "http.response.body", "body": frame, "more_body": False})
         self.ended = True
