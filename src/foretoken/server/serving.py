@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from foretoken.core.conversation import has_template
 from foretoken.engine.admission import kept_back
@@ -20,6 +21,7 @@ from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import FinishReason
 from foretoken.llm import Llm, load
 from foretoken.loading.measured.busy import settle_threads
+from foretoken.loading.tokenizers import load_tokenizer
 from foretoken.methods.drafters.texts import BESIDE
 from foretoken.models.words import how_it_runs, refused_lines
 from foretoken.server.config import ServerSettings
@@ -44,6 +46,7 @@ def load_llm(settings: ServerSettings) -> Llm:
         drafter,
         settings.verifier,
         settings.controller,
+        tokenizer=read_tokenizer(settings) if settings.chat_template else None,
         dtype=None if settings.dtype == "auto" else settings.dtype,
         device=settings.device,
         profile=settings.profile or None,
@@ -53,6 +56,22 @@ def load_llm(settings: ServerSettings) -> Llm:
         known=True,
         tensor_parallel=settings.tensor_parallel,
     )
+
+
+def read_tokenizer(settings: ServerSettings) -> Any:
+    """The model's tokenizer with the chat template of ``--chat-template``, before the weights are read: loading adds
+    the template's end of a turn to the tokens that end an answer.  Raises ``ValueError`` for a file that cannot be read,
+    and for a model without a tokenizer."""
+    try:
+        template = Path(settings.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        raise ValueError(f"cannot read --chat-template {settings.chat_template}: {reason}") from None
+    tokenizer = load_tokenizer(settings.model, settings.backend)
+    if tokenizer is None:
+        raise ValueError(f"--chat-template needs a model with a tokenizer, and {settings.name} has none")
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def keep_promise(settings: ServerSettings, llm: Llm) -> None:
@@ -160,8 +179,6 @@ class Serving:
             if (message := await asyncio.to_thread(settle_threads, llm.target)) is not None:
                 log.warning(message, extra={"plain": True})
             tell(self.settings, llm)
-            if self.settings.chat_template and llm.tokenizer is not None:
-                llm.tokenizer.chat_template = Path(self.settings.chat_template).read_text(encoding="utf-8")
             settings, self.metrics.has_drafter = self.settings, llm.drafter is not None
             engine = AsyncLlm(
                 llm,
