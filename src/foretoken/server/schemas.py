@@ -51,7 +51,7 @@ Stop = Annotated[StrictStr, Field(min_length=1, max_length=LONGEST_STOP), Before
 ModelName = Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(encodable)]
 FunctionName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Id = Annotated[StrictInt, Field(ge=0, le=BIG)]
-Ids = Annotated[list[Id], Field(max_length=LONGEST_TEXT)]
+Ids = Annotated[list[Id], Field(max_length=LONGEST_TEXT, fail_fast=True)]  # else an error for each of 400,000 wrong ids
 
 
 def _prompt(value: Any) -> Any:
