@@ -27,6 +27,7 @@ _FIRST_KEY = re.compile(r'\[?\s*(?:\{\s*(?:"([^"\\]*)(["\\]?))?)?')
 possible."""
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[ARGS\])?\s*(?=\{)")
 _SPACE = re.compile(r"\s*")
+_SEPARATORS = re.compile(r"\A[\s;]+")
 _BEGUN = re.compile(r"[A-Za-z0-9_.-]{1,64}\s*(?:\[(?:A(?:R(?:G(?:S\]?)?)?)?)?)?\s*")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -105,9 +106,7 @@ class CallReader:
 
     def _skip(self) -> bool:
         """Drop separators between calls; false if nothing else remains."""
-        self._text = self._text.lstrip()
-        if self._bare and self._text.startswith(";"):
-            self._text = self._text[1:].lstrip()
+        self._text = _SEPARATORS.sub("", self._text) if self._bare else self._text.lstrip()
         self._after = not self._text
         return bool(self._text)
 
