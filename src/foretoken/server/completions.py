@@ -160,8 +160,9 @@ class _Completions(Choices):
 
     def delta(self, index: int, piece: Piece) -> dict[str, Any]:
         body = self.body
-        if self.unwritten:
-            return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason(piece.finish_reason)}
+        if self.unwritten:  # the only token, which is not told, may be an end of text
+            reason = None if piece.finish_reason is None else "length"
+            return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
         return {
             "index": index,
             "text": piece.text,
