@@ -154,16 +154,18 @@ class Engine:
             ends = ends_of(request, self.target, self.tokenizer).ids
             check_language(request, request.language, self.target, self.tokenizer, ends)
 
-    def add(self, request: Request, arrived_s: float | None = None) -> int:
+    def add(self, request: Request, arrived_s: float | None = None, checked: bool = False) -> int:
         """Queue a request, which joins before the next round. Returns its id.
 
         Args:
             arrived_s: arrival time by the monotonic clock; now by default.
+            checked: whether :meth:`check` has accepted it already.
 
         Raises:
             ValueError: as for :meth:`check`.
         """
-        self.check(request)
+        if not checked:
+            self.check(request)
         if self.target.answer_start:
             request = replace(request, prompt=[*request.prompt, *self.target.answer_start])
         run = join(self._ids + 1, request, self.target, self.tokenizer, self.acceptance.races(request))
