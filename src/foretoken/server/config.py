@@ -151,6 +151,17 @@ class ServerSettings:
         return self.served_name or Path(self.model).name or self.model
 
     @property
+    def root(self) -> str:
+        """Path under which a proxy serves it, without a slash at its end."""
+        return self.root_path.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        """Address for clients; an IPv6 address is in brackets."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}{self.root}"
+
+    @property
     def online_drafter(self) -> str:
         """Spec of the online draft model.  Raises ``ValueError`` if the drafter is no draft model."""
         name, comma, options = self.drafter.partition(",")

@@ -165,6 +165,8 @@ class InMemory:
                 seen += 1
                 if fate == "lost in the middle" and seen == 3:
                     raise ReplicaLost("gone")
+                if fate == "error in the middle" and seen == 3:
+                    raise RuntimeError("nobody expects this")
                 if fate == "ends in the middle" and seen == 3:
                     return
                 if fate == "silent in the middle" and seen == 3:
@@ -258,16 +260,54 @@ def test_a_stream_is_the_same_as_the_whole(whole: str) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fate", ["lost in the middle", "ends in the middle"])
-def test_a_stream_that_breaks_ends_with_an_error(fate: str) -> None:
+@pytest.mark.parametrize(
+    ("fate", "code"),
+    [
+        ("lost in the middle", "replica_lost"),
+        ("ends in the middle", "replica_lost"),
+        ("error in the middle", "internal_error"),
+    ],
+)
+def test_a_stream_that_breaks_ends_with_an_error(fate: str, code: str) -> None:
     async def run() -> None:
         async with gateway(SETTINGS, fate) as (client, _, fleet):
             request = {**ASKED, "max_tokens": 64, "stream": True, "ignore_eos": True}
             answer = await client.post("/v1/completions", json=request)
             data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-            assert json.loads(data[-1])["error"]["code"] == "replica_lost" and "[DONE]" not in data
+            assert json.loads(data[-1])["error"]["code"] == code and "[DONE]" not in data
             assert json.loads(data[0])["choices"][0]["text"]
             assert fleet.num_open == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "start"),
+    [
+        ("/v1/responses", 'event: error\ndata: {"message":"the replica of this request is gone'),
+        ("/v1/messages", 'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"'),
+        ("/v1/chat/completions", 'data: {"error":{"message":"the replica of this request is gone'),
+    ],
+)
+def test_a_stream_that_breaks_ends_in_the_format_of_its_route(path: str, start: str) -> None:
+    async def run() -> None:
+        async with gateway(SETTINGS, "lost in the middle") as (client, _, _):
+            messages = [{"role": "user", "content": "Hi"}]
+            said = {"input": "Hi"} if path == "/v1/responses" else {"messages": messages, "max_tokens": 64}
+            answer = await client.post(path, json={"model": "builtin", "stream": True, **said})
+            last = answer.text.strip().split("\n\n")[-1]
+            assert last.startswith(start), answer.text[-500:]
+            assert path != "/v1/responses" or json.loads(last.partition("data: ")[2])["type"] == "error"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("root", ["/x", "/x/"])
+def test_probes_below_a_path_of_a_proxy(root: str) -> None:
+    async def run() -> None:
+        async with gateway(ServerSettings(dtype="float32", root_path=root)) as (client, _, _):
+            for path in ("/x/health", "/x/ready", "/health"):
+                assert (await client.get(path)).json()["replicas"] == {"ready": 2, "wanted": 2}
 
     asyncio.run(run())
 

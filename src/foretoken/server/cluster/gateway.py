@@ -20,12 +20,12 @@ from foretoken.server.cluster.fleet_metrics import FleetMetrics
 from foretoken.server.cluster.replica import SPENT
 from foretoken.server.cluster.routing import asked_of, choices_of, session_of
 from foretoken.server.config import ServerSettings
-from foretoken.server.errors import ApiError, answered, api_error, is_anthropic, shutting_down, still_loading
+from foretoken.server.errors import ApiError, answered, api_error, shutting_down, still_loading
 from foretoken.server.keys import Caller
 from foretoken.server.limits import WRITERS, Gate, across_origins
 from foretoken.server.running import ClientGone, while_connected
 from foretoken.server.slots import AdmissionSlots, RequestSlot, slot_of
-from foretoken.server.sse import event
+from foretoken.server.sse import Dialect, dialect_of, event
 
 CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
 """Fields of a scope that are passed on."""
@@ -49,7 +49,7 @@ class Replicas(Protocol):
         """Configured number of replicas."""
 
     async def start(self) -> None:
-        """Start the replicas; returns when the first can serve.  Raises ``ValueError`` if they cannot be started."""
+        """Start the replicas; returns when all can serve.  Raises ``ValueError`` if they cannot be started."""
 
     def answer(self, scope: dict[str, Any], body: bytes, session: str, caller: Caller) -> AsyncIterator[list[Message]]:
         """Messages of an answer, from the replica that suits the session, which reuses the caller's texts for that
@@ -171,7 +171,7 @@ class Gateway:
             return
         try:
             await self._route(scope, receive, send)
-        except ConnectionError:
+        except OSError:
             raise  # the answer has begun: only a broken connection shows that it is incomplete
         except Exception as error:
             await answered(api_error(error), scope["path"], self.fleet.metrics.failed)(scope, receive, send)
@@ -188,7 +188,7 @@ class Gateway:
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         routes = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
-        path = scope["path"].removeprefix(self.fleet.settings.root_path)
+        path = scope["path"].removeprefix(self.fleet.settings.root)
         if path in routes and scope["method"] in ("GET", "HEAD"):
             await (await routes[path]())(scope, receive, send)
             return
@@ -240,7 +240,7 @@ class Gateway:
     async def _answer(self, scope: dict[str, Any], body: bytes, session: str, slot: RequestSlot, send: Send) -> None:
         """Send the answer of a replica, or of another one if it is lost before anything was sent.  Raises
         :class:`ApiError`: 503 if every replica tried is gone or the gateway stops, 504 when the time is up."""
-        sent = _Sent(send, is_anthropic(scope["path"]))
+        sent = _Sent(send, dialect_of(scope["path"]))
         # A replica enforces the time limit itself; this is for one that hangs.
         end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + self.grace_s
         # Replicas that a request may lose before it is given up
@@ -265,6 +265,13 @@ class Gateway:
                     raise (shutting_down() if self.fleet.stopped else late) from None
                 await sent.break_off(shutting_down() if self.fleet.stopped else LOST)
                 return
+            except OSError:
+                raise  # the client's connection
+            except Exception as error:
+                if not sent.begun:
+                    raise
+                await sent.break_off(api_error(error))
+                return
             else:
                 if sent.ended:
                     return
@@ -281,8 +288,8 @@ class Gateway:
 class _Sent:
     """Progress of an answer that is sent to a client."""
 
-    def __init__(self, send: Send, anthropic: bool) -> None:
-        self._send, self._anthropic = send, anthropic
+    def __init__(self, send: Send, dialect: Dialect) -> None:
+        self._send, self._dialect = send, dialect
         self._start: Message | None = None
         self.begun = self.ended = False
 
@@ -303,7 +310,7 @@ class _Sent:
         names = dict(self._start["headers"]) if self._start is not None else {}
         if not names.get(b"content-type", b"").startswith(b"text/event-stream"):
             raise ConnectionError("an answer was interrupted")
-        frame = event(error.anthropic_body, named=True) if self._anthropic else event(error.body)
+        frame = event(self._dialect.error(error), named=self._dialect.named)
         await self._send({"type": "http.response.body", "body": frame, "more_body": False})
         self.ended = True
 
