@@ -11,6 +11,7 @@ import shlex
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 from foretoken.server import logs
@@ -80,6 +81,11 @@ def listener(settings: ServerSettings) -> socket.socket:
     return sock
 
 
+def bound(settings: ServerSettings, sock: socket.socket) -> ServerSettings:
+    """The settings with the port of the socket: ``--port 0`` leaves its choice to the system."""
+    return replace(settings, port=sock.getsockname()[1])
+
+
 def run(settings: ServerSettings, sock: socket.socket) -> int:
     """Serve until a signal arrives or the engine stops; returns the exit code."""
     from foretoken.server.app import create_app
@@ -87,6 +93,7 @@ def run(settings: ServerSettings, sock: socket.socket) -> int:
     from foretoken.server.serving import Serving
 
     share_arenas()
+    settings = bound(settings, sock)
     serving = Serving(settings)
     return run_app(create_app(settings, serving), serving, sock)
 
@@ -192,7 +199,7 @@ async def _drained(serving: ServerState, timeout_s: float) -> None:
 
 def greeting(settings: ServerSettings, is_chat: bool = False) -> str:
     """Startup message: the server's address and an example request, a chat for a model with a chat template."""
-    url = f"http://{settings.host}:{settings.port}{settings.root_path}"
+    url = settings.url
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
     question = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "def fib(n):"}
     path = "chat/completions" if is_chat else "completions"
