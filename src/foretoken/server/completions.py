@@ -68,7 +68,7 @@ class _Completions(Choices):
     def _encoded(self) -> list[list[int]]:
         """Token ids of all prompts.  Raises ``ApiError`` 400 for an empty prompt, an id outside of the vocabulary, and
         text for a model without a tokenizer."""
-        inputs = self.body.prompt
+        inputs: Any = self.body.prompt
         if isinstance(inputs, str) or isinstance(inputs[0], int):
             inputs = [inputs]
         special = self.body.add_special_tokens is not False
