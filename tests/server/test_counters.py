@@ -348,7 +348,7 @@ def test_a_draft_is_counted_by_who_made_it() -> None:
 
 def test_what_has_no_label_but_the_models_begins_at_0() -> None:
     """Tools look before the first request."""
-    families = list(Metrics(["foretoken"], "m", lambda: None).registry.collect())
+    families = list(Metrics("m", lambda: None).registry.collect())
     empty = {family.name.removeprefix("foretoken:") for family in families if not family.samples}
     assert empty == {
         "request_success",

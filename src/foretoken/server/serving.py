@@ -163,10 +163,11 @@ class Serving:
     _engine: AsyncLlm | None = None
 
     def __post_init__(self) -> None:
-        prefixes = ("foretoken", *([self.settings.metrics_compat] if self.settings.metrics_compat else []))
         most = self.settings.max_running + self.settings.max_queued
         self.slots = AdmissionSlots(most, kept_back(most) if len(self.settings.keys) > 1 else 0)
-        self.metrics = Metrics(prefixes, self.settings.name, self._status, lambda: self.slots.open)
+        self.metrics = Metrics(
+            self.settings.name, self._status, lambda: self.slots.open, self.settings.metrics_compat
+        )
 
     def _status(self) -> EngineStatus | None:
         return None if self._engine is None else self._engine.status

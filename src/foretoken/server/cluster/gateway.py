@@ -88,8 +88,7 @@ class Fleet:
         self.draining = self.stopped = self.is_loaded = self.is_chat = False
         self.num_open = 0
         self._limits: set[asyncio.Timeout] = set()
-        prefixes = ("foretoken", *([settings.metrics_compat] if settings.metrics_compat else []))
-        self.metrics = FleetMetrics(prefixes, settings.name)
+        self.metrics = FleetMetrics(settings.name, settings.metrics_compat)
         self.slots = AdmissionSlots(None)  # each replica has its own limit; limits of keys hold here, across replicas
 
     async def start(self) -> None:
