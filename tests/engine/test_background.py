@@ -541,7 +541,7 @@ def test_other_threads_may_look_while_texts_are_kept_and_a_controller_learns() -
         assert not failures and looks
         assert (
             llm.memory()["prefix_bytes"]
-            == sum(prefix.nbytes for prefix in llm.engine.prefix_cache.prefixes._texts.values())
+            == sum(prefix.nbytes for prefix in llm.engine.requests.prefix_cache.prefixes._texts.values())
             > 0
         )
 
@@ -559,7 +559,7 @@ def test_a_call_runs_in_the_engines_thread_between_two_rounds() -> None:
         await anext(pieces)
 
         def look(llm: Llm) -> tuple[str, list[int]]:
-            (run,) = llm.engine.running
+            (run,) = llm.engine.requests.running
             assert run.sequence is not None and len(run.sequence.tokens) == len(run.context.tokens) - 1
             return threading.current_thread().name, list(run.output)
 

@@ -88,7 +88,7 @@ class Calls:
         while not box:
             with self.turn:
                 if not box:  # else another thread has served this request
-                    if not self._engine.holds(request_id):
+                    if not self._engine.requests.holds(request_id):
                         raise RuntimeError("the request was dropped because its round was interrupted: submit it again")
                     self.round()
         run, emission = box.popleft()

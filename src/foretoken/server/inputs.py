@@ -105,7 +105,7 @@ def room_of(serving: Serving, prompt: int) -> int:
     """Maximum number of tokens after a prompt of ``prompt`` tokens, by the context and ``kv_memory``; 0 or less for
     none."""
     context_room = serving.llm.target.context_length - prompt
-    cache_room = serving.llm.engine.budget.room(prompt)
+    cache_room = serving.llm.engine.requests.budget.room(prompt)
     return context_room if cache_room is None else min(context_room, cache_room)
 
 

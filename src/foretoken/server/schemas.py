@@ -65,7 +65,9 @@ def _kind_of(value: Any) -> str | None:
         return "a text"
     if not isinstance(value, list) or not value:
         return None
-    return {str: "list of texts", list: "list of lists"}.get(type(value[0]), "list of ids")
+    if isinstance(value[0], str):
+        return "list of texts"
+    return "list of lists" if isinstance(value[0], list) else "list of ids"
 
 
 # The tags have spaces: unlike names of fields, they are left out of the path of an error

@@ -96,8 +96,8 @@ def tell(settings: ServerSettings, llm: Llm) -> None:
 def tell_memory(settings: ServerSettings, llm: Llm) -> None:
     """Warn if requests without a token limit wait for memory because each reserves so much."""
     caps = [llm.target.context_length, settings.default_max_tokens, llm.defaults.sampling.get("max_new_tokens")]
-    each = min(cap for cap in (*caps, llm.engine.budget.room(0)) if cap)
-    count = max(1, llm.engine.budget.at_once(0, each, settings.max_running))
+    each = min(cap for cap in (*caps, llm.engine.requests.budget.room(0)) if cap)
+    count = max(1, llm.engine.requests.budget.at_once(0, each, settings.max_running))
     if count < settings.max_running:
         log.warning(
             "--kv-memory %s: only %d of --max-running %d requests without max_tokens run at once, as each reserves up "
@@ -132,7 +132,7 @@ def capture(llm: Llm, texts: int) -> None:
     nodes = 1
     if drafter is not None:
         nodes += drafter.max_nodes if drafter.traits.draws_trees else drafter.max_depth
-    texts = llm.engine.budget.most_texts(texts)
+    texts = llm.engine.requests.budget.most_texts(texts)
     count = graphs.capture_ladder(texts, nodes, max(nodes, 1 + BESIDE), llm.engine.taps)
     if not graphs.stopped:
         log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - start_s)

@@ -668,7 +668,7 @@ def test_swift(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(4):
         speculative.add(Request(PROMPT, params, 30, seed=seed))
         speculative.step()
-        (run,) = speculative.running
+        (run,) = speculative.requests.running
         for budget in (Budget(3, 64), Budget(3, 4)):
             rows.clear()
             tree = drafter.propose(run.context, budget)
@@ -772,7 +772,7 @@ def test_who_races_without_a_seed(seeded: bool) -> None:
         speculative = engine(target, drafter)
         speculative.add(Request(PROMPT, T1, 8, seed=0 if seeded else None))
         speculative.step()
-        (run,) = speculative.running
+        (run,) = speculative.requests.running
         assert (run.context.sampler.noise is not None) == (races or seeded), drafter
 
 
@@ -850,7 +850,7 @@ def test_swift_ends_where_nothing_is_possible() -> None:
     speculative = engine(target, drafter)
     speculative.add(Request(PROMPT, T1, 30, seed=0))
     speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     winner = drafter.propose(run.context, LOOSE).tokens[1]
     target.commit(run.sequence, ())
     run.context.sampler = Sampler(shut_behind(winner), len(PROMPT), Noise(0))

@@ -47,7 +47,7 @@ def started(target: HuggingFaceModel, drafter: LayerSkipDrafter, params: Samplin
     speculative = engine(target, drafter)
     speculative.add(Request(PROMPT, params, 60, seed=0, ignore_eos=True))
     speculative.step()
-    return speculative.running[0]
+    return speculative.requests.running[0]
 
 
 # -- sets ------------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_every_request_has_a_threshold_of_its_own() -> None:
     for params in (SamplingParams(), T1):
         speculative.add(Request(PROMPT, params, 30, seed=0, ignore_eos=True))
     speculative.step()
-    contexts = [run.context for run in speculative.running]
+    contexts = [run.context for run in speculative.requests.running]
     values = [context.state[drafter, "threshold"].value for context in contexts]
     assert values == pytest.approx([0.801, 0.501])  # nothing is accepted often enough yet
     while speculative.busy:

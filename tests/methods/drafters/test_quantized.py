@@ -167,7 +167,7 @@ def rows_after_rounds(target: HuggingFaceModel, drafter: Any, rounds: int) -> It
     speculative.add(Request(PROMPTS[0], SamplingParams(), 60, ignore_eos=True))
     for _ in range(rounds):
         speculative.step()
-        (run,) = speculative.running
+        (run,) = speculative.requests.running
         yield list(run.sequence.tokens), stored(target, run.sequence.row, len(run.sequence.tokens))
     speculative.cancel(run.id)
 
@@ -213,7 +213,7 @@ def test_the_target_is_as_it_was(lean: bool) -> None:
     speculative = engine(target, drafter)
     speculative.add(requests()[0])
     speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     drafter.propose_batch([run.context], [Budget(3, 8)])
     assert not run.sequence.scratch_tokens and not run.sequence.provisional
     after = target.model.state_dict()
@@ -428,7 +428,7 @@ def test_the_request_only_pays_for_its_own_rounds() -> None:
     speculative: Engine = engine(target, drafter)
     speculative.add(requests()[0])
     speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     context: Context = run.context
     before = layer_runs(target)
     assert drafter.propose_batch([context], [Budget(0, 0)])[0].num_drafts == 0

@@ -239,7 +239,7 @@ def test_a_model_that_was_left_out_for_long_catches_up() -> None:
     speculative.add(Request(PROMPT, SamplingParams(), 110, ignore_eos=True))
     accepted = drafted = 0
     while speculative.busy:
-        (run,) = speculative.running or [None]  # type: ignore[list-item]
+        (run,) = speculative.requests.running or [None]  # type: ignore[list-item]
         start = len(run.context.tokens) if run else 0
         ((run, _),) = speculative.step()
         if start >= long_away:
@@ -290,7 +290,7 @@ def test_nothing_is_left_behind() -> None:
     state = None
     while speculative.busy:
         speculative.step()
-        state = speculative.running[0].context.state if speculative.running else state
+        state = speculative.requests.running[0].context.state if speculative.requests.running else state
     assert state == {} and not draft._sequences
 
 
