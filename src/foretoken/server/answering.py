@@ -32,7 +32,7 @@ from foretoken.server.sse import OPENAI, Dialect, EventStream
 
 def finish_reason(reason: str | None) -> str | None:
     """Finish reason in OpenAI's terms."""
-    return {"eos": "stop", "context": "length"}.get(reason or "", reason)
+    return "stop" if reason == "eos" else reason
 
 
 class Answer(ABC):

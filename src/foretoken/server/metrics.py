@@ -18,7 +18,7 @@ from foretoken.engine.stopping import FinishReason
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 PHASES = ("draft", "target", "verify", "overhead")
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length", "error": "error"}
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "error": "error"}
 """Finish reasons by the engine's name; cancelled and late requests are ``abort``."""
 
 

@@ -21,8 +21,6 @@ from foretoken.server.sse import RESPONSES as DIALECT
 from foretoken.server.turn import ChatTurn, Part
 
 router = APIRouter()
-CUT = ("length", "context")
-"""Finish reasons of an incomplete answer."""
 
 
 @router.post("/v1/responses", response_model=None, responses=RESPONSES)
@@ -101,7 +99,7 @@ class _Response(ChatTurn):
         tail = self.tail()
         spent = tail["usage"]
         return response | {
-            "incomplete_details": {"reason": "max_output_tokens"} if reason in CUT else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
             "usage": {
                 "input_tokens": spent["prompt_tokens"],
                 "input_tokens_details": {**spent["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -222,4 +220,4 @@ class _Response(ChatTurn):
 
 def status_of(reason: str | None) -> str:
     """Status of an answer and of its last message; a call is only reported once it is complete."""
-    return "incomplete" if reason in CUT else "completed"
+    return "incomplete" if reason == "length" else "completed"
