@@ -47,8 +47,8 @@ def refuse(body: Body, unserved: Mapping[str, str]) -> None:
 
 
 def chat_of(request: Mapping[str, Any]) -> ChatRequest:
-    """Another API's request as a chat completion.  Raises ``ApiError`` 400 if it is beyond the limits of one: its fields
-    have been validated, but a system prompt, tool results and calls are counted otherwise there."""
+    """Another API's request as a chat completion.  Raises ``ApiError`` 400 if it is beyond the limits of one: its own
+    fields are valid, but a system prompt, tool results and calls are counted otherwise there."""
     try:
         return ChatRequest.model_validate(request)
     except ValidationError as error:

@@ -60,8 +60,8 @@ def load_llm(settings: ServerSettings) -> Llm:
 
 def read_tokenizer(settings: ServerSettings) -> Any:
     """The model's tokenizer with the chat template of ``--chat-template``, before the weights are read: loading adds
-    the template's end of a turn to the tokens that end an answer.  Raises ``ValueError`` for a file that cannot be read,
-    and for a model without a tokenizer."""
+    the template's end of a turn to the tokens that end an answer.  Raises ``ValueError`` for a file that cannot be
+    read, and for a model without a tokenizer."""
     try:
         template = Path(settings.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -165,9 +165,7 @@ class Serving:
     def __post_init__(self) -> None:
         most = self.settings.max_running + self.settings.max_queued
         self.slots = AdmissionSlots(most, kept_back(most) if len(self.settings.keys) > 1 else 0)
-        self.metrics = Metrics(
-            self.settings.name, self._status, lambda: self.slots.open, self.settings.metrics_compat
-        )
+        self.metrics = Metrics(self.settings.name, self._status, lambda: self.slots.open, self.settings.metrics_compat)
 
     def _status(self) -> EngineStatus | None:
         return None if self._engine is None else self._engine.status

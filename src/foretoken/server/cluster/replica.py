@@ -21,8 +21,8 @@ SPENT = "foretoken.spent"
 class Replica:
     """One model, one engine, one application; ``name`` is sent to clients in the header ``X-Replica``.
 
-    Keys, origins and other names of counters are the gateway's business: only the caller of a request travels, not the server's settings for
-    them. ``make`` creates the state and by default loads the model.
+    Keys, origins and other names of counters are the gateway's business: only the caller of a request travels, not the
+    server's settings for them. ``make`` creates the state and by default loads the model.
     """
 
     def __init__(

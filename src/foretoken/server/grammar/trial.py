@@ -16,7 +16,6 @@ import threading
 from functools import lru_cache
 from pathlib import Path
 
-
 TOO_MUCH = "it takes too much time or memory: make it smaller"
 LIMIT_EXITS = [-getattr(signal, name) for name in ("SIGPROF", "SIGABRT") if hasattr(signal, name)]
 """Exit codes of a worker that has reached its limit of processor time or memory."""
