@@ -125,7 +125,11 @@ def test_kept_texts_make_room_for_running_ones() -> None:
     runner.add(Request([9] * 300, max_new_tokens=100))
     runner.step()
     left = runner.requests.budget.remaining
-    assert left is not None and runner.requests.prefix_cache.prefixes.nbytes <= left and len(runner.requests.prefix_cache.prefixes) < 3
+    assert (
+        left is not None
+        and runner.requests.prefix_cache.prefixes.nbytes <= left
+        and len(runner.requests.prefix_cache.prefixes) < 3
+    )
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:
@@ -197,7 +201,9 @@ def test_a_deadline_ends_who_waits_and_who_is_read() -> None:
     add_requests(runner, [(5, 40)])
     reading, waiting = add_requests(runner, [(400, 5), (5, 5)], deadline_s=60.0)
     runner.step()
-    assert [run.started for run in runner.requests.running] == [True, False] and ids(runner.requests.waiting) == [waiting]
+    assert [run.started for run in runner.requests.running] == [True, False] and ids(runner.requests.waiting) == [
+        waiting
+    ]
     later(runner, 61.0)
     ended = {run.id: run for run, emission in runner.step() if emission.finish_reason == "deadline"}
     assert ended.keys() == {reading, waiting} and all(run.output == [] for run in ended.values())

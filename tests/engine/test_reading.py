@@ -75,19 +75,19 @@ def test_late_arrivals_change_nothing(chunk: int) -> None:
 
 def test_the_time_of_reading_is_bounded_where_others_wait() -> None:
     reading = ReadingTime(0.1)
-    assert reading.most(256, 2) == FIRST and reading.most(256, 1) == 256 and reading.most(8, 2) == 8
+    assert reading.piece_size(256, 2) == FIRST and reading.piece_size(256, 1) == 256 and reading.piece_size(8, 2) == 8
     reading.note(64, 0.064)
-    assert reading.most(256, 2) == 64 and reading.most(256, 1) == 256, "100 fit, and 64 is a power of two"
+    assert reading.piece_size(256, 2) == 64 and reading.piece_size(256, 1) == 256, "100 fit, and 64 is a power of two"
     reading.note_round(0.3)
-    assert reading.most(256, 2) == 256 and reading.most(128, 2) == 128, "a round takes as long"
+    assert reading.piece_size(256, 2) == 256 and reading.piece_size(128, 2) == 128, "a round takes as long"
     reading.note_round(0.01)
     for _ in range(50):
         reading.note(64, 6.4)
-    assert reading.most(256, 2) == FEWEST, "a slow model goes on reading"
+    assert reading.piece_size(256, 2) == FEWEST, "a slow model goes on reading"
     for _ in range(50):
         reading.note(16, 0.0001)
-    assert reading.most(256, 2) == 256
-    assert ReadingTime(None).most(ALL, 9) == ALL
+    assert reading.piece_size(256, 2) == 256
+    assert ReadingTime(None).piece_size(ALL, 9) == ALL
 
 
 def test_a_long_prompt_is_read_in_smaller_pieces_beside_others() -> None:

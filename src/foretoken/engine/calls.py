@@ -34,7 +34,10 @@ class Calls:
         self._process = os.getpid()
 
     def limit(self, service: object, **limits: Any) -> None:
-        """Apply a service's limits to the engine, unless they apply already."""
+        """Apply a service's limits to the engine, unless they apply already.
+
+        A service does so when it is made and again when it starts: another one may have replaced them in between.
+        """
         if self._limited_by is not service:
             self._engine.serve(**limits)
             self._limited_by = service

@@ -240,7 +240,7 @@ class Engine:
         device = self._device
         turns = [turn for run in runs for turn in together(self.drafting.begin, [Turn(run)])]
         started = now(device)
-        self.drafting.allow_reading(runs, ALL if self.reader.chunk is None else self.reader.most())
+        self.drafting.allow_reading(runs, ALL if self.reader.chunk is None else self.reader.piece_size())
         turns = together(self.drafting.propose, turns)
         started += self.drafting.note_reading(turns)  # not part of the round, like the target's prefill
         turns = together(self.drafting.cut, turns)

@@ -73,6 +73,9 @@ class Answer(ABC):
             headers, settings = serving.note_ignored([*body.ignored, *answer.ignored]), serving.settings
             tickets = await answer.start()
             if body.stream:
+                # From the engine to the client, each around the one before: ``_pieces`` (a ticket), ``_merged``
+                # (several), ``pieces_of`` (cancels), ``pieces`` (notes ends, gathers), ``events`` (the API's objects),
+                # ``stream`` (the log line), ``framed`` (bytes, errors), ``EventStream`` (comments).
                 events = answer.stream(tickets)
                 unread = partial(answer.unread, tickets)
                 return EventStream(events, settings.ping, settings.stream_pad, headers, cls.dialect, unread)

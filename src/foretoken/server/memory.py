@@ -62,7 +62,7 @@ class FreedMemory:
 
 FREED = FreedMemory()
 """The instance of this process."""
-TEXTS = FreedMemory(5.0)
+LONG_PROMPTS = FreedMemory(5.0)
 """Instance for long sequences: under a steady load of them memory is returned every five seconds."""
-LARGE_TEXT = 2**24
+LONG_PROMPT = 2**24
 """Least bytes of KV cache of a long sequence."""

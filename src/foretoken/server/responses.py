@@ -17,7 +17,7 @@ from foretoken.server.errors import RESPONSES, api_error
 from foretoken.server.logprobs import TokenTexts, chat_logprobs
 from foretoken.server.responses_bodies import ResponsesRequest, chat_request, no_effect, renamed
 from foretoken.server.serving import Serving
-from foretoken.server.sse import RESPONSES as DIALECT
+from foretoken.server.sse import RESPONSES_API
 from foretoken.server.turn import ChatTurn, Part
 
 router = APIRouter()
@@ -40,7 +40,7 @@ class _Response(ChatTurn):
         untold: log-probabilities of tokens whose text is held back.
     """
 
-    kind, dialect, renamed = "response", DIALECT, staticmethod(renamed)
+    kind, dialect, renamed = "response", RESPONSES_API, staticmethod(renamed)
 
     def __init__(self, serving: Serving, http: Request, body: ResponsesRequest) -> None:
         super().__init__(serving, http, chat_request(body))

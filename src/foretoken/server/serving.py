@@ -28,7 +28,7 @@ from foretoken.server.config import ServerSettings
 from foretoken.server.errors import ApiError, api_error, still_loading
 from foretoken.server.keys import Caller
 from foretoken.server.lengths import Lengths
-from foretoken.server.memory import LARGE_TEXT, TEXTS
+from foretoken.server.memory import LONG_PROMPT, LONG_PROMPTS
 from foretoken.server.metrics import Metrics
 from foretoken.server.slots import AdmissionSlots
 from foretoken.server.workers import GRAMMARS, in_thread
@@ -205,8 +205,8 @@ class Serving:
     ) -> None:
         """Count a choice that has left the engine, and return the memory of a long one to the system."""
         self.metrics.ended(request, arrived_s, stats, reason)
-        if len(request.prompt) * bytes_per_token >= LARGE_TEXT:
-            TEXTS.large_one_ended()
+        if len(request.prompt) * bytes_per_token >= LONG_PROMPT:
+            LONG_PROMPTS.large_one_ended()
 
     async def stop(self, drain_s: float) -> None:
         """Refuse new requests, finish running ones and end the engine."""

@@ -35,14 +35,14 @@ class Dialect:
 
 OPENAI = Dialect(lambda error: error.body, DONE)
 ANTHROPIC = Dialect(lambda error: error.anthropic_body, named=True)
-RESPONSES = Dialect(lambda error: {**error.body["error"], "type": "error"}, named=True)
+RESPONSES_API = Dialect(lambda error: {**error.body["error"], "type": "error"}, named=True)
 
 
 def dialect_of(path: str) -> Dialect:
     """Stream format of a route."""
     if is_anthropic(path):
         return ANTHROPIC
-    return RESPONSES if path.endswith("/v1/responses") else OPENAI
+    return RESPONSES_API if path.endswith("/v1/responses") else OPENAI
 
 
 def event(data: Any, pad: int = 0, named: bool = False) -> bytes:
