@@ -262,7 +262,7 @@ def test_a_drafter_that_fails_at_the_end_of_a_request_costs_no_answer(
     assert {run.finish_reason for run in done.values()} == {"length"}
     assert "the drafter failed at the end" in caplog.text and "planted" in caplog.text
     target: Any = runner.target
-    assert not runner.budget.reserved and target.kv_bytes == 0 and not target.pool.texts
+    assert not runner.requests.budget.reserved and target.kv_bytes == 0 and not target.pool.texts
 
 
 @each_drafter
