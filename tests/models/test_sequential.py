@@ -21,6 +21,7 @@ from foretoken.models import wrap
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.capabilities import detect
+from foretoken.models.network.taps import decoder_layers
 from foretoken.models.sequential import SequentialModel
 
 HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -167,6 +168,58 @@ def test_chain_logits_and_taps_are_the_plain_ones(target: SequentialModel) -> No
         target.forward([Feed(sequence, [9])], ["layer:99"])
     assert sequence.scratch_tokens == []
     target.release(sequence)
+
+
+@pytest.mark.parametrize("layer", [0, -1], ids=["first layer", "last layer"])
+def test_after_a_failure_a_text_is_read_again(target: SequentialModel, layer: int) -> None:
+    """Also that of a feed which succeeded: its nodes are dropped, even where a cache cannot be rolled back."""
+    texts = [target.open(), target.open()]
+    for text, prompt in zip(texts, (PROMPTS[0], PROMPTS[2]), strict=True):
+        target.prefill(text, prompt)
+    feeds = [Feed(text, [token]) for text, token in zip(texts, (3, 4), strict=True)]
+    module, forward = decoder_layers(target.model)[layer], type(decoder_layers(target.model)[layer]).forward
+    calls: list[int] = []
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        if self is module:
+            calls.append(len(calls))
+            if len(calls) == 2:
+                raise RuntimeError("out of memory")
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(module), "forward", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            target.forward(feeds)
+    assert not any(text.scratch_tokens for text in texts)
+    for feed in feeds:
+        for token in (feed.tokens[0], 7):
+            (rows,) = target.forward([Feed(feed.sequence, [token])])
+            expected = plain_logits(target.model, [*feed.sequence.tokens, token])[-1]
+            assert float((rows.logits[0] - expected).abs().max() / expected.std()) < 1e-4
+            target.commit(feed.sequence, [0])
+        target.release(feed.sequence)
+
+
+def test_an_error_belongs_to_its_request(target: SequentialModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fault in a batch: the requests that are tried again give the same tokens."""
+    llm = ft.load(target, drafter=None)
+    expected = [by_hand(target, prompt) for prompt in PROMPTS]
+    last, calls = decoder_layers(target.model)[-1], list[int]()
+    forward = type(last).forward
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        if self is last:
+            calls.append(len(calls))
+            if len(calls) == 20:
+                raise RuntimeError("out of memory")
+        return result
+
+    monkeypatch.setattr(type(last), "forward", failing)
+    outputs = llm.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    assert len(calls) > 20 and [output.token_ids for output in outputs] == expected
 
 
 def test_a_draft_model_must_be_able_to_draft() -> None:
