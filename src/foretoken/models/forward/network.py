@@ -101,8 +101,9 @@ class Network:
         blocks = self.exact == "bitwise"
         self.packing = Packing.of(self.model, self.dtype, self.device, blocks, self.in_place)
         checks = Checks(self, self.probe)
-        self.refused, self.fast, self.native_off = (), None, "no lean forward"
+        self.refused, self.fast = (), None
         if self.wants_lean:
+            self.native_off = "no lean forward"
             self.fast = build_lean(self, checks)
         if self.fast is None:
             lay_out(self, checks)
@@ -120,7 +121,7 @@ class Network:
     def unpack(self) -> None:
         """Restore the model's plain linear layers; all forwards are public from now on."""
         unpack_linears(self.model)
-        self.fast, self.second, self.native_off = None, {}, "the model was unpacked"
+        self.second, self.native_off = {}, "the model was unpacked"
         self.wants_lean = self.in_place = False
 
     def public(self, dtype: torch.dtype | None = None) -> Network:
