@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.lean import LeanForward
-from foretoken.models.forward.network import Network, SecondWeights
+from foretoken.models.forward.network import Network
 from foretoken.models.linear.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
 from foretoken.models.linear.product import Product, QuantisedLinear, is_stored
 from foretoken.models.linear.quantised import (
@@ -241,10 +241,9 @@ class OwnWeightsModel(OwnSequencesModel):
 
     def __init__(self, target: LanguageModel, scheme: Scheme | None) -> None:
         super().__init__(target, "" if scheme is None else scheme.name)
-        self.weights: SecondWeights | None = None
         if scheme is not None:
-            self.weights = self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
+            self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
 
     @property
     def weight_bytes(self) -> int:
-        return self.target.weight_bytes if self.weights is None else self.weights.nbytes
+        return self.weights.nbytes if self.plan.weights else self.target.weight_bytes
