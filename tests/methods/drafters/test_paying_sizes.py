@@ -16,12 +16,12 @@ from foretoken.loading import build_drafter, load_model
 from foretoken.methods.drafters import features, heads, pass_tokens
 from foretoken.methods.drafters.pass_tokens import paying_shape
 from foretoken.methods.trees.cost_aware import paying_count
-from foretoken.models import call_costs
+from foretoken.models import call_costs, wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.machine import results_file
 from foretoken.training.recipes.kangaroo import KangarooRecipe
-from toys import engine, llamas, outputs, tables
+from toys import engine, llama, llamas, outputs, tables
 
 FREE = TargetCost({1: 1.0, 64: 1.0})
 STEEP = TargetCost({1: 1.0, 2: 2.0, 64: 64.0})
@@ -192,6 +192,17 @@ def test_costs_are_remembered_by_fingerprint(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(call_costs.KEPT, "results", {})
     monkeypatch.setattr(call_costs, "_measure_quickly", lambda target: {1: 7.0})
     assert quick_costs(llamas(torch.float32)[0]).seconds == {1: 7.0}, "a damaged file counts as none"
+
+
+def test_another_forward_of_the_same_network_has_costs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_costs.KEPT, "results", {})
+    monkeypatch.setattr(call_costs, "_measure_quickly", lambda target: {1: next(seconds)})
+    seconds, network = iter([5.0, 1.0, 2.0]), llama(dtype=torch.float32)
+    public, fast = wrap(network, exact="bitwise", lean=False), wrap(network)
+    assert [quick_costs(target).seconds for target in (public, fast, public, fast)] == [{1: 5.0}, {1: 1.0}] * 2
+    assert quick_costs(wrap(network)).seconds == {1: 1.0}
+    public.graphs = object()  # type: ignore[attr-defined]
+    assert quick_costs(public).seconds == {1: 2.0}
 
 
 def test_what_a_busy_machine_tells_is_for_this_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
