@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCAB, new_model, plain_logits, prompt_of, save
+from seq2seq import t5
 
 import foretoken as ft
 from foretoken.core import TokenTree
@@ -243,12 +244,18 @@ def test_models_that_can_take_trees_are_not_refused() -> None:
         assert isinstance(wrap(model), HuggingFaceModel)
 
 
-@pytest.mark.parametrize("name", ["bloom", "mixtral"])
+@pytest.mark.parametrize("name", ["bloom", "mamba", "llama", "t5"])
+def test_an_unknown_exactness_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="exact must be 'distribution', 'bitwise' or 'approximate', not 'bitwse'"):
+        wrap(t5() if name == "t5" else new_model(name, **EVERY.get(name, ({},))[0]), exact="bitwse")
+
+
+@pytest.mark.parametrize("name", ["bloom", "mixtral", "t5"])
 def test_bits_that_cannot_be_promised_are_said(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("foretoken.models.refusals._SAID", set())
-    model = new_model(name, **EVERY.get(name, ({},))[0])
+    model = t5() if name == "t5" else new_model(name, **EVERY.get(name, ({},))[0])
     runs = wrap(model, exact="bitwise")
     lost = [str(refused) for refused in runs.refused if refused.path == "bitwise"]
     assert runs.exactness == "rounding" and len(lost) == 1 and runs.exactness_why in lost[0]

@@ -26,7 +26,7 @@ from foretoken.models.network.rotary import ChangingRotary, context_of
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.network.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks
 from foretoken.models.network.watch import has_hooks
-from foretoken.models.refusals import Refusal, refusal
+from foretoken.models.refusals import Refusal, check_exact, refusal
 
 
 class SecondWeights(Protocol):
@@ -71,8 +71,7 @@ class Network:
     packing: Packing
 
     def __init__(self, model: Any, exact: str, *, lean: bool, in_place: bool, probe: Probe | None) -> None:
-        if exact not in ("distribution", "bitwise", "approximate"):
-            raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
+        check_exact(exact)
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.capabilities = detect(model)
