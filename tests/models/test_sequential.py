@@ -237,6 +237,16 @@ def test_a_draft_model_must_be_able_to_draft() -> None:
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
 
 
+@pytest.mark.parametrize("name", ["bloom", "rwkv"])
+def test_a_network_in_another_dtype_is_described_by_it(name: str) -> None:
+    network = new_model(name, **EVERY[name][0])
+    llm = ft.load(network, drafter=None)
+    assert llm.describe()["weights"] == "float32"
+    network.to(torch.bfloat16)
+    llm.generate([5, 6, 7], max_new_tokens=2)
+    assert llm.describe()["weights"] == "bfloat16"
+
+
 def test_models_that_can_take_trees_are_not_refused() -> None:
     for name in ("llama", "gpt2", "llama4"):
         model = new_model(name)
