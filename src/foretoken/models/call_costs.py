@@ -57,11 +57,10 @@ def quick_costs(target: LanguageModel) -> TargetCost:
 
 def _way(target: LanguageModel) -> str:
     """Everything but the network that a call's time depends on."""
-    model: Any = target
-    forward = getattr(getattr(model, "forwards", None), "way", model.forward_name)
-    place = type(getattr(model, "cache", None)).__name__
-    graphs = "no graphs" if getattr(model, "graphs", None) is None else "graphs"
-    return f"{type(model).__name__} {forward} {place} {graphs} {torch.get_num_threads()} threads"
+    forward = getattr(getattr(target, "forwards", None), "way", target.forward_name)
+    place = type(getattr(target, "cache", None)).__name__
+    graphs = "no graphs" if target.graphs is None else "graphs"
+    return f"{type(target).__name__} {forward} {place} {graphs} {torch.get_num_threads()} threads"
 
 
 def _measure_quickly(target: LanguageModel) -> dict[int, float]:
