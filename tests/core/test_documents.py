@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from foretoken.core.io.documents import iter_documents, iter_records
 
@@ -127,6 +129,19 @@ def test_compressed_files_are_read_and_others_are_refused_by_name(tmp_path: Path
         (tmp_path / "b.txt.gz").write_bytes(broken)
         with pytest.raises(ValueError, match=r"b\.txt\.gz is damaged"):
             list(iter_documents([tmp_path]))
+
+
+def test_zstandard_is_read_to_the_end_or_refused(tmp_path: Path) -> None:
+    file, text = tmp_path / "a.txt.zst", random.Random(0).randbytes(9999).hex()
+    frame = zstandard.ZstdCompressor().compress(text.encode())
+    skippable = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"
+    for whole, expected in ((frame, text), (frame + skippable + frame, text + text), (b"", "")):
+        file.write_bytes(whole)
+        assert "".join(iter_documents([file])) == expected
+    for broken in (frame[:-1], frame[: len(frame) // 2], frame[:4], frame + frame[:20], skippable[:6], frame + b"x"):
+        file.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"a\.txt\.zst is damaged"):
+            list(iter_documents([file]))
 
 
 def test_a_conversation_is_the_same_whatever_numbers_it_carries(tmp_path: Path) -> None:
