@@ -137,7 +137,7 @@ def _scores_at(scores: Scores, tree: TokenTree, nodes: Sequence[int]) -> Scores:
         return replace(scores, tree=tree, _distributions={})
     rows = slice(nodes[0], nodes[0] + 1) if len(nodes) == 1 else list(nodes)  # a slice does not copy
     taps = HiddenStates.of(scores.taps).at(rows) if scores.taps else {}
-    return Scores(scores.logits[rows], tree, scores.prefix, scores.sampler, taps)
+    return Scores(scores.logits[rows], tree, scores.node_prefix(nodes[0]), scores.sampler, taps)
 
 
 def check_members(name: str, drafters: Sequence[Drafter]) -> None:
