@@ -12,8 +12,8 @@ from foretoken.core import Budget, Context, Rng
 from foretoken.core.costs import TargetCost
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
-from foretoken.loading import build_drafter, load_model
-from foretoken.methods.drafters import features, heads, pass_tokens
+from foretoken.loading import build_drafter, load_model, load_tokenizer
+from foretoken.methods.drafters import dynamic, features, heads, pass_tokens
 from foretoken.methods.drafters.pass_tokens import paying_shape
 from foretoken.methods.trees.cost_aware import paying_count
 from foretoken.models import call_costs, wrap
@@ -57,6 +57,20 @@ def test_trees_are_large_where_rows_are_free_and_small_where_they_are_not(
     free, steep = (nodes_of(built(spec, builtin, costs, monkeypatch), builtin) for costs in (FREE, STEEP))
     assert free > 40 and steep < 6
     assert nodes_of(built(f"{spec},nodes=9", builtin, STEEP, monkeypatch), builtin) > 6, "what is asked for is done"
+
+
+@pytest.mark.parametrize("name", ["model", "shared_vocab"])
+@pytest.mark.parametrize("tree", ["eagle2", "opt_tree", "cost_aware"])
+def test_trees_of_draft_models_are_sized_by_the_target(
+    name: str, tree: str, builtin: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(dynamic, "quick_costs", lambda model: asked.append(model) or STEEP)
+    tokenizer = load_tokenizer("builtin")
+    drafter = build_drafter(f"{name},tree={tree}", builtin, target_source="builtin", tokenizer=tokenizer)
+    assert asked == [builtin]
+    if tree == "cost_aware":
+        assert drafter.dynamic.growth.step_cost == drafter.model.weight_bytes / builtin.weight_bytes
 
 
 def test_the_text_does_not_depend_on_the_costs(builtin: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
