@@ -76,6 +76,16 @@ def test_a_text_or_a_lone_prompt_is_a_text(tmp_path: Path) -> None:
             "'history' beside 'instruction' is ambiguous",
         ),
         ({"question": "q", "context": "c", "answer": "a"}, "'context' beside 'question' is ambiguous"),
+        *(
+            ({"instruction": asked, key: more, "output": "y"}, f"'{key}' extends 'instruction' only where both are text")
+            for asked, key, more in (
+                ([{"role": "user"}], "input", "x"),
+                ([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "input", "x"),
+                ("q", "context", CHAT["messages"]),
+                ("q", "context", CHAT["messages"][:1]),
+            )
+        ),
+        ({"instruction": "q", "input": " ", "output": "a"}, "'input' must be non-empty text"),
     ],
 )
 def test_a_question_that_cannot_be_told_is_refused(row: Any, words: str, tmp_path: Path) -> None:

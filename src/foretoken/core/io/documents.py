@@ -172,7 +172,7 @@ def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def asked_of(row: Mapping[str, Any]) -> list[Any]:
     """The messages of a row with a ``prompt``, ``instruction`` or ``question``; else empty.
 
-    A ``system`` or ``system_prompt`` precedes them. Alpaca's ``input`` and Dolly's ``context`` extend an
+    A ``system`` or ``system_prompt`` precedes them. Alpaca's ``input`` and Dolly's ``context``, texts, extend an
     ``instruction``. Raises ``ValueError`` for several questions, or one that is neither text nor messages.
     """
     keys = [key for key in ("prompt", "instruction", "question") if row.get(key)]
@@ -186,8 +186,11 @@ def asked_of(row: Mapping[str, Any]) -> list[Any]:
     first = next((_turns(row, key, "system") for key in ("system", "system_prompt") if row.get(key)), [])
     questions = _turns(row, keys[0], "user")
     for key in beside:
+        text = questions[-1].get("content")
+        if not isinstance(text, str) or isinstance(row[key], list):
+            raise ValueError(f"{key!r} extends {keys[0]!r} only where both are text: give 'messages'")
         (context,) = _turns(row, key, "user")
-        questions[-1] = {**questions[-1], "content": f"{questions[-1]['content']}\n\n{context['content']}"}
+        questions[-1] = {**questions[-1], "content": f"{text}\n\n{context['content']}"}
     return [*first, *questions]
 
 
