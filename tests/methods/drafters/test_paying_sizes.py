@@ -59,6 +59,16 @@ def test_trees_are_large_where_rows_are_free_and_small_where_they_are_not(
     assert nodes_of(built(f"{spec},nodes=9", builtin, STEEP, monkeypatch), builtin) > 6, "what is asked for is done"
 
 
+@pytest.mark.parametrize("spec", ["eagle", "dflash", "dflash2"])
+def test_costs_can_be_set(spec: str, builtin: LanguageModel) -> None:
+    drafter = build_drafter(f"{spec},nodes=40", builtin, target_source="builtin")
+    sizes = []
+    for costs in (None, FREE, STEEP, None):
+        drafter.costs = costs
+        sizes.append(nodes_of(drafter, builtin))
+    assert sizes[0] == sizes[1] == sizes[3] > 20 and sizes[2] < 10
+
+
 @pytest.mark.parametrize("name", ["model", "shared_vocab"])
 @pytest.mark.parametrize("tree", ["eagle2", "opt_tree", "cost_aware"])
 def test_trees_of_draft_models_are_sized_by_the_target(
