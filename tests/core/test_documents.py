@@ -77,7 +77,10 @@ def test_a_text_or_a_lone_prompt_is_a_text(tmp_path: Path) -> None:
         ),
         ({"question": "q", "context": "c", "answer": "a"}, "'context' beside 'question' is ambiguous"),
         *(
-            ({"instruction": asked, key: more, "output": "y"}, f"'{key}' extends 'instruction' only where both are text")
+            (
+                {"instruction": asked, key: more, "output": "y"},
+                f"'{key}' extends 'instruction' only where both are text",
+            )
             for asked, key, more in (
                 ([{"role": "user"}], "input", "x"),
                 ([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "input", "x"),

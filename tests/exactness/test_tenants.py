@@ -11,7 +11,7 @@ from cases import CASES, Case, bpd, eagle3, feature_drafter, hydra, jump, kangar
 from matrix import rows
 
 from foretoken import load
-from foretoken.core import Budget, Context, Rng
+from foretoken.core import Context, Rng
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running

@@ -66,15 +66,6 @@ def test_verify_equals_the_plain_rule(name: str, kind: Kind, params: SamplingPar
     assert accepted or not has_twin
 
 
-@pytest.mark.parametrize("kind", [Kind.IID, Kind.POINT])
-def test_both_chain_paths_decide_the_same(kind: Kind) -> None:
-    for seed in range(50):
-        scores = random_scores(seed, kind, (1,) * 5, PARAMS[0])
-        assert RejectionVerifier().decide_in_one_go(
-            scores.tree, scores, Coins(Rng(seed))
-        ) == RejectionVerifier().decide(scores.tree, scores, Coins(Rng(seed)))
-
-
 def test_large_vocabularies_make_distributions_one_by_one() -> None:
     for verifier in (RejectionVerifier(), BlockVerifier()):
         for seed in range(3):

@@ -77,8 +77,6 @@ def test_distributions_and_weights_are_made_once() -> None:
 
 def test_a_rule_with_a_verify_of_its_own_is_asked() -> None:
     class Stubborn(BlockVerifier):
-        verifies_alone = True
-
         def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
             return Verdict((), 7, next_is_bonus=False)
 

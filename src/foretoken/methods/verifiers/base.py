@@ -64,8 +64,6 @@ class Verifier(ABC):
         reads_logits: whether the rule reads the logits of sampled requests, not only their distributions.
         decides_by: for traces, what the rule decides by: ``tests`` of one draft token after another, ``choices`` of the
             target, which draft tokens must equal, or whole ``paths``.
-        verifies_alone: whether :meth:`verify` does more than :meth:`decide_fast` with fresh coins; then it is called
-            request by request.
     """
 
     name: ClassVar[str]
@@ -77,7 +75,6 @@ class Verifier(ABC):
     asks_choices: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
     decides_by: ClassVar[Literal["tests", "choices", "paths"]] = "tests"
-    verifies_alone: ClassVar[bool] = False
 
     @abstractmethod
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
@@ -244,11 +241,6 @@ def chain_nodes(tree: TokenTree, name: str) -> list[int]:
             )
         nodes.append(children[0])
     return nodes[1:]
-
-
-def can_go_at_once(tree: TokenTree, scores: Scores) -> bool:
-    """Whether one call can compute the distributions of all nodes, with one transfer to the host for all tests."""
-    return len(tree) > 1 and tree.is_chain and scores.sampler.context_free
 
 
 def chain_weights(tree: TokenTree, distributions: Tensor) -> tuple[list[float], list[float]]:

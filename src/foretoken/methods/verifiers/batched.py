@@ -55,9 +55,6 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
         ValueError: a chain rule met a node with two children.
         NonFiniteLogitsError: NaN logits, or no finite logit left.
     """
-    if any(drawing.verifies_alone for drawing in verifiers):
-        each = zip(verifiers, all_scores, rngs, strict=True)
-        return [verifier.verify(scores.tree, scores, rng) for verifier, scores, rng in each]
     if all_scores[0].logits.device.type != "cpu":
         all_scores = _bring_home(verifiers, all_scores)
     elif len(all_scores) == 1:
@@ -69,10 +66,12 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
     late: dict[int, tuple[Tensor, float]] = {}
     for verifier, scores, rng in zip(verifiers, all_scores, rngs, strict=True):
         # A rule from outside may not support a token that is drawn later.
-        is_late = not is_outside(type(verifier)) and verifier.draws_last(scores.tree)
-        coins = LateCoins(rng) if is_late else Coins(rng)
+        if is_outside(type(verifier)) or not verifier.draws_last(scores.tree):
+            verdicts.append(verifier.verify(scores.tree, scores, rng))
+            continue
+        coins = LateCoins(rng)
         verdicts.append(verifier.decide_fast(scores.tree, scores, coins))
-        if isinstance(coins, LateCoins) and coins.later is not None:
+        if coins.later is not None:
             late[len(verdicts) - 1] = coins.later
     for is_home in (True, False):
         drawings = {index: drawing for index, drawing in late.items() if (drawing[0].device.type == "cpu") == is_home}
