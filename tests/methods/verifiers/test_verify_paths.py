@@ -9,8 +9,8 @@ from enumeration import Tables, grow, scores_of
 from foretoken import registry
 from foretoken.core import Kind, Rng, Scores, TokenTree
 from foretoken.core.noise import Noise
-from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.methods.verifiers.base import Coins, SiblingDistributions, Verifier, draw, draw_by_blocks
+from foretoken.core.sampling import Sampler, SamplingParams, draw, draw_by_blocks
+from foretoken.methods.verifiers.base import Coins, SiblingDistributions, Verifier
 from foretoken.methods.verifiers.block import BlockVerifier
 from foretoken.methods.verifiers.rejection import RejectionVerifier
 
