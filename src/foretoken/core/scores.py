@@ -50,6 +50,8 @@ def argmaxes(logits: Tensor) -> tuple[list[int], bool]:
 class Scores:
     """The target's scores of a tree. Distributions are computed only for the nodes that are read.
 
+    They are valid until the next round: the verifier reads them before the commit, and drafters after it.
+
     Attributes:
         logits: [N, V] raw target logits, one row per node.
         tree: the scored tree.

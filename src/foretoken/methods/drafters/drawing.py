@@ -5,6 +5,15 @@ The race chooses tokens for a request with noise (:mod:`foretoken.core.noise`): 
 tokens of largest ``log q + noise``.  The target takes the token of largest ``log p + noise``, so they are more likely
 right the nearer q is to p.  Given the noise they are fixed, like the best tokens of a greedy request, and are proposed,
 ranked, pruned and stopped like these.
+
+How the candidates of a position are chosen, by the request and a drafter's option ``draw``:
+
+    temperature 0                        the best tokens                            POINT, without q
+    with noise                           the first of the race                      POINT, without q
+    with noise, draw=greedy              the likeliest tokens                       POINT, without q
+    without noise, draw=iid              independent draws                          IID, with q
+    without noise, without_replacement   draws without the earlier siblings         WITHOUT_REPLACEMENT, with q
+    without noise, draw=greedy           the likeliest tokens                       POINT, without q
 """
 
 from __future__ import annotations

@@ -4,6 +4,14 @@ Some ten tensor operations per request on vectors of the vocabulary's size take 
 of eight they were a tenth of a round. The decisions equal those of
 :meth:`foretoken.methods.verifiers.base.Verifier.verify` per request, bit for bit.
 
+Who computes what a rule reads, by the kind of request:
+
+    on a CPU, alone or greedy    the rule itself, as also where prefixes count or rows are large
+    on a CPU, with noise         :func:`_make_choices`: the tokens after all nodes of a chain
+    on a CPU, drawing            :func:`_make_distributions`: of all nodes, or of the root
+    on a device                  :func:`_bring_home`, which copies tokens, distributions or logits to the host
+    on a device, without drafts  the same, and the last draw is made on the device
+
 The walks are host code, and a device read at every test would wait hundreds of times a round (446 times for eight trees
 of ten sampled nodes). So the device computes the tokens of greedy requests and of those with noise, and the
 distributions of others, for all nodes at once, and one transfer copies them. Where the prefix counts (penalties,
