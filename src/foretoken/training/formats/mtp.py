@@ -22,9 +22,10 @@ from foretoken.loading import has_drafter, read_head, resolve
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.methods.drafters.nets.store import WEIGHTS, load_weights, read_description, save_drafter
+from foretoken.models.checks.finite import check_stored
 from foretoken.models.forward.heads.mtp import QWEN, TARGETS_OWN, native_module
 from foretoken.registry import Spec
-from foretoken.training.formats.base import DTYPE, NOTE_VERSION, Format, Target, check_sizes, stored
+from foretoken.training.formats.base import DTYPE, NOTE_VERSION, Format, Target, check_sizes, measured_for, stored
 from foretoken.training.formats.eagle3 import KEY, VERSION
 from foretoken.training.formats.engines import DEPTH
 from foretoken.training.formats.folders import NOTE, Found, write_json, write_tensors
@@ -85,18 +86,22 @@ class MtpSpeculators(Format):
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         """Import one module, for a target of the same sizes."""
+        source.check_whole()
+        fingerprint = target.parts.fingerprint()
+        measured = measured_for(source, self.method, fingerprint)
         inner = source.config.get("transformer_layer_config")
         if not isinstance(inner, dict):
             raise ValueError("config.json lacks transformer_layer_config")
         check_sizes(inner, target)
         tensors = ours_of(source.tensors())
+        check_stored(tensors.items(), source.path)
         module = native_module(target.parts.network, tensors)
         if any(tensor.is_floating_point() and tensor.dtype != DTYPE for tensor in tensors.values()):
             self.warnings.append("the weights were rounded to bfloat16")
         experts = any(".experts." in name for name in tensors)
         shape = asdict(LayerConfig.of_target(target.parts.config))
         config = asdict(MtpConfig(**shape, layer="target", feed="post_norm", experts=experts))
-        save_drafter(folder, self.method, config, module, target.parts.fingerprint())
+        save_drafter(folder, self.method, config, module, fingerprint, measured)
         return f"{self.method}:{{}}"
 
 

@@ -15,7 +15,7 @@ from foretoken.methods.drafters.kangaroo import KangarooDrafter
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy, some_positions
+from foretoken.training.recipes.base import LAYER_WINDOWS, Batch, Recipe, soft_cross_entropy, some_positions
 
 
 class KangarooRecipe(Recipe):
@@ -26,6 +26,7 @@ class KangarooRecipe(Recipe):
     net_class = KangarooNet
     fixed = tuple(LayerConfig.__dataclass_fields__)
     target_defaults = ("layer",)
+    needs = LAYER_WINDOWS
     lr = 1e-2
     net: KangarooNet
     config: KangarooConfig
