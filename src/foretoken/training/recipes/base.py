@@ -289,10 +289,14 @@ def check_depths(setting: str, depths: str, layers: int) -> None:
         raise ValueError(f"{setting}={depths} reach to {deepest}, and the target has {layers}")
 
 
+def cross_entropies(logits: Tensor, distribution: Tensor) -> Tensor:
+    """-sum distribution log softmax(logits) of each row, float32 [m]; logits and distribution [m, V]."""
+    return -(distribution * torch.log_softmax(logits.float(), -1)).sum(-1)
+
+
 def soft_cross_entropy(logits: Tensor, distribution: Tensor, counted: Tensor | None = None) -> Tensor:
-    """-sum distribution log softmax(logits), mean over (counted) rows, float32; logits and distribution [m, V],
-    counted [m]."""
-    return mean_of(-(distribution * torch.log_softmax(logits.float(), -1)).sum(-1), counted)
+    """Mean of :func:`cross_entropies` over (counted) rows; counted [m]."""
+    return mean_of(cross_entropies(logits, distribution), counted)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:

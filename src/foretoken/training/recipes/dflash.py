@@ -19,8 +19,8 @@ from foretoken.methods.drafters.dspark import DsparkDrafter
 from foretoken.methods.drafters.nets.block import BlockConfig
 from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
 from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
-from foretoken.training.recipes.base import Batch, mean_of, soft_cross_entropy
-from foretoken.training.recipes.blocks import BlockRecipe, BlockSettings
+from foretoken.training.recipes.base import Batch, cross_entropies
+from foretoken.training.recipes.blocks import BlockRecipe, BlockSettings, PositionLosses
 from foretoken.training.recipes.features import texts_of
 from foretoken.training.recipes.labels import Labels
 
@@ -47,12 +47,13 @@ class Dflash2Recipe(BlockRecipe):
     drafter_class = Dflash2Drafter
     net: Dflash2Net
 
-    def position_loss(
+    def position_losses(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
-    ) -> tuple[Tensor, Any]:
+    ) -> PositionLosses:
         """Cross-entropies with the target's distribution, over all tokens and over the candidates.
 
-        The target's most likely token is always made a candidate.
+        The target's most likely token is always made a candidate: it takes the last rank if it is missing.  That token
+        alone as the label accepts as many draft tokens, the text's own token fewer (docs/log.md).
         """
         logits = self.logits(states)
         distributions, counted = labels.of(texts_of(columns), columns.flatten())
@@ -62,11 +63,11 @@ class Dflash2Recipe(BlockRecipe):
         query, _ = self.net.query(batch.tokens.gather(1, columns).flatten(), states.flatten(0, 1), None)
         targets = ids if self.frequent is None else self.frequent[ids]
         scores = self.net.corrected(logits.gather(-1, ids), ids, targets, query[:, None])[:, 0]
+        entropies = cross_entropies(logits, distributions)
         probabilities = distributions.gather(-1, ids)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp_min(1e-9)
-        return soft_cross_entropy(logits, distributions, counted) + soft_cross_entropy(
-            scores, probabilities, counted
-        ), None
+        losses = entropies + cross_entropies(scores, probabilities)
+        return PositionLosses(losses, entropies, counted)
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ class DsparkRecipe(BlockRecipe):
     drafter_class = DsparkDrafter
     net: DsparkNet
 
-    def position_loss(
+    def position_losses(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
-    ) -> tuple[Tensor, Any]:
+    ) -> PositionLosses:
         """Cross-entropy with and distance to the target's distribution, and the confidence head's cross-entropy."""
         before, states = batch.tokens.gather(1, columns).flatten(), states.flatten(0, 1)
         query, memory = self.net.query(before, states, memory)
@@ -107,9 +108,10 @@ class DsparkRecipe(BlockRecipe):
         targets, counted = labels.of(texts_of(columns), columns.flatten())
         log_guess = torch.log_softmax(logits.float(), -1)
         probabilities, entropy = log_guess.exp(), self.config.entropy
-        losses = -entropy * (targets * log_guess).sum(-1) + (1 - entropy) * (targets - probabilities).abs().sum(-1)
+        entropies = -(targets * log_guess).sum(-1)
+        losses = entropy * entropies + (1 - entropy) * (targets - probabilities).abs().sum(-1)
         odds = self.net.confidences(before, states)
         if odds is not None:
             accepted = torch.minimum(targets, probabilities).sum(-1).detach().clamp(0, 1)
             losses = losses + F.binary_cross_entropy_with_logits(odds.float(), accepted, reduction="none")
-        return mean_of(losses, counted), memory
+        return PositionLosses(losses, entropies, counted, memory)

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from foretoken.methods.drafters.eagle import EagleDrafter
 from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.training.recipes.base import Batch, mean_of
-from foretoken.training.recipes.features import FeatureRecipe, at_rows, some_rows, texts_of
+from foretoken.training.recipes.features import FeatureRecipe, TopKSettings, at_rows, some_rows, texts_of
 
 
 @dataclass(frozen=True)
-class EagleSettings(EagleConfig):
+class EagleSettings(TopKSettings, EagleConfig):
     """The head's shape and its loss.
 
     Attributes:
@@ -59,9 +59,10 @@ class EagleRecipe(FeatureRecipe):
         total = truth.new_zeros(())
         labels = self.labels(batch, judged, steps)
         for step, output in enumerate(self.unrolled(batch, features, rows, steps)):
-            agreement = self.agreement(labels, at_rows(output, judged), judged + 1 + step)
+            weight = self.config.agreement
+            agreement = self.agreement(labels, at_rows(output, judged), judged + 1 + step, weight=weight)
             distance = F.smooth_l1_loss(output.float(), at_rows(truth, rows + 1 + step), reduction="none").mean(-1)
             counted = batch.counted(texts_of(rows).view_as(rows), rows + 1 + step)
             regression = mean_of(distance, counted)
-            total = total + self.config.agreement * agreement + self.config.regression * regression
+            total = total + agreement + self.config.regression * regression
         return total / steps

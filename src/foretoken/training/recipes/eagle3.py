@@ -15,11 +15,11 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.eagle3 import Eagle3Drafter, draft_logits
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, default_layers
 from foretoken.training.recipes.base import Batch, check_depths, token_counts
-from foretoken.training.recipes.features import FeatureRecipe
+from foretoken.training.recipes.features import FeatureRecipe, TopKSettings
 
 
 @dataclass(frozen=True)
-class Eagle3Settings(Eagle3Config):
+class Eagle3Settings(TopKSettings, Eagle3Config):
     """The network's shape and its loss.
 
     Attributes:

@@ -27,7 +27,7 @@ class PeagleConfig(Eagle3Config):
         num_layers: decoder layers, including the wide one.
         places: positions that it was trained to predict in one pass.
         mask_token: id whose embedding accompanies the learned state.
-        own_embedding: whether it has a token embedding instead of the target's.
+        own_embedding: train a token embedding too, as in the paper, instead of reading the target's.
     """
 
     num_layers: int = 4
