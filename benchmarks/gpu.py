@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from prompts import CODE, PROSE
+from torch import Tensor
 
 import foretoken as ft
 from foretoken.lab.bench.arms import Arm, ArmSetup, Unit
@@ -31,13 +32,23 @@ from foretoken.lab.bench.transformers_arms import TransformersArm
 from foretoken.lab.timing import Stopwatch, median_run, runs_of
 from foretoken.lab.workload import inflation
 from foretoken.loading import load_model, load_tokenizer, parse_device
-from foretoken.models.forward.capture import Eager
+from foretoken.models.forward.capture import Recorder, Run
 from foretoken.models.forward.graphed import with_graphs
 
 PLAIN = "plain, eager"
 GREEDY = (0.0, 1)
 PROMPT_TOKENS = 48
 """Every prompt is cut to this length, so that no static cache has to be compiled for again."""
+
+
+class Eager(Recorder):
+    """Runs a step's program itself, where there is no CUDA."""
+
+    def host(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32)
+
+    def record(self, program: Run) -> Run:
+        return program
 
 
 class CompiledArm(TransformersArm):

@@ -48,7 +48,7 @@ class Following(Coins):
         self.told, self.taken, self.chance = list(told), list[bool](), 1.0
         self.others: list[list[bool]] = []
 
-    def accept(self, num: float, den: float = 1.0) -> bool:
+    def accept(self, num: float, den: float = 1.0, node: int | None = None) -> bool:
         """A coin that can fall both ways is told, or falls true."""
         chance = num / den if num < den else 1.0
         if chance <= 0.0 or chance >= 1.0:
@@ -61,9 +61,9 @@ class Following(Coins):
         self.chance *= chance if falls else 1.0 - chance
         return falls
 
-    def accept_lazily(self, bound: float, chance: Callable[[], float]) -> bool:
+    def accept_lazily(self, bound: float, probability: Callable[[], float], node: int | None = None) -> bool:
         """As :meth:`accept`."""
-        return self.accept(chance())
+        return self.accept(probability())
 
     def draw(self, distribution: Tensor) -> int:
         """Any possible token: the recovered or bonus token does not change how many there are."""

@@ -55,7 +55,7 @@ BRANCHES = (
            ("confidence", "draft_verify", "adaedl", "svip", "specdec_pp", "tapout")),
     Branch("Termination: heuristic rules", "终止条件 · Heuristic Rules", "controller", ("heuristic",)),
     Branch("Termination: measured cost", "终止条件 · 系统服务的角度（按实测开销）", "controller",
-           ("auto", "goodput", "bandit")),
+           ("auto", "goodput", "prefix", "bandit")),
     Branch("Verification: exact match", "验收标准 · 精确匹配", "verifier", ("greedy", "match", "coupled")),
     Branch("Verification: rejection sampling", "验收标准 · 拒绝采样（Rejection Sampling）", "verifier",
            ("rejection", "block", "point")),

@@ -19,7 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from fake_cuda import READS, FakeCuda, _is_cuda, fake_cuda
-from foretoken.models.forward.capture import Run
+from foretoken.models.forward.capture import Recorder, Run
+
+
+class Eager(Recorder):
+    """Runs a step's program itself: what a graph computes, without a graph."""
+
+    def host(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32)
+
+    def record(self, program: Run) -> Run:
+        return program
 
 
 class Recording(TorchDispatchMode):

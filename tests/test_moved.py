@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import warnings
@@ -29,6 +30,53 @@ def old_import(name: str) -> object:
     ]
     assert messages[-1] == f"{name} is now {_moved.new_name(name)}"
     return module
+
+
+def documented_before() -> list[str]:
+    """Names that documents of earlier versions import, from a list that the table under test has no part in."""
+    lines = (Path(__file__).parent / "old_names.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def gone() -> set[str]:
+    """Names below ``foretoken`` that the changelog says no longer exist."""
+    changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    paragraph = changelog.partition("* **Gone**")[2].partition("\n* ")[0]
+    return {f"foretoken.{name}" for name in re.findall(r"`(\w+(?:\.\w+)+)`", paragraph)}
+
+
+def resolves(name: str) -> bool:
+    """Whether a module, or a name of one, can be imported as an earlier version had it."""
+    module, _, attribute = name.rpartition(".")
+    code = f"try:\n    import {name}\nexcept ModuleNotFoundError:\n    from {module} import {attribute}"
+    try:
+        exec(code, {})  # the statement itself: importlib does not ask a package for a missing name
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", documented_before())
+def test_documented_names_work_or_are_gone_by_the_changelog(name: str) -> None:
+    assert resolves(name) is (name not in gone())
+
+
+@pytest.mark.parametrize(
+    ("statement", "new"),
+    [
+        ("from foretoken.models.gguf import GgufModel", "models.other.llama_cpp_model.LlamaCppModel"),
+        ("from foretoken.bench.report import write_plots", "lab.report.plots.write_plots"),
+        ("from foretoken.models.table import TableModel", "models.other.table"),
+        ("from foretoken.jobs import run_jobs", "cli.batch"),
+        ("from foretoken.theory.trees import branching_parents", "lab.plan.speedup"),
+    ],
+)
+def test_moved_names_say_where_they_are(statement: str, new: str) -> None:
+    warns = [sys.executable, "-W", "always::DeprecationWarning:__main__", "-c", statement]
+    result = subprocess.run(warns, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert f"is now foretoken.{new}" in result.stderr
 
 
 @pytest.mark.parametrize("name", sorted(_moved.PLACES))

@@ -15,6 +15,7 @@ from foretoken.core.noise import samples_of, seeds_of
 from foretoken.core.prompts import prompts_of
 from foretoken.core.values import check_flags, check_whole, numbered
 from foretoken.engine.calls import Calls
+from foretoken.engine.drafting import described
 from foretoken.engine.loop import Engine
 from foretoken.engine.output import Output as Output
 from foretoken.engine.output import Piece as Piece
@@ -221,7 +222,7 @@ class Llm:
         "refused", "graphs_off"}``. ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried
         and not taken. ``graphs_off`` is the reason why no CUDA graphs run (empty if they do). ``"drafts"`` lists
         ``{"drafter", "weights", "vocabulary"}`` of the drafter, or of each in a group."""
-        return {**self.target.describe(), "drafts": [] if self.drafter is None else self.drafter.describe()}
+        return {**self.target.describe(), "drafts": described(self.drafter)}
 
     def _run(self, requests: Sequence[Request]) -> list[Output]:
         return [output_of(run, self.tokenizer) for run in self.calls.finish(requests)]

@@ -46,6 +46,7 @@ class Row:
         needs: requirements beyond the target's logits, in words.
         reads: object at the path in its spec: a language model or a datastore; empty for its own trained weights, or no
             path.
+        draft_model: what a row that reads a language model asks of it, besides the target's tokenizer.
         example: for a drafter, a spec string that runs on the built-in target as shipped.
     """
 
@@ -60,6 +61,7 @@ class Row:
     improves_by_training: bool = False
     needs: str = ""
     reads: Literal["", "model", "datastore"] = ""
+    draft_model: Literal["", "mask token", "any tokenizer", "tree attention"] = ""
     example: str = ""
 
     def load(self) -> type[Any]:
@@ -103,7 +105,7 @@ ROWS: tuple[Row, ...] = (
     _drafter("pard", "PardDrafter", "PARD, arXiv 2504.18583",
              "Drafts all positions in one forward of a draft model trained to predict mask tokens.",
              kind="iid or point", needs="draft model with a mask token; tree attention", reads="model",
-             example="pard,mask=0,k=4"),
+             draft_model="mask token", example="pard,mask=0,k=4"),
     _drafter("ahead", "AheadDrafter", "Speculative speculative decoding (Saguaro), arXiv 2603.03251",
              "Drafts for the likely outcomes of a round while the target is still verifying it.",
              kind="iid or point", needs="draft model", reads="model", example="ahead,k=4,fanout=2"),
@@ -114,10 +116,11 @@ ROWS: tuple[Row, ...] = (
     _drafter("shared_vocab", "SharedVocabDrafter", "TLI, Timor et al. 2025, arXiv 2502.05202",
              "Drafts with a model of another tokenizer, restricted to the shared vocabulary.",
              kind="iid, without_replacement or point", needs="draft model and its tokenizer",
-             reads="model", example="shared_vocab,k=4"),
+             reads="model", draft_model="any tokenizer", example="shared_vocab,k=4"),
     _drafter("retokenize", "RetokenizeDrafter", "SLEM, Timor et al. 2025, arXiv 2502.05202",
              "Drafts with a model of any tokenizer and re-encodes its text for the target.", kind="point",
-             needs="draft model and its tokenizer", reads="model", example="retokenize,k=4"),
+             needs="draft model and its tokenizer", reads="model", draft_model="any tokenizer",
+             example="retokenize,k=4"),
     _drafter("ngram", "NgramDrafter", "Prompt lookup decoding, Saxena 2023",
              "Copies the tokens after the latest occurrence of the longest matching n-gram.", kind="point"),
     _drafter("jacobi", "JacobiDrafter", "Santilli et al. 2023, arXiv 2305.10427",
@@ -174,7 +177,7 @@ ROWS: tuple[Row, ...] = (
     _drafter("staged", "StagedDrafter", "Spector, Re 2023, arXiv 2308.04623",
              "Drafts as cascade does, and adds siblings from the draft model's distributions.",
              kind="without_replacement, iid or point", needs="draft model; tree attention", reads="model",
-             example="staged,k=6,width=3"),
+             draft_model="tree attention", example="staged,k=6,width=3"),
     _drafter("sparse_kv", "SparseKvDrafter", "TriForce, arXiv 2404.11912",
              "Drafts with the target on the chunks of its KV cache that match the last query best.",
              kind="iid, without_replacement or point", needs="KV cache", example="sparse_kv,budget=64"),
@@ -282,6 +285,8 @@ ROWS: tuple[Row, ...] = (
                 "Chooses drafter and draft length, or plain decoding, by measured cost and acceptance."),
     _controller("goodput", "GoodputController", "SmartSpec, arXiv 2406.14066",
                 "Chooses one draft length per batch to maximise expected tokens per second."),
+    _controller("prefix", "PrefixController", "DSpark 2026, arXiv 2607.05147",
+                "Scores the likeliest drafts of all requests while each adds tokens per second."),
     _controller("constant", "ConstantController", "Leviathan et al. 2023, arXiv 2211.17192",
                 "Drafts the same number of tokens in every round.", example="constant,k=5"),
     _controller("heuristic", "HeuristicController", "Transformers' assisted generation",

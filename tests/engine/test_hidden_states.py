@@ -58,7 +58,6 @@ class Sometimes(Controller):
     """Drafts in some rounds of every request: ``plain`` without, then ``drafted`` with; never where that is 0."""
 
     name = "sometimes"
-    watches = False
 
     def __init__(self, plain: int = 1, drafted: int = 0) -> None:
         self.plain, self.drafted, self.rounds = plain, drafted, Counter[int]()

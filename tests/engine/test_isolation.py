@@ -164,19 +164,9 @@ PLANTS: dict[str, Plant] = {
     "prompt": plant_prompt,
     "open": plant_open,
     "take over": on("prefix_cache", "take_over", lambda run, others: is_poisoned(run.context), 0),
-    "finish": on("drafter", "finish", of_context, 0),
     "explain": on("controller", "explain", of_context, 0),
     "controller finish": on("controller", "finish", of_context, 0),
 }
-
-
-class Watching(ConstantController):
-    """A constant controller that is told of every round."""
-
-    watches = True
-
-    def observe(self, context: Context, record: Any) -> None:
-        """Nothing to learn."""
 
 
 def model_drafter(draft: HuggingFaceModel) -> Drafter:
@@ -192,7 +182,7 @@ each_drafter = pytest.mark.parametrize("make", [model_drafter, ngram_drafter], i
 
 def serving(make: Callable[[HuggingFaceModel], Drafter], controller: Controller | None = None, **more: Any) -> Engine:
     target, draft = llamas()
-    return engine(target, make(draft), controller=controller or Watching(), prefix_bytes=PREFIX_BYTES, **more)
+    return engine(target, make(draft), controller=controller or ConstantController(), prefix_bytes=PREFIX_BYTES, **more)
 
 
 def finished(runner: Engine, most: int = 2_000) -> dict[int, Running]:
@@ -253,11 +243,26 @@ def test_a_poisoned_request_ends_alone(
     PLANTS[name](runner, counter, monkeypatch)
     assert isinstance(check_others(runner, clean), Planted)
     assert counter.left < 0 or name == "open", "the plant was never reached"
-    if name != "finish" or make is ngram_drafter:  # a draft model's row is freed by what was made to fail
-        check_free(runner)
+    check_free(runner)
     runner.add(Request([7, 8, 9], max_new_tokens=5))
     (after,) = finished(runner).values()
     assert after.finish_reason == "length" and len(after.output) == 5
+
+
+@each_drafter
+def test_a_drafter_that_fails_at_the_end_of_a_request_costs_no_answer(
+    make: Callable[[HuggingFaceModel], Drafter], caplog: pytest.LogCaptureFixture
+) -> None:
+    clean, runner = clean_outputs(make), serving(make)
+    for request in requests():
+        runner.add(request)
+    in_method(runner.drafter, "finish", Counter(0), of_context)
+    done = finished(runner)
+    assert {first: run.output for first, run in done.items()} == clean
+    assert {run.finish_reason for run in done.values()} == {"length"}
+    assert "the drafter failed at the end" in caplog.text and "planted" in caplog.text
+    target: Any = runner.target
+    assert not runner.budget.reserved and target.kv_bytes == 0 and not target.pool.texts
 
 
 @each_drafter
@@ -426,7 +431,7 @@ def test_a_cancelled_request_that_cannot_be_freed_is_logged_and_forgotten(caplog
     ids = [runner.add(request) for request in requests()]
     runner._admit()
     runner.reader.read()
-    in_method(runner.drafter, "finish", Counter(0), of_context)
+    in_method(runner.controller, "finish", Counter(0), of_context)
     runner.cancel(ids[PLACE])
     assert "was dropped" in caplog.text and "planted" in caplog.text
     assert not runner.holds(ids[PLACE])

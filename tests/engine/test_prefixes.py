@@ -12,7 +12,7 @@ import torch
 from foretoken import load
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
-from foretoken.engine.prefixes import SHORTEST, Kept, Prefixes, common
+from foretoken.engine.prefixes import SHORTEST, CachedPrefix, Prefixes, common
 from foretoken.engine.request import Request, Running
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.medusa import MedusaDrafter
@@ -153,7 +153,7 @@ def test_a_text_that_is_still_written_or_read_is_copied_as_far_as_it_is() -> Non
     runner.add(Request(long, max_new_tokens=40))
     runner.step()
     (reading,) = runner.running
-    assert not reading.started and len(reading.text.tokens) == 32
+    assert not reading.started and len(reading.open_sequence.tokens) == 32
     request = Request([*long[:50], 1, 2], max_new_tokens=10)
     late = runner.add(request)
     runner.step()
@@ -277,9 +277,9 @@ def test_hybrid_targets_read_everything_and_write_the_same() -> None:
 # -- what is kept, and for how long ----------------------------------------------------------------------------------
 
 
-def kept(tokens: list[int], salt: str = "", divisible: bool = True, size: int = 0) -> Kept:
+def kept(tokens: list[int], salt: str = "", divisible: bool = True, size: int = 0) -> CachedPrefix:
     layers = [(torch.zeros(1, len(tokens), 1), torch.zeros(1, len(tokens) + size, 1))]
-    return Kept(salt, np.asarray(tokens), Snapshot(tokens, layers, divisible), {})
+    return CachedPrefix(salt, np.asarray(tokens), Snapshot(tokens, layers, divisible), {})
 
 
 def text(seed: int, length: int = 40) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -19,10 +19,12 @@ from matrix import SAMPLED_BATCH, sampled_chance
 from torch import Tensor
 
 from foretoken import registry
-from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.core import Budget, Context, Kind, Rng, Scores, StepRecord, TokenTree, Verdict
 from foretoken.engine.loop import Engine
+from foretoken.methods.controllers import prefix
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.confidence import ConfidenceController
+from foretoken.methods.controllers.prefix import DraftPart, PrefixController
 from foretoken.methods.drafters.base import Drafter, Traits
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.verifiers.base import Coins, Verifier, draw, drawn_probability, leftover, residual, scaled
@@ -219,6 +221,75 @@ class SortedSiblings(PlainDrafter):
         return sorted(siblings, key=lambda token: -float(distribution[token]))
 
 
+class Foreseeing(PlainDrafter):
+    """A chain whose survival is estimated, as it truly is, from the tokens before each position."""
+
+    late = 0
+    """The tokens that an estimate sees beyond those."""
+
+    def __init__(self, model: LanguageModel, width: int = 1, depth: int = 3) -> None:
+        super().__init__(model, width, depth)
+        self.right = models()[0]
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        tree = super().propose(context, budget)
+        survival = [1.0]
+        for node in range(1, len(tree)):
+            prefix = [*context.tokens, *tree.tokens[1 : min(node + self.late, len(tree))]]
+            p = context.sampler.distribution(next_logits(self.right, prefix), prefix)
+            q = context.sampler.distribution(next_logits(self.model, prefix), prefix)
+            survival.append(survival[-1] * float(torch.minimum(p, q).sum()))
+        return replace(tree, survival=survival)
+
+
+class SeesItself(Foreseeing):
+    """The estimate of a token's survival looks at this token."""
+
+    late = 1
+
+
+class SteadyPrefix(PrefixController):
+    """The prefix scheduler with costs that do not change: a draft token costs ``first`` of a request's share of a
+    plain round, and ``further`` where there are more of them than requests."""
+
+    first = further = 0.4
+
+    def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
+        return [Budget(3, 3, survival=True)] * len(contexts)
+
+    def _steps_per_s(self, requests: int, drafted: int) -> Callable[[int], float]:
+        def steps_per_s(rows: int) -> float:
+            more = rows / requests - 1.0
+            return 1.0 / (1.0 + self.first * min(more, 1.0) + self.further * max(more - 1.0, 0.0))
+
+        return steps_per_s
+
+    def observe(self, context: Context, record: StepRecord) -> None:
+        """What it learns from others cannot be enumerated."""
+
+
+class JumpyPrefix(SteadyPrefix):
+    """Where the first row of a request costs more than it brings, and the further ones next to nothing."""
+
+    first, further = 0.8, 0.05
+
+
+def best_of_all(
+    candidates: Sequence[DraftPart], requests: int, rows: int, steps_per_s: Callable[[int], float]
+) -> list[DraftPart]:
+    """The prefixes with the most tokens per second, although shorter ones lower them."""
+    ordered = sorted(candidates, key=lambda candidate: candidate.order)
+    rates = [
+        (requests + sum(part.gain for part in ordered[:count])) * steps_per_s(rows + count)
+        for count in range(len(ordered) + 1)
+    ]
+    return ordered[: rates.index(max(rates))]
+
+
+def retrospective_search() -> AbstractContextManager[Any]:
+    return mock.patch.object(prefix, "scheduled", best_of_all)
+
+
 def without_replacement() -> Verifier:
     verifier: Verifier = registry.make("verifier", "without_replacement")
     return verifier
@@ -283,6 +354,8 @@ class Cell:
         mode: the sampling that a sampled cell looks at; an exact one looks at all.
         closeness: of the draft model to the target.
         exact: whether the outcomes can be enumerated, which they cannot be with randomness of another kind.
+        alone: whether requests depend on those beside them: then one at a time is enumerated, with longer texts.
+        batch: requests at a time in the sampled cell.
     """
 
     drafter: Callable[[LanguageModel], Drafter] = PlainDrafter
@@ -293,6 +366,8 @@ class Cell:
     mode: str = "T=1"
     closeness: float = 0.1
     exact: bool = True
+    alone: bool = False
+    batch: int = SAMPLED_BATCH
 
     def engine(self, batch: int) -> Engine:
         right, draft = models(self.closeness)
@@ -303,13 +378,15 @@ class Cell:
 
     def difference(self, right: Reference) -> float:
         """The total variation that the exact cell finds, the largest of all sampling modes."""
-        speculative = self.engine(BATCH)
+        speculative = self.engine(1 if self.alone else BATCH)
         with self.plant():
+            if self.alone:
+                return differences(speculative, right, (self.mode,), lengths=(3,))[self.mode].difference
             return max(result.difference for result in differences(speculative, right).values())
 
     def chance(self) -> float:
         """The p-value of the sampled cell."""
-        speculative = self.engine(SAMPLED_BATCH)
+        speculative = self.engine(self.batch)
         right = models()[0]
         with self.plant():
             return sampled_chance(speculative, right, self.mode)
@@ -333,6 +410,8 @@ RIGHT = {
     "a plain drafter with a confidence stop": Cell(controller=confident),
     "plain siblings, traversal": Cell(siblings()),
     "plain siblings, without replacement": Cell(siblings(), without_replacement),
+    "the prefix scheduler": Cell(Foreseeing, controller=SteadyPrefix, alone=True),
+    "the prefix scheduler, where costs jump": Cell(Foreseeing, controller=JumpyPrefix, alone=True),
     "penalties": Cell(chain, mode="penalties", closeness=0.7),
     "processor": Cell(chain, mode="processor", closeness=0.7),
 }
@@ -349,6 +428,10 @@ PLANTED = {
     "q of the wrong row": Cell(DistributionOfTheWrongRow),
     "unlikely draft taken back": Cell(DropsUnlikely),
     "draft taken back at a confidence stop": Cell(DropsAtStop, controller=confident),
+    "prefixes by an estimate that sees the draft": Cell(SeesItself, controller=SteadyPrefix, alone=True, batch=1),
+    "best prefixes found in retrospect": Cell(
+        Foreseeing, controller=JumpyPrefix, plant=retrospective_search, alone=True, batch=1
+    ),
     "siblings sorted after the draw": Cell(siblings(SortedSiblings), without_replacement),
     "target loses the last accepted token": Cell(chain, target=ForgetfulTarget),
     "tree scored as a chain": Cell(lambda draft: ModelDrafter(draft, tree="2x2x1"), target=UnwoundTree),

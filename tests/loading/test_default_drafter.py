@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -80,6 +81,14 @@ def test_the_default_is_a_group_of_what_is_free_networks_first(target: LanguageM
     assert default_drafter(target, "somewhere") == "ngram"
     assert default_drafter(target, "model_with_head") == "router,drafters=(own_head|ngram)"
     assert OwnHead.calls == [(target, "somewhere"), (target, "model_with_head")]
+
+
+def test_the_order_does_not_hang_on_the_words_of_the_catalogue(
+    target: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reworded = [replace(row, needs="repeated text" if row.name == "ngram" else "") for row in rows()]
+    monkeypatch.setattr(registry, "ROWS", tuple(sorted(reworded, key=lambda row: row.name != "ngram")))
+    assert default_drafter(target, "model_with_head") == "router,drafters=(own_head|ngram)"
 
 
 def test_the_builtin_target_keeps_its_group() -> None:

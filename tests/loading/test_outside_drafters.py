@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,9 @@ from foretoken.core import Budget, Context, TokenTree, outside
 from foretoken.core.sampling import SamplingParams
 from foretoken.core.specs import Spec, parse_spec
 from foretoken.engine.request import Request, Running
+from foretoken.lab.bench.fitting import fits
+from foretoken.lab.tune.choices import further
+from foretoken.lab.workload import Subject
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter
 from foretoken.methods.drafters.base import Drafter
@@ -165,6 +170,15 @@ def test_an_entry_point_is_a_drafter_by_its_name(
         build_drafter("broken", llm.target)
     with pytest.raises(ValueError, match="did you mean theirs"):
         build_drafter("their", llm.target)
+
+
+def test_drafters_of_installed_packages_are_tried(package: Callable[[str], None]) -> None:
+    package("theirs = theirs_period:Period\nbroken = theirs_period:Nothing")
+    subject = Subject(tables()[0])
+    fitting = {fit.name: fit for fit in fits(subject)}
+    assert fitting["theirs"].works and fitting["theirs"].spec == "theirs"
+    assert not fitting["broken"].works and "cannot be imported" in fitting["broken"].why
+    assert {"theirs", "broken"} <= set(further("builtin", ["ngram"]))
 
 
 # -- what is no drafter ----------------------------------------------------------------------------------------------
@@ -326,16 +340,113 @@ def test_a_broken_rule_ends_its_request_and_no_other(
         assert re.search(words, message), message
 
 
-def test_a_drafter_that_calls_exit_in_the_thread_of_an_engine_ends_its_request_only(tmp_path: Path) -> None:
+def four_requests(**more: Any) -> list[Request]:
+    """Requests of which a drafter is bad for the last one."""
+    return [Request([first, 1, 2], max_new_tokens=20, **more) for first in range(4)]
+
+
+@pytest.mark.parametrize("in_main_thread", [True, False])
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("import sys; sys.exit(3)", r"RuntimeError: it called exit\(3\)"),
+        ("raise type('Stop', (BaseException,), {})('now')", "RuntimeError: Stop: now"),
+    ],
+)
+def test_a_drafter_that_ends_the_process_ends_its_request_only(
+    tmp_path: Path, statement: str, words: str, in_main_thread: bool
+) -> None:
     target, _ = tables()
-    drafter = build_drafter(f"{written(tmp_path, bad('import sys; sys.exit(3)'))}:Bad", target)
-    requests = [Request([first, 1, 2], max_new_tokens=20) for first in range(4)]
-    with ThreadPoolExecutor(1) as thread:
-        runs = thread.submit(served, drafter, requests).result()
+    drafter = build_drafter(f"{written(tmp_path, bad(statement))}:Bad", target)
+    alone = [served(None, [request])[0].output for request in four_requests()]
+    if in_main_thread:
+        runs = served(drafter, four_requests())
+    else:
+        with ThreadPoolExecutor(1) as thread:
+            runs = thread.submit(served, drafter, four_requests()).result()
     assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
-    assert re.search(rf"Bad\.propose {LINE} raised RuntimeError: it called exit\(3\)", str(runs[BAD].error))
-    with pytest.raises(SystemExit):  # here a handler of a signal may have raised it
-        served(drafter, requests)
+    assert [run.output for run in runs[:BAD]] == alone[:BAD]
+    assert re.search(rf"Bad\.propose {LINE} raised {words}", str(runs[BAD].error))
+
+
+def by_code(number: int, frame: object) -> None:
+    """A handler of a host program."""
+    sys.exit(7)
+
+
+class Handler:
+    """The same as an object, and as a method of it."""
+
+    def __call__(self, number: int, frame: object) -> None:
+        sys.exit(7)
+
+    def handle(self, number: int, frame: object) -> None:
+        sys.exit(7)
+
+
+@pytest.mark.parametrize("handler", [by_code, Handler(), Handler().handle, partial(by_code)])
+def test_an_exit_by_a_signal_that_arrives_inside_a_drafter_ends_the_process(tmp_path: Path, handler: Any) -> None:
+    target, _ = tables()
+    body = bad("import signal; signal.raise_signal(signal.SIGTERM)")
+    drafter = build_drafter(f"{written(tmp_path, body)}:Bad", target)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises(SystemExit, match="7"):
+            served(drafter, four_requests())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_interrupt_inside_a_drafter_stops_the_engine(tmp_path: Path) -> None:
+    target, _ = tables()
+    body = bad("import signal; signal.raise_signal(signal.SIGINT)")
+    drafter = build_drafter(f"{written(tmp_path, body)}:Bad", target)
+    with pytest.raises(KeyboardInterrupt):
+        served(drafter, four_requests())
+
+
+@pytest.mark.parametrize("group", ["{}", "router,drafters=({}|ngram,n=2)"])
+@pytest.mark.parametrize("statement", ["raise KeyError('lost')", "import sys; sys.exit(3)"])
+def test_an_answer_is_complete_before_its_drafter_hears_of_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, statement: str, group: str
+) -> None:
+    target, _ = tables()
+    file = written(tmp_path, PERIOD + f"\n    def finish(self, context):\n        {statement}\n")
+    drafter = build_drafter(group.format(f"{file}:Period"), target)
+    runs = served(drafter, four_requests())
+    assert [run.finish_reason for run in runs] == ["length"] * 4
+    assert [run.output for run in runs] == [served(None, [request])[0].output for request in four_requests()]
+    (fault,) = [record.getMessage() for record in caplog.records if record.name == "foretoken.engine"]
+    assert re.search(rf"Period\.finish {LINE} raised ", fault), fault
+
+
+def test_a_drafter_is_not_shown_requests_that_want_no_drafts(tmp_path: Path) -> None:
+    target, _ = tables()
+    body = PERIOD + "\n    def observe(self, context, tree, scores, verdict):\n        raise KeyError('lost')\n"
+    drafter = build_drafter(f"{written(tmp_path, body)}:Period", target)
+    plain = served(drafter, four_requests(max_draft_tokens=0))
+    assert [run.finish_reason for run in plain] == ["length"] * 4
+    (run,) = served(drafter, four_requests()[:1])
+    assert re.search(rf"Period\.observe {LINE} raised KeyError: 'lost'", str(run.error))
+
+
+@pytest.mark.parametrize("group", ["{}", "router,drafters=({}|ngram,n=2)", "known,inner=({})"])
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("raise KeyError('lost')", "raised KeyError: 'lost'"),
+        ("import sys; sys.exit(3)", r"raised RuntimeError: it called exit\(3\)"),
+        ("return None", "returned NoneType: it must be a list of dictionaries"),
+        ("return ['period']", "returned list: it must be a list of dictionaries"),
+    ],
+)
+def test_a_description_that_fails_names_the_drafter(tmp_path: Path, statement: str, words: str, group: str) -> None:
+    target, _ = tables()
+    file = written(tmp_path, PERIOD + f"\n    def describe(self):\n        {statement}\n")
+    llm = ft.load(target, drafter=group.format(f"{file}:Period"))
+    with pytest.raises(DrafterError, match=rf"Period\.describe {LINE} {words}"):
+        llm.describe()
+    assert len(llm.generate([1, 2, 3], max_new_tokens=5).token_ids) == 5
 
 
 NAN = {"all": "q[:] = torch.nan", "one entry": "q[0, 3] = torch.nan", "last row": "q[-1] = torch.nan"}
@@ -494,7 +605,7 @@ def test_a_class_in_place_of_an_object_is_said() -> None:
         ft.load(target, drafter=Forgetful)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("hook", ["start", "observe", "finish", "minimum_budget", "predicted_from"])
+@pytest.mark.parametrize("hook", ["start", "observe", "minimum_budget", "predicted_from"])
 def test_whatever_a_hook_raises_is_said_by_class_and_line(tmp_path: Path, hook: str) -> None:
     usual = f"super().{hook}(context, *more)" if hasattr(Drafter, hook) else "more[0] if more else None"
     body = (

@@ -13,8 +13,6 @@ import httpx
 import pytest
 from test_lifecycle import QUIET, free_port, process
 
-from foretoken.server import logs
-
 
 def test_the_log_names_how_it_runs() -> None:
     with process("--drafter", "ngram") as (running, _):
@@ -78,18 +76,3 @@ def test_an_empty_key_is_no_key() -> None:
         [*command, "--api-key", "same", "--api-key", "same"], capture_output=True, text=True, env=QUIET, timeout=120
     )
     assert ended.returncode == 2 and "given twice" in ended.stderr and "same" not in ended.stderr
-
-
-def test_files_that_were_closed_are_opened_on_nothing() -> None:
-    """Else a connection could get the number of stderr, and read what is said there."""
-    code = (
-        "import os, sys; os.close(2); os.close(0)\n"
-        "from foretoken.server.logs import keep_standard_files\n"
-        "keep_standard_files(); found = os.open('/dev/null', os.O_RDONLY)\n"
-        "print(found > 2, os.path.samestat(os.fstat(2), os.stat(os.devnull)))"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=QUIET, timeout=60)
-    assert ended.stdout.split() == ["True", "True"]
-    before = os.fstat(2)
-    logs.keep_standard_files()
-    assert os.path.samestat(before, os.fstat(2)), "what is open stays"

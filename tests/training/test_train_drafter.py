@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from transformers import AutoTokenizer
 
 import foretoken as ft
 from foretoken.cli.main import main
-from foretoken.cli.train_drafter import needs
+from foretoken.cli.train_drafter import _loaded, needs
 from foretoken.loading import build_drafter, load_model
 from foretoken.models.base import CapabilityError
 from foretoken.models.forward.parts import TargetParts
@@ -97,6 +99,7 @@ def test_from_text_to_a_drafter(
     report = json.loads(captured.out.splitlines()[-1])
     assert report["method"] == method and report["acceptance"]["mean_acceptance_length"] >= 1
     assert "held-out text" in captured.err
+    assert ("calibration error" in captured.err) == (method == "dspark") == ("confidence_temperatures" in report)
     result = {"target"} if method in TRAINS_TARGET else {"drafter.json", "model.safetensors"}
     assert {p.name for p in out.iterdir()} >= {"losses.csv", "losses.png", "README.md", "training.json"} | result
     card = (out / "README.md").read_text()
@@ -108,6 +111,8 @@ def test_from_text_to_a_drafter(
     head = report["drafter"].replace("FOLDER", str(out))
     assert head in captured.err.splitlines()[-1]
     llm = ft.load(str(served), drafter=head, controller="constant", dtype="float32")
+    if method == "dspark":
+        assert llm.drafter.temperatures == report["confidence_temperatures"] != []  # type: ignore[union-attr]
     plain = llm.plain.generate("one two three", max_new_tokens=24)
     spec = llm.generate("one two three", max_new_tokens=24)
     assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0
@@ -305,6 +310,22 @@ def test_data_without_text_is_found_before_the_model_is_loaded(
     ):
         assert main([*base, *(part for file in data for part in ("--data", str(file)))]) == 2
         assert capsys.readouterr().err == f"error: {words}\n"
+
+
+def test_a_second_target_is_loaded_after_the_first_is_freed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 and the stored dtype at once, a big target would not fit."""
+    networks: list[weakref.ref[Any]] = []
+
+    def load(source: str, device: str | None, dtype: str | None = None) -> tuple[Any, Any]:
+        gc.collect()
+        assert not [network for network in networks if network() is not None]
+        model: Any = load_model(source, dtype=dtype, pack=False)
+        networks.append(weakref.ref(model.model))
+        return model, None
+
+    monkeypatch.setattr("foretoken.cli.train_drafter.load_target", load)
+    _loaded(find_recipe("medusa"), str(target), None, {}, TrainConfig(precision="float32"))
+    assert len(networks) == 2
 
 
 def test_nothing_held_out_is_no_error(target: Path, tmp_path: Path) -> None:

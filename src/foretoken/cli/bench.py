@@ -13,7 +13,7 @@ import typer
 from foretoken.cli.bench_serve import CATEGORY, FORMAT, PROMPTS, Lines, chosen_prompts, numbers, serve_command
 from foretoken.cli.ending import terminable
 from foretoken.cli.model_argument import ModelGroup
-from foretoken.cli.options import DRAFTER_HELP, Common, Json, with_common
+from foretoken.cli.options import DRAFTER_HELP, Common, Json, refuse_options_before, with_common
 from foretoken.cli.output import check_out, json_only, print_json, print_table, progress_bar, screen, table
 from foretoken.cli.settings import FromOptions
 from foretoken.core.settings import flag, setting
@@ -82,6 +82,7 @@ def bench_command(
     Ctrl-C and SIGTERM lose nothing: --resume goes on with what is in OUT.partial.
     """
     if context.invoked_subcommand is not None:
+        refuse_options_before(context)
         return
     arms, out = drafter or ["auto"], options.out
     common.check_rules()

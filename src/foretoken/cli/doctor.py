@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, progress_bar, screen
+from foretoken.cli.output import json_only, print_json, print_table, progress_bar, screen, table
 from foretoken.options import COMMAND_LINE
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _measure(common: Common, repeat: int) -> dict[str, Any]:
         }
         tell(0, 4, "dtypes")
         width = getattr(getattr(target, "config", None), "hidden_size", 0) or 512
-        report["dtypes"] = machine.dtype_costs(width, getattr(target, "device", "cpu"))
+        report["dtypes"] = machine.dtype_costs(width, target.device or "cpu")
         report["layouts"] = machine.layout_costs(target)
         tell(1, 4, "scoring 1 to 64 tokens")
         report["scoring"] = machine.scoring_costs(target, repeat)
@@ -69,20 +69,20 @@ def _about(source: str, target: Any) -> dict[str, Any]:
     from foretoken.models.huggingface import HuggingFaceModel
     from foretoken.models.linear.packing import num_parameters
 
-    model = getattr(target, "model", None)
+    model = target.model
     huggingface = target if isinstance(target, HuggingFaceModel) else None
     return {
         "source": target_name(target, source),
         "parameters": num_parameters(model) if model is not None else None,
         "weight_bytes": target.weight_bytes,
-        "dtype": str(getattr(target, "dtype", "")).removeprefix("torch."),
-        "computes_in": str(
-            huggingface.forwards.run_dtype if huggingface else getattr(target, "dtype", "")
-        ).removeprefix("torch."),
+        "dtype": str(target.dtype or "").removeprefix("torch."),
+        "computes_in": str(huggingface.forwards.run_dtype if huggingface else target.dtype or "").removeprefix(
+            "torch."
+        ),
         "layout": huggingface.forwards.packing.layout if huggingface else "plain",
         "lean": huggingface is not None and huggingface.is_lean,
         **target.describe(),
-        "device": str(getattr(target, "device", "cpu")),
+        "device": str(target.device or "cpu"),
         "context": target.context_length,
         "trees": target.capabilities.tree_mask,
     }
@@ -117,16 +117,10 @@ def _print(report: dict[str, Any]) -> None:
 def _print_table(
     console: Console, title: str, words: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for name in words:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right")
+    grid = table(title, words, numbers)
     for row in rows:
-        table.add_row(*row)
-    console.print(table, soft_wrap=False)
+        grid.add_row(*row)
+    print_table(console, grid)
 
 
 def _print_facts(console: Console, report: dict[str, Any]) -> None:

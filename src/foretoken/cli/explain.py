@@ -106,18 +106,19 @@ def stream_coloured(
     ``llm`` needs a tokenizer.  ``begin`` is called before the first text, once the request has been accepted.  Raises
     as :meth:`Llm.stream` does, before printing.
     """
-    pieces = llm.stream(prompt, **options)
-    first = next(pieces)
+    from foretoken.engine.output import Pieces, output_of
+
+    rounds = llm.calls.follow(llm.request(prompt, **options))
+    run, emission = next(rounds)
     begin()
-    colours, printed = _Colours(llm.tokenizer), [first]
+    pieces, colours = Pieces(llm.tokenizer), _Colours(llm.tokenizer)
     try:
-        print_text(console, colours.push(first), end="")
-        for piece in pieces:
-            printed.append(piece)
-            print_text(console, colours.push(piece), end="")
+        print_text(console, colours.push(pieces.push(run, emission)), end="")
+        for run, emission in rounds:
+            print_text(console, colours.push(pieces.push(run, emission)), end="")
     finally:  # ends an interrupted line too
         console.print()
-    return _joined(printed)
+    return output_of(run, llm.tokenizer)
 
 
 class _Colours:
@@ -143,27 +144,6 @@ class _Colours:
                 self._waiting.insert(0, (text[room:], whence))
             room = max(0, room - len(text))
         return result
-
-
-def _joined(pieces: Sequence[Piece]) -> Output:
-    """The output of a finished stream."""
-    from foretoken.llm import Output
-
-    last = pieces[-1]
-    if last.finish_reason is None or last.stats is None:
-        raise ValueError("this stream has not ended")
-    return Output(
-        "".join(piece.text for piece in pieces),
-        [token for piece in pieces for token in piece.token_ids],
-        last.finish_reason,
-        last.stats,
-        [origin for piece in pieces for origin in piece.origins],
-        last.seed,
-        last.stop_reason,
-        rounds=[round_ for piece in pieces for round_ in piece.rounds],
-        why=last.why,
-        note=last.note,
-    )
 
 
 def _print_trees(console: Console, output: Output, tokenizer: Any, colour: bool) -> None:
@@ -220,19 +200,19 @@ def lines_of(round_: Round) -> list[TreeLine]:
     children[last].insert(0, round_.next_token)
     for below in children.values():
         below.sort(key=lambda n: n.status != "accepted")
-    root = round_.nodes[0]
-    return [TreeLine("", visible(root.text), "root", ""), *_below(0, "", children)]
-
-
-def _below(index: int, indent: str, children: dict[int, list[TraceNode]]) -> Sequence[TreeLine]:
-    lines: list[TreeLine] = []
-    below = children.get(index, [])
-    for number, node in enumerate(below):
-        is_last = number == len(below) - 1
+    lines = [TreeLine("", visible(round_.nodes[0].text), "root", "")]
+    waiting = _placed(children[0], "")
+    while waiting:
+        node, indent, is_last = waiting.pop()
         is_next = node.index < 0
-        kind = node.why.split(":")[0] if is_next else node.status
+        kind = round_.origin if is_next else node.status
         reason = node.why if node.status == "rejected" else ""
         lines.append(TreeLine(indent + ("└─ " if is_last else "├─ "), visible(node.text), kind, reason))
         if not is_next:
-            lines += _below(node.index, indent + ("   " if is_last else "│  "), children)
+            waiting += _placed(children[node.index], indent + ("   " if is_last else "│  "))
     return lines
+
+
+def _placed(siblings: Sequence[TraceNode], indent: str) -> list[tuple[TraceNode, str, bool]]:
+    """Siblings, the first of them last, with their indent and whether their line is the last one."""
+    return [(node, indent, node is siblings[-1]) for node in reversed(siblings)]

@@ -170,14 +170,18 @@ class Common:
         return {**options, "dtype": None if self.dtype == "auto" else self.dtype}
 
     def subject(self, is_told: bool = True) -> Subject:
-        """Load the target (as :meth:`load_target`) with the settings for building its drafters."""
+        """Load the target (as :meth:`load_target`) with the settings for building its drafters.  As in
+        :func:`foretoken.llm.load`, a chat model's answers end with its turns."""
+        from foretoken.core.conversation import turn_ends
         from foretoken.lab.workload import Subject
         from foretoken.loading import load_tokenizer
 
+        target, tokenizer = self.load_target(is_told), load_tokenizer(self.target, self.backend)
+        target.eos_token_ids |= frozenset(end for end in turn_ends(tokenizer) if end < target.vocab_size)
         return Subject(
-            self.load_target(is_told),
+            target,
             self.target,
-            load_tokenizer(self.target, self.backend),
+            tokenizer,
             self.verifier,
             self.controller,
             None if self.device == "auto" else self.device,
@@ -260,6 +264,17 @@ def given_options(ctx: typer.Context) -> frozenset[str]:
     """Names of the parameters on the command line."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+
+
+def refuse_options_before(ctx: typer.Context) -> None:
+    """Raise ``ValueError`` for options before a subcommand, which would be lost."""
+    names = [name for name in ctx.params if name in given_options(ctx)]
+    if names:
+        option = "--" + names[0].replace("_", "-").replace("as-json", "json")
+        if names[0] == "model":
+            option = str(ctx.params["model"])
+        command = f"foretoken {ctx.info_name} {ctx.invoked_subcommand}"
+        raise ValueError(f"put {option} after the subcommand: {command} {option} ...")
 
 
 def _decided_by_model(parameter: inspect.Parameter) -> Any:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from foretoken.lab.parity.report import Check, Report, Settings
     from foretoken.lab.parity.verification import Verification
     from foretoken.lab.prompts import BenchPrompt
+    from foretoken.lab.workload import Subject
     from foretoken.models.base import LanguageModel
     from foretoken.options import Prompt
 
@@ -72,14 +73,14 @@ def parity_command(*, options: Annotated[ParityOptions, FromOptions()], as_json:
         from foretoken.lab.prompts import read_prompts
 
         texts = read_prompts(options.prompts)
-        target = common.load_target()
-        report, stopped = run_on(target, common.target, options.drafter, texts, settings)
+        subject = common.subject()
+        report, stopped = run_on(subject, options.drafter, texts, settings)
     if as_json:
         print_json(report.public())
     else:
         print_report(report, settings)
     if options.certificate is not None:
-        write_certificate(options.certificate, report, settings, target, common, checksums)
+        write_certificate(options.certificate, report, settings, subject.target, common, checksums)
     if stopped:
         raise typer.Exit(INTERRUPTED)
     if not report.passed:
@@ -118,21 +119,16 @@ def _settings(common: Common, options: ParityOptions) -> Settings:
 
 
 def run_on(
-    target: LanguageModel,
-    source: str,
-    drafters: list[str] | None,
-    prompts: Sequence[Prompt | BenchPrompt],
-    settings: Settings,
+    subject: Subject, drafters: list[str] | None, prompts: Sequence[Prompt | BenchPrompt], settings: Settings
 ) -> tuple[Report, bool]:
     """Run parity on a loaded target; returns the report and whether Ctrl-C interrupted it."""
     from foretoken.lab.parity.report import Report
     from foretoken.lab.parity.run import run_parity
-    from foretoken.loading import load_tokenizer
 
     report = Report()
     try:
         with progress_bar() as on_progress:
-            run_parity(target, load_tokenizer(source), drafters, prompts, settings, on_progress, report)
+            run_parity(subject.target, subject.tokenizer, drafters, prompts, settings, on_progress, report)
     except KeyboardInterrupt:
         if not report.checks:
             raise
@@ -215,7 +211,7 @@ def write_certificate(
     from foretoken.core.io.files import write_text
     from foretoken.lab.parity.certificate import certify, to_json
 
-    options = {name: getattr(common, name) for name in ("dtype", "device", "inflate", "quantize")}
+    options = {name: getattr(common, name) for name in ("dtype", "device", "inflate", "quantize", "backend")}
     write_text(file, to_json(certify(report, settings, target, options, checksums)))
     console.print(f"wrote {file}; another machine repeats it with: foretoken parity --verify {file}")
 
@@ -244,14 +240,14 @@ def verify_certificate(
     options: dict[str, Any] = {**certificate.model["options"], "target": source}
     settings = certificate.run_settings(source)
     with json_only(as_json):
-        target = replace(common, **options).load_target()
-        report, stopped = run_on(target, source, specs, certificate.prompts, settings)
+        subject = replace(common, **options).subject()
+        report, stopped = run_on(subject, specs, certificate.prompts, settings)
         if not as_json:
             print_report(report, settings)
     if stopped:
         screen(stderr=True).print("nothing is verified: the run was interrupted")
         raise typer.Exit(INTERRUPTED)
-    result = compare(certificate, report, settings, target)
+    result = compare(certificate, report, settings, subject.target)
     if as_json:
         print_json(result.public() | {"parity": report.public()})
     else:

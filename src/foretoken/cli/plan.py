@@ -161,6 +161,8 @@ def _ahead_rows(
         return []
     if batches[0] != 1 or assumptions.guesses != 1:
         raise ValueError("--ahead supports one request with one chain: leave out --batch and --guesses")
+    if not any(lengths):
+        raise ValueError("--ahead guesses what follows a draft: give a --k above 0")
     return [ahead_row(assumptions, k, options.ahead, options.contention, siblings) for k in lengths if k]
 
 
@@ -296,15 +298,19 @@ def parse_curve(text: str) -> CallCost:
 
 
 def _roofline(text: str) -> CallCost:
-    kinds = {f.name: int if f.type == "int" else float for f in fields(Roofline)}
+    names = [f.name for f in fields(Roofline)]
+    counts = [f.name for f in fields(Roofline) if f.type == "int"]
     needed, options = ("parameters", "bandwidth", "flops"), parse_spec(text).options
-    if not set(needed) <= set(options) <= set(kinds):
-        raise ValueError(f"--v roofline needs {', '.join(needed)} and takes {', '.join(kinds)}; not {text!r}")
+    if not set(needed) <= set(options) <= set(names):
+        raise ValueError(f"--v roofline needs {', '.join(needed)} and takes {', '.join(names)}; not {text!r}")
     try:
-        values = {name: kinds[name](float(value)) for name, value in options.items()}
+        values: dict[str, Any] = {name: float(value) for name, value in options.items()}
+        whole = {name: int(values[name]) for name in counts if name in values}
     except (ValueError, OverflowError):
         raise ValueError(f"--v {text!r}: every option is a number, for example parameters=7e9") from None
-    return Roofline(**values)  # type: ignore[arg-type]
+    if broken := [name for name in whole if whole[name] != values[name]]:
+        raise ValueError(f"--v {text!r}: {broken[0]} must be a whole number, not {options[broken[0]]}")
+    return Roofline(**values | whole)
 
 
 def checked_cost(value: float | None, name: str) -> float | None:

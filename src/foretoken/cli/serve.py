@@ -42,7 +42,6 @@ def serve_command(
     from foretoken.server import logs
     from foretoken.server.lifecycle import answer_signals
 
-    logs.keep_standard_files()
     flags["api_keys"] = _keys(flags.pop("api_key"), api_key_file)
     for name in ("allowed_host", "allowed_origin"):
         flags[name] = tuple(flags[name] or ()) or None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 from foretoken.cli.generate import PromptFile, Task, common_and_prompt
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import check_out, has_colour, json_only, print_json, print_table, print_text, screen, table
-from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
+from foretoken.cli.turns import Raw, System, check_system, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,13 +74,17 @@ def show_command(
     out = Path("show.html") if out is None else out
     _check_round(out, number)
     check_out(out)
-    row = _row_of(prompt_file)
+    row = _row_of(prompt_file, system, raw)
     common, text = common_and_prompt(common, words, prompt_file)
     with json_only(as_json):
         llm = common.load(own_sampling=True)
         tell_defaults(llm)
         options = {**llm.defaults.sampling, **common.request_options}
-        prompt = prompt_for(llm, text, system, raw, common.target) if row is None else row.encode(llm.tokenizer)
+        if row is None:
+            prompt: str | list[int] = prompt_for(llm, text, system, raw, common.target)
+        else:
+            check_system(llm, system, common.target)
+            prompt = row.encode(llm.tokenizer)
         output = llm.generate(prompt, **options, explain=True)
         tell_empty(llm, output.note, raw)
         from foretoken.lab.report.show.run import shown_run
@@ -103,9 +108,12 @@ def _prompt_in_words(llm: Llm, text: str, prompt: str | list[int], row: BenchPro
     return str(prompt if llm.tokenizer is None else llm.tokenizer.decode(prompt))
 
 
-def _row_of(file: Path | None) -> BenchPrompt | None:
-    """The only row of a JSONL prompt file, possibly a conversation; ``None`` for other files or no file.  Raises
-    ``ValueError`` for several rows."""
+def _row_of(file: Path | None, system: str | None, raw: bool) -> BenchPrompt | None:
+    """The only row of a JSONL prompt file, possibly a conversation; ``None`` for other files or no file.
+
+    Behind a ``system`` message, text is a user's turn; a ``raw`` conversation is completed as text.  Raises
+    ``ValueError`` for several rows, and for a second system message.
+    """
     if file is None or ".jsonl" not in file.suffixes:
         return None
     from foretoken.lab.prompts import load_prompts
@@ -113,7 +121,13 @@ def _row_of(file: Path | None) -> BenchPrompt | None:
     rows = load_prompts(file)
     if len(rows) > 1:
         raise ValueError(f"{file} has {len(rows)} prompts: give a file with one row")
-    return rows[0]
+    (row,) = rows
+    if system is None:
+        return replace(row, messages=()) if raw else row
+    messages = row.messages or ({"role": "user", "content": row.text},)
+    if messages[0].get("role") == "system":
+        raise ValueError(f"{file} has a system message: leave out --system, or the one in the file")
+    return replace(row, messages=({"role": "system", "content": system}, *messages))
 
 
 def _drawn(run: Shown, out: Path, number: int | None, totals: Sequence[Total] = ()) -> str:

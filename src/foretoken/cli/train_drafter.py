@@ -114,7 +114,9 @@ def _loaded(
     dtype = TargetParts(model).head.weight.dtype
     recipe = kind(model, TargetParts(model), settings, config.seed)
     if recipe.trains_target or config.precision == "float32":
-        model = load_trainable(target, device) if recipe.trains_target else load_target(target, device, "float32")[0]
+        is_trained = recipe.trains_target
+        del recipe, model  # memory for one target is enough
+        model = load_trainable(target, device) if is_trained else load_target(target, device, "float32")[0]
         recipe = kind(model, TargetParts(model), settings, config.seed)
     return recipe, model, tokenizer, dtype
 
@@ -216,6 +218,9 @@ def _tell(report: Mapping[str, Any], out: Path, recipe: Recipe) -> None:
 
     length = describe(report["acceptance"]) if report["acceptance"] else "nothing held out"
     console = screen(stderr=True)
+    if calibration := report.get("calibration"):
+        errors = (sum(calibration[when]) / len(calibration[when]) for when in ("before", "after"))
+        console.print("calibration error of the confidence head: {:.1%}, after calibration {:.1%}".format(*errors))
     line = f"{report['parameters']:,} parameters, {length} -> {out}"
     if not recipe.trains_target:
         console.print(f'{line}, for use as drafter "{recipe.spec(out)}"')

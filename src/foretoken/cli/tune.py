@@ -11,7 +11,7 @@ import typer
 from foretoken.cli.ending import terminable
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import check_out, json_only, print_json, print_table, progress_bar, screen, table
+from foretoken.cli.output import check_out, json_only, print_json, print_table, progress_bar, screen, status_line, table
 from foretoken.cli.settings import FromOptions
 from foretoken.core.settings import setting
 from foretoken.core.specs import parse_spec
@@ -166,10 +166,10 @@ def _tuned_tree(common: Common, options: TreeOptions) -> TunedTree:
     drafter = work.subject.drafter(options.drafter)
     filler, chosen = _checked_filler(options.drafter, drafter, options.shape, common.temperature)
     sizes = [size for size in tree.SIZES if size <= options.max_nodes]
-    with screen(stderr=True, live=True).status("starting") as status:
+    with status_line() as tell:
         if isinstance(filler, HeadsDrafter):
-            return tree.tune(work, filler, sizes, status.update)
-        return positional.tune(work, filler, sizes, chosen, options.max_depth, status.update)
+            return tree.tune(work, filler, sizes, tell)
+        return positional.tune(work, filler, sizes, chosen, options.max_depth, tell)
 
 
 def _checked_filler(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.ending import terminable
-from foretoken.cli.options import Common, Json, given_options, with_common
+from foretoken.cli.options import Common, Json, refuse_options_before, with_common
 from foretoken.cli.output import check_out, json_only, print_json, progress_bar, screen
 from foretoken.cli.settings import FromOptions
 from foretoken.cli.tune import MAX_PROMPTS
@@ -52,7 +52,7 @@ def tune_command(
     drafters.
     """
     if ctx.invoked_subcommand is not None:
-        _refuse_options(ctx)
+        refuse_options_before(ctx)
         return
     began_s = perf_counter()
     with json_only(as_json):
@@ -68,20 +68,9 @@ def tune_command(
         raise KeyboardInterrupt
 
 
-def _refuse_options(ctx: typer.Context) -> None:
-    """Raise ``ValueError`` for options before a subcommand, which would be lost."""
-    names = [name for name in ctx.params if name in given_options(ctx)]
-    if names:
-        option = "--" + names[0].replace("_", "-").replace("as-json", "json")
-        if names[0] == "model":
-            option = str(ctx.params["model"])
-        raise ValueError(f"put {option} after the subcommand: foretoken tune {ctx.invoked_subcommand} {option} ...")
-
-
 def _job(common: Common, options: TuneOptions, began_s: float) -> TuneJob:
     if not options.minutes > 0:
         raise ValueError(f"--minutes must be above 0, not {options.minutes:g}")
-    from foretoken.core.conversation import turn_ends
     from foretoken.core.sampling import SamplingParams
     from foretoken.lab.prompts import load_prompts, prompts_of_kind
     from foretoken.lab.tune.choices import parse_names
@@ -100,7 +89,6 @@ def _job(common: Common, options: TuneOptions, began_s: float) -> TuneJob:
         print(f"warning: {message}", file=sys.stderr)
     prompts = prompts or prompts_of_kind(subject.tokenizer)
     ids = fitting_prompts(subject, prompts, options.new_tokens, options.max_prompts)
-    target.eos_token_ids |= frozenset(end for end in turn_ends(subject.tokenizer) if end < target.vocab_size)
     work = Workload(subject, ids, options.new_tokens, common.temperature, common.seed or 0)
     return TuneJob(work, chosen, offers, options.minutes, perf_counter, began_s)
 

@@ -53,6 +53,7 @@ class Budget:
             model's hidden states.
         member: index of the group member that drafts; ``None`` leaves the choice to the group.
         otherwise: the budget of another member, used when this one proposes nothing.
+        survival: whether the controller reads ``TokenTree.survival``, which a drafter may leave out.
     """
 
     max_depth: int = 5
@@ -61,6 +62,7 @@ class Budget:
     stop: Callable[[Tensor | None, float], bool] | None = None
     member: int | None = None
     otherwise: Budget | None = None
+    survival: bool = False
 
     @property
     def deepest(self) -> int:

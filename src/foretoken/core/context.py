@@ -20,13 +20,13 @@ class Rng:
     (torch's CPU generator uses 32), and no number is shared with :class:`foretoken.core.noise.Noise`.
 
     Attributes:
-        tests: every acceptance test made with them, as (u, probability), for a trace; ``None`` records none.
+        tests: every acceptance test made with them, as (u, probability, node), for a trace; ``None`` records none.
     """
 
     BLOCK = 256
 
     def __init__(self, seed: int) -> None:
-        self.tests: list[tuple[float, float]] | None = None
+        self.tests: list[tuple[float, float, int | None]] | None = None
         self._key = seed + (1 << 64)  # the upper half of the key is 0 for noise
         self._begin()
 

@@ -25,6 +25,18 @@ def speedup(tokens: float, round_s: float, plain_s: float) -> float:
     return tokens * plain_s / round_s
 
 
+def continued(survival: Sequence[float], depth: int) -> list[float]:
+    """The first ``depth`` entries of a survival vector; beyond the measured depths the last ratio goes on."""
+    entries = [float(share) for share in survival[:depth]]
+    if not entries:
+        return [0.0] * depth
+    before = entries[-2] if len(entries) > 1 else 1.0
+    ratio = min(entries[-1] / before, 1.0) if before > 0 else 0.0
+    while len(entries) < depth:
+        entries.append(entries[-1] * ratio)
+    return entries
+
+
 @dataclass(frozen=True)
 class TargetCost:
     """Median seconds of a target call by its number of nodes over the whole batch: v(n) in absolute units."""
@@ -78,12 +90,7 @@ class DrafterCost:
 
     def expected_tokens(self, depth: int) -> float:
         """Tokens of a round with drafts of ``depth``, the target's own included."""
-        survival = list(self.survival[:depth])
-        if survival and len(survival) < depth:  # beyond the measured depths: the last ratio
-            last = survival[-1] / survival[-2] if len(survival) > 1 and survival[-2] > 0 else survival[-1]
-            while len(survival) < depth:
-                survival.append(survival[-1] * min(last, 1.0))
-        return 1.0 + sum(survival)
+        return 1.0 + sum(continued(self.survival, depth))
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class Noise:
         """
         noise = self._cached.get((position, size, device))
         if noise is None:
-            noise = self._made(position, size)
+            noise = self._computed(position, size)
             if device.type != "cpu":
                 noise = noise.to(device, _dtype_on(device))
             self._keep(position, noise)
@@ -140,7 +140,7 @@ class Noise:
         """[n] the same, for tokens [n] (int64, in order) only, on a CPU; not cached."""
         return self.source.negative_logs(self.source.exponentials_of(self.seed, position, tokens))
 
-    def _made(self, position: int, size: int) -> Tensor:
+    def _computed(self, position: int, size: int) -> Tensor:
         return self.source.negative_logs(self.exponentials(position, size))
 
     def _keep(self, position: int, numbers: Tensor) -> None:
@@ -167,7 +167,7 @@ def send_together(noises: Sequence[tuple[Noise, Sequence[int]]], like: Tensor) -
     ]
     if device.type == "cpu" or not missing:
         return
-    rows = torch.stack([noise._made(at, size) for noise, at in missing]).to(device, _dtype_on(device))
+    rows = torch.stack([noise._computed(at, size) for noise, at in missing]).to(device, _dtype_on(device))
     for (noise, at), row in zip(missing, rows, strict=True):
         noise._keep(at, row)
 

@@ -145,11 +145,11 @@ def misfit_of(thing: Any, protocol: type[Any]) -> str:
         try:
             inspect.signature(getattr(thing, name)).bind(*called)
         except TypeError as error:
-            return told_of(cls, name, f"is called with ({', '.join(called)}): {error}")
+            return fault_message(cls, name, f"is called with ({', '.join(called)}): {error}")
     return ""
 
 
-def told_of(cls: type[Any], method: str, rule: str) -> str:
+def fault_message(cls: type[Any], method: str, rule: str) -> str:
     """The rule that a class's method broke, in one line with its location."""
     return f"{cls.__name__}.{method} ({line_of(getattr(cls, method))}) {rule}"
 

@@ -19,16 +19,16 @@ def name_of(hook: Any) -> str:
     return str(getattr(hook, "__name__", type(hook).__name__))
 
 
-def one_row(processor: LogitsProcessor, made: Any, shape: torch.Size) -> Tensor:
+def one_row(processor: LogitsProcessor, result: Any, shape: torch.Size) -> Tensor:
     """Processed scores [1, V] of one sequence. Raises ``OptionError`` for any other shape: of several rows the first
     would be used for every sequence."""
-    if isinstance(made, Tensor) and made.shape == shape:
-        return made
-    if isinstance(made, Tensor):
-        rows = made.ndim == 2 and made.shape[1] == shape[1]
-        returned = f"{len(made)} rows for one" if rows else f"scores of shape {list(made.shape)} for {list(shape)}"
+    if isinstance(result, Tensor) and result.shape == shape:
+        return result
+    if isinstance(result, Tensor):
+        rows = result.ndim == 2 and result.shape[1] == shape[1]
+        returned = f"{len(result)} rows for one" if rows else f"scores of shape {list(result.shape)} for {list(shape)}"
     else:
-        returned = f"{type(made).__name__} for scores of shape {list(shape)}"
+        returned = f"{type(result).__name__} for scores of shape {list(shape)}"
     raise OptionError(
         "logits_processor",
         f"{name_of(processor)} returned {returned}: it is called one row at a time; use a batch of one",

@@ -35,6 +35,9 @@ class TokenTree:
             point mass. Empty means all ``-1``.
         probes: per node, whether it is a probe: scored for the drafter, never walked by a verifier. Empty means none.
         drafters: per node, the index of the drafter that proposed it (ensembles); empty means one drafter.
+        survival: per node, the estimated probability that it is accepted (1 for the root), for controllers that cut
+            trees; empty means no estimate. For a drawn node a function of the tokens *before* it and of distributions,
+            never of the node's own token or a later one.
     """
 
     tokens: Sequence[int]
@@ -44,6 +47,7 @@ class TokenTree:
     q_rows: Sequence[int] = ()
     probes: Sequence[bool] = ()
     drafters: Sequence[int] = ()
+    survival: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents) or not self.tokens or self.parents[0] != -1:
@@ -51,7 +55,8 @@ class TokenTree:
         for node, parent in enumerate(self.parents):
             if node and not 0 <= parent < node:
                 raise ValueError(f"node {node} has parent {parent}: parents come before their children")
-        for name, each in (("q_rows", self.q_rows), ("probes", self.probes), ("drafters", self.drafters)):
+        for name in ("q_rows", "probes", "drafters", "survival"):
+            each = getattr(self, name)
             if each and len(each) != len(self.tokens):
                 raise ValueError(
                     f"a token tree of {len(self.tokens)} nodes has {len(each)} {name}: one per node, or none"

@@ -145,6 +145,7 @@ class ConditionalVerifier(Verifier):
     other arguments are those of :class:`LanguageRound`."""
 
     name = "conditional"
+    decides_by = "paths"
     kinds = frozenset({Kind.POINT})
     reads_logits = True
 

@@ -32,7 +32,7 @@ class Delivery:
             run, tree, scores, verdict = turn.run, turn.tree, turn.scores, turn.verdict
             self._note_drafter(turn)
             path = [0, *verdict.path]
-            self.target.commit(run.text, path)
+            self.target.commit(run.open_sequence, path)
             tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
             stuck = (i for i in range(len(tokens)) if tuple(tokens[:i]) in scores.stuck)
             num_allowed = next(stuck, len(tokens)) if scores.stuck else len(tokens)
@@ -58,7 +58,7 @@ class Delivery:
             run.stats.drafters[name] = run.stats.drafters.get(name, 0) + 1
         if run.request.explain:
             tests = run.context.rng.tests or []
-            run.rounds.append(trace(len(run.rounds), tree, turn.scores, turn.verdict, name, turn.verifier.name, tests))
+            run.rounds.append(trace(len(run.rounds), tree, turn.scores, turn.verdict, name, turn.verifier, tests))
             run.context.rng.tests = []
 
     def _drafter_of(self, turn: Turn) -> str:
@@ -85,10 +85,12 @@ class Delivery:
             run.add_states(hidden)
 
     def teach(self, turns: Sequence[Turn]) -> None:
-        """Show the drafter the verdicts of its drafts."""
+        """Show the drafter the verdicts of requests that it may draft for."""
         for turn in turns:
-            if self.drafter is not None and turn.run.finish_reason is None:
-                self.drafter.observe(turn.run.context, turn.tree, turn.scores, turn.verdict)
+            run = turn.run
+            may_draft = turn.rule is None and run.request.max_draft_tokens != 0
+            if self.drafter is not None and may_draft and run.finish_reason is None:
+                self.drafter.observe(run.context, turn.tree, turn.scores, turn.verdict)
 
     def account(self, turn: Turn, counts: tuple[int, int], times: RoundTimes) -> None:
         """Add the round to the request's statistics, and report it to the controller.
@@ -107,7 +109,7 @@ class Delivery:
             start = self.drafter.foresight.predicted_from(run.context)
             if start is not None:
                 run.note_prediction(range(start, start + tree.num_drafts), accepted)
-        if self.controller is not None and self.controller.watches and turn.planned:
+        if self.controller is not None and turn.planned:
             batch, nodes = counts
             record = StepRecord(
                 run.id,

@@ -1,23 +1,25 @@
-"""The first stage of a round: draft budgets and draft trees.
+"""The first stages of a round: draft budgets, draft trees, and what is kept of them.
 
-The controller sets the budget and the drafter builds the tree. A request may name a group member, or bring its own
-tree.
+The controller sets the budget, the drafter builds the tree, and the controller may cut it. A request may name a group
+member, or bring its own tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from foretoken.core import Budget, TokenTree
 from foretoken.core.outside import is_outside
+from foretoken.engine.errors import as_error, blamed
 from foretoken.engine.request import Running, Turn
 from foretoken.methods.controllers.base import Controller
-from foretoken.methods.controllers.outside import check_budgets
+from foretoken.methods.controllers.outside import check_budgets, check_kept
 from foretoken.methods.drafters.base import Drafter
-from foretoken.methods.drafters.outside import check_count, check_proposal, has_outside
+from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of, has_outside
 from foretoken.methods.drafters.texts import BESIDE, DraftTexts, Pace
-from foretoken.methods.trees.operations import truncate
+from foretoken.methods.trees.operations import select, truncate
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.clock import now
 
@@ -35,13 +37,27 @@ def check_target(target: LanguageModel, drafter: Drafter) -> None:
     for name in needed:
         if not getattr(offered, name):
             reason = offered.missing.get(name, f"the target lacks {name}")
-            raise CapabilityError(f"drafter {drafter.name!r} needs a target with {name}: {reason}")
+            chain = ",".join(f"{option}={value}" for option, value in drafter.chain.items())
+            cure = f"; {chain} drafts chains" if chain and name in ("tree_mask", "keep_path") else ""
+            raise CapabilityError(f"drafter {drafter.name!r} needs a target with {name}: {reason}{cure}")
+
+
+def described(drafter: Drafter | None) -> list[dict[str, Any]]:
+    """Entries that describe a drafter. Raises ``DrafterError`` with class and line for what one from outside raises."""
+    try:
+        return [] if drafter is None else entries_of(drafter)
+    except BaseException as raised:
+        error = as_error(raised)
+        blame = blamed(error)
+        if blame is raised:
+            raise
+        raise blame from error
 
 
 def drop_scratch(target: LanguageModel, run: Running) -> None:
     """Remove the nodes that a failed attempt left."""
-    if run.text.scratch_tokens and not run.text.provisional:
-        target.commit(run.text, ())
+    if run.open_sequence.scratch_tokens and not run.open_sequence.provisional:
+        target.commit(run.open_sequence, ())
 
 
 class Drafting:
@@ -68,7 +84,7 @@ class Drafting:
         self.target, self.drafter, self.controller, self.members = target, drafter, controller, members
         self.pace, self.read_s = pace, 0.0
         self.has_outside = has_outside(drafter)
-        self._device = getattr(target, "device", None)
+        self._device = target.device
 
     def check_member(self, name: str | None) -> None:
         """Raise ``ValueError`` for an unknown member name."""
@@ -120,6 +136,19 @@ class Drafting:
                 check_proposal(tree, turn.run.context, self.drafter, self.target, self.has_outside)
                 turn.tree = truncate(tree, budget.deepest)
 
+    def cut(self, turns: Sequence[Turn]) -> None:
+        """Drop the draft nodes that the controller does not keep, before they are scored."""
+        planned = [turn for turn in turns if turn.was_asked and turn.planned]
+        if self.controller is None or not planned:
+            return
+        trees = [turn.tree for turn in planned]
+        beside = [turn.tree for turn in turns if not (turn.was_asked and turn.planned)]
+        kept = self.controller.kept([turn.run.context for turn in planned], trees, beside)
+        if is_outside(type(self.controller)):
+            check_kept(kept, trees, self.controller)
+        for turn, nodes in zip(planned, kept, strict=True):
+            turn.tree = select(turn.tree, nodes)
+
     def _as_asked(self, run: Running, budget: Budget) -> Budget:
         """The controller's budget, or that of the member named by the request."""
         name = run.request.drafter
@@ -133,7 +162,7 @@ class Drafting:
         """Limit a budget to the remaining room (one token of every round is the target's), to the length that the
         target processes in one way, and to the request's limit."""
         depth = min(budget.max_depth, run.context.max_length - len(run.context.tokens) - 1)
-        depth = min(depth, self.target.room(run.text) - 1)  # the root takes one
+        depth = min(depth, self.target.room(run.open_sequence) - 1)  # the root takes one
         if run.request.max_draft_tokens is not None:
             depth = min(depth, run.request.max_draft_tokens)
         if depth < budget.max_depth:

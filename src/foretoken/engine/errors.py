@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from pathlib import Path
 from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.outside import DrafterError
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.methods.verifiers.outside import VerifierError
+
+Owner = tuple[type[Any], type[OutsideError]]
+"""An outside class, and its protocol's error."""
 
 
 class QueueFull(RuntimeError):
@@ -71,35 +76,59 @@ def is_full_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def as_error(error: Exception | SystemExit) -> Exception:
-    """The error, or an error for an exit that outside code called in an engine's thread, where it would end the engine
-    for all requests. In the main thread signal handlers raise it as well, so there it ends the process."""
-    if not isinstance(error, SystemExit):
+def as_error(error: BaseException) -> Exception:
+    """The error, or one for an exit that code from outside called, which would end the engine for all requests.
+
+    Raises it again if it ends the process by right: an interrupt, or an exit by a signal's handler or by code that is
+    no drafter, verifier or controller from outside. An engine's own thread has no such code and no handlers.
+    """
+    if isinstance(error, Exception):
         return error
-    if current_thread() is main_thread():
+    is_exit = isinstance(error, SystemExit)
+    is_theirs = _outside_frame(error) is not None or (is_exit and current_thread() is not main_thread())
+    if isinstance(error, KeyboardInterrupt) or not is_theirs or _is_by_signal(error):
         raise error
-    return RuntimeError(f"it called exit({error})").with_traceback(error.__traceback__)
+    message = f"it called exit({error})" if is_exit else f"{type(error).__name__}: {error}"
+    return RuntimeError(message).with_traceback(error.__traceback__)
+
+
+def _is_by_signal(error: BaseException) -> bool:
+    """Whether a signal's handler raised an error. It runs on top of the code that it interrupts, so that the traceback
+    shows that code as well."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    functions = [getattr(handler, "func", handler) for handler in handlers if callable(handler)]
+    functions += [type(function).__call__ for function in functions]
+    codes = {code for function in functions if (code := getattr(function, "__code__", None)) is not None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def blamed(error: Exception) -> Exception:
     """The error, or one that names the outside class and line that raised it."""
     if isinstance(error, OutsideError | NonFiniteLogitsError | CannotGoOn) or is_full_memory(error):
         return error
+    outside = _outside_frame(error)
+    if outside is None:
+        return _without_super(error) or error
+    frames, (cls, kind) = outside
+    code = frames[0][0].f_code
+    line = [number for below, number in frames if below.f_code.co_filename == code.co_filename][-1]
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    where = f"{Path(code.co_filename).name}, line {line}"
+    blame = kind(f"{cls.__name__}.{code.co_name} ({where}) raised {message}")
+    blame.__cause__ = error
+    return blame
+
+
+def _outside_frame(error: BaseException) -> tuple[list[tuple[FrameType, int]], Owner] | None:
+    """The frames of an error's traceback from the innermost method of an outside class on, and that class; ``None`` if
+    there is none."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for index in range(len(frames) - 1, -1, -1):
         frame = frames[index][0]
         owner = _owner_of(frame.f_locals)
-        if owner is None or frame.f_globals.get("__name__", "").partition(".")[0] == "foretoken":
-            continue
-        cls, kind = owner
-        file = frame.f_code.co_filename
-        line = [number for below, number in frames[index:] if below.f_code.co_filename == file][-1]
-        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        where = f"{Path(file).name}, line {line}"
-        blame = kind(f"{cls.__name__}.{frame.f_code.co_name} ({where}) raised {message}")
-        blame.__cause__ = error
-        return blame
-    return _without_super(error) or error
+        if owner is not None and frame.f_globals.get("__name__", "").partition(".")[0] != "foretoken":
+            return frames[index:], owner
+    return None
 
 
 def _without_super(error: Exception) -> OutsideError | None:
@@ -114,7 +143,7 @@ def _without_super(error: Exception) -> OutsideError | None:
     return blame
 
 
-def _owner_of(names: dict[str, Any]) -> tuple[type[Any], type[OutsideError]] | None:
+def _owner_of(names: dict[str, Any]) -> Owner | None:
     """The outside class whose method runs in a frame with these names, and its protocol's error; ``None`` for other
     classes."""
     owner = names.get("self", names.get("cls"))

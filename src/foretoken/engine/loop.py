@@ -13,7 +13,7 @@ their prompts. Each stage is an object, and :class:`Engine` runs them in this or
     add       queue a checked request                        (:mod:`foretoken.engine.joining`)
     admit     what memory and owners allow                   (:mod:`foretoken.engine.admission`)
     read      prompts, all of them or a piece                (:mod:`foretoken.engine.reading`)
-    draft     budgets and trees                              (:mod:`foretoken.engine.drafting`)
+    draft     budgets, trees, and what is kept of them       (:mod:`foretoken.engine.drafting`)
     score     one forward of the target over all trees       (here)
     verify    the acceptance rule of each request            (:mod:`foretoken.engine.acceptance`)
     commit    the accepted path, and the tokens of the round (:mod:`foretoken.engine.delivery`)
@@ -101,7 +101,7 @@ class Engine:
         self.allow_lossy, self.max_batch, self.kept_places, self.on_round = allow_lossy, max_batch, 0, on_round
         self.rounds, self.times = 0, RoundTimes(0.0, 0.0, 0.0, 0.0)
         self._ids, self._bookkeeping_s = 0, 0.0
-        self._device = getattr(target, "device", None)  # a round's times wait for this device
+        self._device = target.device  # a round's times wait for this device
         self.requests = Requests(target, self.drafter, controller, kv_memory, prefix_bytes)
         self.taps = self.requests.taps
         members = [] if drafter is None else [member.name for member in drafter.limits.members]
@@ -266,6 +266,7 @@ class Engine:
         self.drafting.allow_reading(runs, ALL if self.reader.chunk is None else self.reader.most())
         turns = together(self.drafting.propose, turns)
         started += self.drafting.note_reading(turns)  # not part of the round, like the target's prefill
+        turns = together(self.drafting.cut, turns)
         drafted = now(device)
         target_before, rows_before = target.run_s, target.run_rows
         turns = together(self._score, turns)
@@ -313,10 +314,10 @@ class Engine:
                 raise
             if not turn.scores.sampler.fixed and bool(turn.scores.logits[0].amax().isfinite()):
                 raise
-            self.target.forget(turn.run.text)
+            self.target.forget(turn.run.open_sequence)
             turn.tree = TokenTree.root_only(turn.run.context.root)
             self._score(turns)
             self.acceptance.verify(turns)
 
     def _feed(self, run: Running, tree: TokenTree) -> Feed:
-        return Feed(run.text, tree.tokens, tree.parents)
+        return Feed(run.open_sequence, tree.tokens, tree.parents)

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from foretoken.core import HiddenText
-from foretoken.engine.prefixes import SHORTEST, Kept, KeptDraft, Prefixes, longest_common
+from foretoken.engine.prefixes import SHORTEST, CachedDraft, CachedPrefix, Prefixes, longest_common
 from foretoken.engine.request import Running
 from foretoken.methods.drafters.texts import DraftText, DraftTexts
 from foretoken.models.base import LanguageModel, Snapshot
@@ -40,14 +40,14 @@ class PrefixCache:
             return
         tokens = _prompt_of(run)
         prefix, length = self.prefixes.find(_salt(run), tokens)
-        running = ((other, other.text.tokens, True) for other in _alike(run, others))
+        running = ((other, other.open_sequence.tokens, True) for other in _alike(run, others))
         other, longer = longest_common(running, np.asarray(tokens, dtype=np.int64), length)
         copied = None if other is None else self._copy_of(other, longer)
         if copied is not None:
             prefix, length = copied, longer
         if prefix is None or any(name not in prefix.hidden for name in self.taps):
             return
-        self.target.restore(run.text, prefix.snapshot, length)
+        self.target.restore(run.open_sequence, prefix.snapshot, length)
         run.stats.num_prompt_tokens_computed -= length
         run.states = HiddenText()
         run.add_states({name: prefix.hidden[name][:length] for name in self.taps})
@@ -78,7 +78,7 @@ class PrefixCache:
         """
         ids = np.asarray(tokens, dtype=np.int64)
 
-        def fits(draft: KeptDraft) -> bool:
+        def fits(draft: CachedDraft) -> bool:
             return draft.version == draft_text.version and draft.snapshot.regime == draft_text.sequence.regime
 
         snapshot, length = self.prefixes.find_draft(_salt(run), run.context.tokens, key, ids, fits)
@@ -96,23 +96,23 @@ class PrefixCache:
 
     def keep(self, run: Running) -> None:
         """Cache the sequence of a request that leaves."""
-        if self.keeps and run.request.prompt_logprobs is None and not run.text.scratch_tokens:
-            copied = self._copy_of(run, len(run.text.tokens))
+        if self.keeps and run.request.prompt_logprobs is None and not run.open_sequence.scratch_tokens:
+            copied = self._copy_of(run, len(run.open_sequence.tokens))
             if copied is not None:
                 self.prefixes.keep(replace(copied, drafts=_drafts_of(run)))
 
-    def _copy_of(self, run: Running, length: int) -> Kept | None:
+    def _copy_of(self, run: Running, length: int) -> CachedPrefix | None:
         if length < SHORTEST:
             return None
         hidden = self._hidden(run.states, length)
         if hidden is None:
             return None
-        snapshot = self.target.snapshot(run.text, length)
+        snapshot = self.target.snapshot(run.open_sequence, length)
         self._can_copy = snapshot is not None
         if snapshot is None:
             return None
-        tokens = np.asarray(run.text.tokens[:length], dtype=np.int64)
-        return Kept(_salt(run), tokens, snapshot, hidden)
+        tokens = np.asarray(run.open_sequence.tokens[:length], dtype=np.int64)
+        return CachedPrefix(_salt(run), tokens, snapshot, hidden)
 
     def _hidden(self, states: HiddenText, length: int) -> dict[str, Tensor] | None:
         """[length, D] by tap; ``None`` if some are missing."""
@@ -122,15 +122,15 @@ class PrefixCache:
         return {name: copied[name][:length] for name in self.taps} if copied.keys() >= set(self.taps) else None
 
 
-def _drafts_of(run: Running) -> dict[Hashable, KeptDraft]:
+def _drafts_of(run: Running) -> dict[Hashable, CachedDraft]:
     """Copies of the draft models' states for a request's sequence."""
-    drafts: dict[Hashable, KeptDraft] = {}
+    drafts: dict[Hashable, CachedDraft] = {}
     for key, draft in DraftTexts.of(run.context).by_key.items():
         size = len(draft.sequence.tokens)
         worth = size >= SHORTEST and draft.is_current and draft.model.reads
         snapshot = draft.model.snapshot(draft.sequence, size) if worth else None
         if snapshot is not None:
-            drafts[key] = KeptDraft(np.asarray(snapshot.tokens, dtype=np.int64), snapshot, draft.version)
+            drafts[key] = CachedDraft(np.asarray(snapshot.tokens, dtype=np.int64), snapshot, draft.version)
     return drafts
 
 
@@ -146,5 +146,5 @@ def _prompt_of(run: Running) -> Sequence[int]:
 
 def _salt(run: Running) -> str:
     """Owner of a sequence and the way it was computed; sequences that differ in either share nothing."""
-    regime = run.text.regime
+    regime = run.open_sequence.regime
     return f"{run.context.salt}\0{regime}" if regime else run.context.salt

@@ -20,7 +20,7 @@ SHORTEST = 16
 
 
 @dataclass(frozen=True)
-class KeptDraft:
+class CachedDraft:
     """A draft model's state for a sequence.
 
     Attributes:
@@ -40,7 +40,7 @@ class KeptDraft:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedPrefix:
     """A cached sequence.
 
     Attributes:
@@ -55,7 +55,7 @@ class Kept:
     tokens: NDArray[np.int64]
     snapshot: Snapshot
     hidden: Mapping[str, Tensor]
-    drafts: Mapping[Hashable, KeptDraft] = field(default_factory=dict)
+    drafts: Mapping[Hashable, CachedDraft] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +64,7 @@ class Kept:
         drafts = sum(draft.nbytes for draft in self.drafts.values())
         return self.snapshot.nbytes + states + self.tokens.nbytes + drafts
 
-    def with_drafts_of(self, old: Kept) -> Kept:
+    def with_drafts_of(self, old: CachedPrefix) -> CachedPrefix:
         """The same sequence, with the draft states of ``old`` where these are longer."""
         read = {key: len(draft.tokens) for key, draft in self.drafts.items()}
         more = {key: draft for key, draft in old.drafts.items() if len(draft.tokens) > read.get(key, 0)}
@@ -101,14 +101,14 @@ class Prefixes:
     def __init__(self, capacity: int) -> None:
         self.capacity = self.limit = capacity
         self.nbytes = 0  # a plain number, because other threads read it
-        self._texts: OrderedDict[int, Kept] = OrderedDict()
-        self._alike: dict[tuple[str, bytes], dict[int, Kept]] = {}  # grouped by their first tokens
+        self._texts: OrderedDict[int, CachedPrefix] = OrderedDict()
+        self._alike: dict[tuple[str, bytes], dict[int, CachedPrefix]] = {}  # grouped by their first tokens
         self._ids = count()
 
     def __len__(self) -> int:
         return len(self._texts)
 
-    def find(self, salt: str, tokens: Sequence[int]) -> tuple[Kept | None, int]:
+    def find(self, salt: str, tokens: Sequence[int]) -> tuple[CachedPrefix | None, int]:
         """The sequence with the longest common prefix, and the prefix's length (0: none is worth copying)."""
         ids = np.asarray(tokens, dtype=np.int64)
         alike = self._alike.get(_beginning(salt, ids), {})
@@ -130,7 +130,7 @@ class Prefixes:
         texts = ((draft.snapshot, draft.tokens, draft.snapshot.divisible) for draft in drafts if fits(draft))
         return longest_common(texts, ids)
 
-    def keep(self, entry: Kept) -> None:
+    def keep(self, entry: CachedPrefix) -> None:
         """Cache a sequence; its prefixes among the cached sequences and the least recently used ones are removed.
 
         It inherits their draft states where these are longer, because it may never have been drafted for.
@@ -173,7 +173,7 @@ class Prefixes:
             del self._alike[beginning]
 
 
-Fits = Callable[[KeptDraft], bool]
+Fits = Callable[[CachedDraft], bool]
 
 
 def _beginning(salt: str, tokens: NDArray[np.int64]) -> tuple[str, bytes]:

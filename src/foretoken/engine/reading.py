@@ -77,7 +77,7 @@ class Reader:
     def __init__(self, requests: Requests, chunk: int | None) -> None:
         self.requests, self.target, self.drafter = requests, requests.target, requests.drafter
         self.chunk, self.time, self.pace, self.read_s = chunk, ReadingTime(), Pace(), 0.0
-        self._device = getattr(self.target, "device", None)
+        self._device = self.target.device
 
     def most(self) -> int:
         """Tokens that may be processed now."""
@@ -147,7 +147,7 @@ class Reader:
                 try:
                     self.drafter.start(run.context)
                 except BaseException:
-                    self.drafter.finish(run.context)
+                    self.requests.finish_drafter(run)
                     raise
             run.started = True
 
@@ -172,13 +172,13 @@ def read(target: LanguageModel, parts: Sequence[tuple[Running, int]], taps: Sequ
         for run, size in parts:
             if run.sequence is None:
                 open_text(target, run)
-            begin = len(run.text.tokens)
+            begin = len(run.open_sequence.tokens)
             tokens = run.context.tokens[begin : begin + min(size, run.unread)]
             if run.request.prompt_logprobs is not None:
                 _read_with_logprobs(target, run, tokens, taps)
             elif tokens:
                 texts.append((run, tokens))
-        states = target.prefill_batch([(run.text, tokens) for run, tokens in texts], taps) if texts else []
+        states = target.prefill_batch([(run.open_sequence, tokens) for run, tokens in texts], taps) if texts else []
         for (run, _), hidden in zip(texts, states, strict=True):
             run.add_states(hidden)
     except Exception:
@@ -203,9 +203,9 @@ def _read_with_logprobs(target: LanguageModel, run: Running, tokens: Sequence[in
     size = PIECE if target.capabilities.rollback else 1  # a target without rollback scores one token at a time
     for start in range(0, len(tokens), size):
         piece = tokens[start : start + size]
-        rows = target.forward([Feed(run.text, piece)], taps)[0]
-        target.commit(run.text, range(len(piece)))
-        end = len(run.text.tokens)
+        rows = target.forward([Feed(run.open_sequence, piece)], taps)[0]
+        target.commit(run.open_sequence, range(len(piece)))
+        end = len(run.open_sequence.tokens)
         following = run.context.tokens[end - len(piece) + 1 : end + 1]
         run.prompt_logprobs.extend(logprobs_of(rows.logits, following, count))
         run.add_states(rows.taps)

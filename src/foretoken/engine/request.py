@@ -142,7 +142,7 @@ class Running:
         return self.context.tokens[self.context.prompt_length :]
 
     @property
-    def text(self) -> SequenceState:
+    def open_sequence(self) -> SequenceState:
         """Its sequence in the target. Raises ``ValueError`` while it waits."""
         if self.sequence is None:
             raise ValueError(f"request {self.id} is waiting: it has no sequence in the target yet")

@@ -58,6 +58,7 @@ class Requests:
         self.waiting: list[Running] = []
         self.running: list[Running] = []
         self._ended: list[tuple[Running, Emission]] = []
+        self._logged_faults: set[str] = set()
         self._weights_version = target.weights_version
         self.limit_memory(kv_memory, prefix_bytes)
 
@@ -153,12 +154,24 @@ class Requests:
                 last_first.callback(self.controller.finish, run.context)
                 last_first.callback(self._ask_why, run, self.controller)
             if self.drafter is not None and run.started:
-                last_first.callback(self.drafter.finish, run.context)
+                last_first.callback(self.finish_drafter, run)
             if run.sequence is not None:
                 last_first.callback(self.target.release, run.sequence)
             if run.error is None and run.started:
                 last_first.callback(self._keep, run)
             last_first.callback(self.budget.free, run)
+
+    def finish_drafter(self, run: Running) -> None:
+        """Tell the drafter that a request ended. What it raises is logged, once for each fault: the answer is complete,
+        and nothing else needs the drafter."""
+        try:
+            if self.drafter is not None:
+                self.drafter.finish(run.context)
+        except BaseException as raised:
+            error = blamed(as_error(raised))
+            if str(error) not in self._logged_faults:
+                self._logged_faults.add(str(error))
+                log.exception("the drafter failed at the end of request %d: %s", run.id, error)
 
     def _leave_queue(self, run: Running) -> None:
         self.waiting.remove(run)
@@ -200,13 +213,13 @@ class Requests:
                 self.drop(run)
                 continue
             try:
-                if run.text.scratch_tokens:
-                    self.target.commit(run.text, ())
+                if run.open_sequence.scratch_tokens:
+                    self.target.commit(run.open_sequence, ())
             except CapabilityError:  # a cache without rollback
                 self.drop(run)
                 continue
             have = len(run.context.tokens)
-            if len(run.text.tokens) != have - 1 or before.get(run.id, have) != have:
+            if len(run.open_sequence.tokens) != have - 1 or before.get(run.id, have) != have:
                 self.drop(run)
 
     def together(self, stage: Stage, turns: Sequence[Turn]) -> list[Turn]:
@@ -220,7 +233,7 @@ class Requests:
             if turns:
                 stage(turns)
             return list(turns)
-        except (Exception, SystemExit) as raised:  # it ends only the requests that caused it
+        except BaseException as raised:  # it ends only the requests that caused it
             error = as_error(raised)
             freed = is_full_memory(error) and self.prefix_cache.prefixes.nbytes > 0
             if freed:
@@ -239,6 +252,6 @@ class Requests:
             try:
                 stage([turn])
                 successful.append(turn)
-            except (Exception, SystemExit) as raised:
+            except BaseException as raised:
                 self.end(turn.run, "error", as_error(raised))
         return successful

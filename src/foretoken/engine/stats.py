@@ -133,10 +133,10 @@ class SpecStats:
         self.refused = other.refused or self.refused
         for name, count in other.drafters.items():
             self.drafters[name] = self.drafters.get(name, 0) + count
-        mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
-        mine.extend([0] * (len(theirs) - len(mine)))
-        for i, count in enumerate(theirs):
-            mine[i] += count
+        counts, added = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        counts.extend([0] * (len(added) - len(counts)))
+        for i, count in enumerate(added):
+            counts[i] += count
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and ratios, as in the CLI's JSON."""

@@ -64,5 +64,5 @@ def status_of(
         prefixes.nbytes,
         prefixes.limit,
         len(prefixes),
-        getattr(engine.target, "graphs_off", "none") == "",
+        engine.target.uses_graphs,
     )

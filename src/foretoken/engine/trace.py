@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from foretoken.core import RoundTimes, Scores, TokenTree, Verdict
+    from foretoken.methods.verifiers.base import Verifier
+
+
+class AcceptanceTest(TypedDict):
+    """An acceptance test: a uniform that must be below the probability, and the tested node if the rule named it."""
+
+    u: float
+    chance: float
+    node: int | None
 
 
 @dataclass(frozen=True)
@@ -29,9 +38,11 @@ class RoundTrace:
         next_is_bonus: whether it is a bonus token after a whole accepted path; else it replaces a rejected draft token.
         drafter: name of the drafter, or of the group member that drafted.
         verifier: the acceptance rule.
-        tests: the rule's acceptance tests in order, as ``{"u": uniform, "chance": probability}``: passed if u is below
-            the probability, which is p / q in a token-by-token rule. Empty for greedy requests, and for seeded ones,
-            whose noise is fixed.
+        decides_by: what the rule decides by, as in :class:`foretoken.methods.verifiers.base.Verifier`.
+        tests: the rule's acceptance tests in order, as ``{"u": uniform, "chance": probability, "node": tested node}``:
+            passed if u is below the probability, which is p / q in a token-by-token rule. A rule over whole paths tests
+            their last nodes; a rule from outside may leave ``node`` out (``None``). Empty for greedy requests, and for
+            seeded ones, whose noise is fixed.
         next_p: the target's probability of the next token, before any rejection.
         probes: nodes that were scored only for the drafter.
         draft_s, target_s, verify_s, overhead_s: seconds of the round, those of the whole batch.
@@ -52,7 +63,8 @@ class RoundTrace:
     overhead_s: float = 0.0
     rejected: list[int] = field(default_factory=list)
     verifier: str = ""
-    tests: list[dict[str, float]] = field(default_factory=list)
+    decides_by: str = "tests"
+    tests: list[AcceptanceTest] = field(default_factory=list)
     next_p: float | None = None
     probes: list[int] = field(default_factory=list)
 
@@ -71,8 +83,8 @@ def trace(
     scores: Scores,
     verdict: Verdict,
     drafter: str,
-    verifier: str = "",
-    tests: Sequence[tuple[float, float]] = (),
+    rule: Verifier,
+    tests: Sequence[tuple[float, float, int | None]] = (),
 ) -> RoundTrace:
     """Trace of a round, without its times."""
     last = verdict.path[-1] if verdict.path else 0
@@ -87,8 +99,9 @@ def trace(
         verdict.next_is_bonus,
         drafter if tree.num_drafts else "none",
         rejected=_rejected(tree, verdict),
-        verifier=verifier,
-        tests=[{"u": u, "chance": probability} for u, probability in tests],
+        verifier=rule.name,
+        decides_by=rule.decides_by,
+        tests=[{"u": u, "chance": probability, "node": node} for u, probability, node in tests],
         next_p=float(scores.p(last)[verdict.next_token]),
         probes=[node for node, is_probe in enumerate(tree.probes) if is_probe],
     )

@@ -117,10 +117,10 @@ def _load_draft_model(
     # A draft model may have any distribution, so small ones run in bfloat16 if a step is faster than in float32 on this
     # CPU (docs/log.md).  A few bits of packed products depend on the batch, so only a target with the same property
     # gets a packed draft model.
-    device = getattr(target, "device", None) if device is None else device
+    device = target.device if device is None else device
     on_cpu = device is None or str(device) == "cpu"
     small = on_cpu and _is_small(path)
-    alike = getattr(target, "dtype", None) == torch.bfloat16 and getattr(target, "exact", "") == "distribution"
+    alike = target.dtype == torch.bfloat16 and getattr(target, "exact", "") == "distribution"
     half = small and packed and alike and _steps_faster_in_bfloat16(path)
     draft = load_model(
         path,

@@ -33,6 +33,7 @@ from foretoken.methods.verifiers.outside import check_verifier
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.models.forward.parts import TargetParts
+from foretoken.models.refusals import refusal
 from foretoken.registry import construct, find, parse_spec, read_spec, rows, split_specs
 
 Part = str | Drafter | LanguageModel | nn.Module
@@ -44,7 +45,7 @@ NOW_DATA = {
     "free_for": "write traits = Traits(free_for=FUNCTION)",
     "observes": "write traits = Traits(learns=False) where observe does nothing, and nothing where it does",
 }
-"""Methods that drafters had before, with their replacements.  An external drafter may still have them."""
+"""Retired methods, which an external drafter may define, with their replacements."""
 OBJECTS = {"verifier": check_verifier, "controller": check_controller}
 """Checks of objects passed instead of names."""
 DEFAULT_GROUP = "router,drafters=(model,k=8|ngram,k=10)"
@@ -79,12 +80,22 @@ class LoadingContext(BuildContext):
         if spec == "none":
             return None
         cls, path, options = read_spec("drafter", spec)
-        built = self._made(cls, path, options) if is_outside(cls) else construct(cls, path, self, options)
+        options = self._as_chain(cls, options)
+        built = self._built_outside(cls, path, options) if is_outside(cls) else construct(cls, path, self, options)
         check_target(str(options.get("tree") or ""), self.target)
         built.spec, built.target_bytes = spec, self.target.weight_bytes
         return built
 
-    def _made(self, cls: type[Any], path: str | None, options: dict[str, Any]) -> Drafter:
+    def _as_chain(self, cls: type[Drafter], options: dict[str, Any]) -> dict[str, Any]:
+        """The options, with those of a chain if they leave the shape open and the target cannot score trees."""
+        offered = self.target.capabilities
+        if not cls.chain or offered.tree_mask or {*cls.chain, "tree", "draw"} & set(options):
+            return options
+        why = offered.missing.get("tree_mask", "the target cannot score them")
+        refusal("trees", why, f"{cls.name} drafts chains")
+        return {**options, **cls.chain}
+
+    def _built_outside(self, cls: type[Any], path: str | None, options: dict[str, Any]) -> Drafter:
         label = f"{cls.__name__} ({line_of(cls)})"
         try:
             built = construct(cls, path, self, options)
@@ -148,11 +159,10 @@ class LoadingContext(BuildContext):
         return drafter_folder(name, path, self.source, self.target)
 
     def has_native_head(self) -> bool:
-        network = getattr(self.target, "model", None)
-        return network is not None and has_head(network)
+        return self.target.model is not None and has_head(self.target.model)
 
     def native_head(self) -> Sequence[dict[str, Tensor]]:
-        return read_head(getattr(self.target, "model", None))
+        return read_head(self.target.model)
 
 
 def check_outside(drafter: Drafter) -> None:
@@ -251,9 +261,9 @@ def free_drafters(target: LanguageModel, target_source: Any, besides: Sequence[s
     """Names of the drafters that cost nothing to get for a target and are expected to pay, except ``besides``.  Those
     that run a network come first, because those that copy text only draft now and then."""
     context = LoadingContext(target, target_source)
-    offers = [(row, row.load().traits.free_for) for row in rows("drafter") if row.name not in besides]
-    free = [row for row, is_free in offers if is_free is not None and is_free(context)]
-    return [row.name for row in sorted(free, key=lambda row: not row.needs)]
+    offers = [(row.name, row.load().traits) for row in rows("drafter") if row.name not in besides]
+    free = [(name, traits) for name, traits in offers if traits.free_for is not None and traits.free_for(context)]
+    return [name for name, _ in sorted(free, key=lambda offer: offer[1].copies_text)]
 
 
 def default_members(target: LanguageModel, target_source: Any) -> list[str]:

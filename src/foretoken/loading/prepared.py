@@ -63,5 +63,5 @@ def prepared_of(model: Any, exact: str) -> Prepared:
         return prepared
     if stored is None or prepared is not None:  # the others are outdated too, and hold memory that the new one needs
         stored = vars(model)[ATTRIBUTE] = _ByExact()
-    made = stored[exact] = Prepared(model, exact)
-    return made
+    prepared = stored[exact] = Prepared(model, exact)
+    return prepared

@@ -35,8 +35,7 @@ class SequenceState:
         tokens: committed token ids, exactly those whose KV is in the cache.
         regime: text length under which its tokens were read, for models that read long texts differently; 0 for short
             ones.  Only sequences of one regime can share keys and values.
-        provisional: whether only a part of the network scored the scratch nodes.  They serve drafting but cannot be
-            committed; the next full forward scores the tree again.
+        provisional: whether only a part of the network scored the scratch nodes, which then serve drafting alone.
         exit_states: hidden state [D] of each scratch node at layer ``exit_layer``, where a full forward resumes.
         exit_layer: number of leading layers that are final for the scratch nodes.
         scratch_tokens: token ids of the scratch nodes.
@@ -146,12 +145,6 @@ def opened(model: LanguageModel, *texts: Sequence[int]) -> Iterator[list[Sequenc
             model.release(sequence)
 
 
-def check_distinct(feeds: Sequence[Feed]) -> None:
-    """Raise ``ValueError`` if two feeds belong to the same sequence."""
-    if len({id(feed.sequence) for feed in feeds}) < len(feeds):
-        raise ValueError("two feeds of one forward belong to the same sequence: join them")
-
-
 @dataclass(frozen=True)
 class Rows:
     """Result of a forward for one feed.
@@ -210,6 +203,8 @@ class LanguageModel(ABC):
         weights_version: incremented whenever :meth:`follow` detects a changed network; earlier results are then stale.
         copied_bytes: size of the packed weights that a fast forward keeps beside those of the model.
         prefill_chunk: maximum number of prompt tokens per call.
+        model, device, dtype: its network, and where and in which dtype the weights are; ``None`` without a network.
+        graphs, graphs_off: its captured CUDA graphs, and the reason why it has none.
     """
 
     path: Path | None = None
@@ -227,6 +222,11 @@ class LanguageModel(ABC):
     run_rows: int = 0
     threads: int = 1
     prefill_chunk: int = sys.maxsize
+    model: Any = None
+    device: Any = None
+    dtype: Any = None
+    graphs: Any = None
+    graphs_off: str = ""
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
@@ -238,21 +238,26 @@ class LanguageModel(ABC):
         return self.vocab_size
 
     @property
+    def uses_graphs(self) -> bool:
+        """Whether its forwards run as CUDA graphs."""
+        return self.graphs is not None and not self.graphs.stopped
+
+    @property
     def trouble(self) -> str | None:
         """Reason why it can no longer run anything; ``None`` while it can."""
         return None
 
     def describe(self) -> dict[str, Any]:
-        """Describe how it runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``,
-        ``graphs_off``."""
+        """Describe how it runs, under the keys of :meth:`foretoken.Llm.describe`."""
+        off = self.graphs_off or f"{type(self).__name__} does not support fixed shapes"
         return {
             "forward": self.forward_name,
-            "weights": " ".join(filter(None, (self.stored_as, str(getattr(self, "dtype", "")).removeprefix("torch.")))),
+            "weights": " ".join(filter(None, (self.stored_as, str(self.dtype or "").removeprefix("torch.")))),
             "exactness": self.exactness,
             "exactness_why": self.exactness_why,
             "threads": self.threads,
             "refused": [asdict(refusal) for refusal in self.refused],
-            "graphs_off": getattr(self, "graphs_off", f"{type(self).__name__} does not support fixed shapes"),
+            "graphs_off": "" if self.uses_graphs else off,
         }
 
     def follow(self) -> None:  # noqa: B027
@@ -385,11 +390,7 @@ class LanguageModel(ABC):
         return [self.prefill(sequence, tokens, taps) for sequence, tokens in prompts]
 
     def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
-        """Make the committed part the longest prefix of ``tokens`` that the scratch allows; return the missing tokens.
-
-        This is all the bookkeeping of a draft model: its scratch is matched against the committed text, the matching
-        path is kept, and the rest is fed next time.
-        """
+        """Commit the longest prefix of ``tokens`` that the scratch allows, and return the tokens after it."""
         have = len(sequence.tokens)
         # The last token is always fed again, because the next draft starts from its logits.
         path = sequence.matching_path(tokens[have:-1])

@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +23,7 @@ from foretoken.models.machine import WORTH_KEEPING_S, KeptResults, any_text, is_
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Default node counts."""
 
-KEPT = KeptResults("calls", lambda: "quiet")  # earlier versions stored results from busy machines
+KEPT = KeptResults("calls", lambda: "quiet")  # results without this stamp may be of a busy machine
 _KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
 
 
@@ -36,7 +35,7 @@ def quick_costs(target: LanguageModel) -> TargetCost:
     A model without rollback is measured at one node only.
     """
     if target not in _KNOWN:
-        module: Any = getattr(target, "model", None)
+        module = target.model
         key = fingerprint(module) if isinstance(module, torch.nn.Module) else None
         name = f"calls {key} {torch.get_num_threads()} threads"
         stored = None if key is None else KEPT.read(name)
@@ -126,7 +125,6 @@ def _call_s(
     for i, sequence in enumerate(sequences):
         share = count // len(sequences) + (i < count % len(sequences))
         feeds.append(Feed(sequence, [tokens[j % len(tokens)] for j in range(share)], parents))
-    device = getattr(target, "device", None)
-    before, start_s = target.run_s, now(device)
+    before, start_s = target.run_s, now(target.device)
     target.forward(feeds)
-    return (target.run_s - before) or (now(device) - start_s)
+    return (target.run_s - before) or (now(target.device) - start_s)

@@ -141,20 +141,20 @@ class KeptResults:
         if not in_file:
             return
         content = self._content()
-        content.pop(self._part, None)
+        content.pop(self._section, None)
         alike = [part for part in content if part.split(" ")[0] == self.kind]
         for part in alike[: max(0, len(alike) - 3)]:  # keep four code versions: installations may alternate
             del content[part]
         results = list({**self.stored(), name: result}.items())[-MOST_KEPT:]
         with suppress(OSError):
-            write_json(self.file(), {**content, self._part: dict(results)})
+            write_json(self.file(), {**content, self._section: dict(results)})
 
     def stored(self) -> dict[str, Any]:
-        results = self._content().get(self._part)
+        results = self._content().get(self._section)
         return results if isinstance(results, dict) else {}
 
     @property
-    def _part(self) -> str:
+    def _section(self) -> str:
         return f"{self.kind} {self.stamp()}".rstrip()
 
     def _content(self) -> dict[str, Any]:

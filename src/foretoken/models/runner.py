@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import HiddenStates
-from foretoken.models.base import Feed, Rows, SequenceState, Snapshot, check_distinct
+from foretoken.models.base import Feed, Rows, SequenceState, Snapshot
 from foretoken.models.cache.masks import RowPlan, additive_masks
 from foretoken.models.cache.pool import CachePool, by_cache, take
 from foretoken.models.cache.rectangle import TreeCache
@@ -30,16 +30,20 @@ SCRATCH_ROOM = 512
 """Slots for scratch nodes beyond the context."""
 
 
+def check_distinct(feeds: Sequence[Feed]) -> None:
+    """Raise ``ValueError`` if two feeds belong to the same sequence."""
+    if len({id(feed.sequence) for feed in feeds}) < len(feeds):
+        raise ValueError("two feeds of one forward belong to the same sequence: join them")
+
+
 class TreeRunner(ModuleModel):
     """Runs a forward over committed prefixes plus scratch trees in a cache.
 
     Attributes:
         graphs: runs forwards as CUDA graphs (:mod:`foretoken.models.forward.graphed`), if available.
-        graphs_off: reason why there are none; empty if there are.
         window: window of new rows in long texts; the whole text by default.
     """
 
-    graphs: Any = None
     graphs_off: str = "not asked for"
     prefill_chunk = PREFILL_CHUNK
     window: Window = WHOLE_TEXT

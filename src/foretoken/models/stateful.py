@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, Rows, SequenceState, check_distinct
+from foretoken.models.base import CapabilityError, Feed, Rows, SequenceState
 from foretoken.models.cache.delta_rule import recorded, rule_files
 from foretoken.models.cache.joined import JoinedCache, join_key
 from foretoken.models.cache.state import StateCache
@@ -31,6 +31,7 @@ from foretoken.models.network.taps import check_taps, recording
 from foretoken.models.network.traits import parameters_of
 from foretoken.models.network.watch import Watch
 from foretoken.models.refusals import refusal
+from foretoken.models.runner import check_distinct
 
 REPLAYS = ("auto", "lazy", "capture")
 PADDED = 16

@@ -92,18 +92,6 @@ def _warn(message: Warning | str, *location: object, **more: object) -> None:
     say(f"warning: {' '.join(str(message).split())}", logging.WARNING)
 
 
-def keep_standard_files() -> None:
-    """Open standard files that were closed when the process started on ``/dev/null``.
-
-    Otherwise the next file or connection gets such a number, and whatever is written to stderr ends up in it.
-    """
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
-
-
 LEVELS = {"foretoken": logging.INFO, "asyncio": logging.WARNING, "uvicorn": logging.WARNING}
 """Loggers in this format: foretoken's, and those of the event loop and uvicorn."""
 

@@ -110,8 +110,8 @@ def _few_biases(value: Any) -> Any:
 
 def number(low: float, high: float, above: bool = False) -> Any:
     """Type of a finite number from ``low`` (excluded if ``above``) to ``high``."""
-    at_least = Gt(low) if above else Ge(low)
-    return Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False), at_least, Le(high)]
+    lower = Gt(low) if above else Ge(low)
+    return Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False), lower, Le(high)]
 
 
 def count(low: int, high: int) -> Any:

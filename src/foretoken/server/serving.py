@@ -106,7 +106,7 @@ def warm_up(llm: Llm) -> None:
 
 def capture(llm: Llm, texts: int) -> None:
     """Capture the CUDA graphs for rounds of up to ``texts`` sequences, so that no request waits for one."""
-    graphs = getattr(llm.target, "graphs", None)
+    graphs = llm.target.graphs
     if graphs is None:
         return
     start_s, drafter = time.perf_counter(), llm.drafter

@@ -72,8 +72,8 @@ def speculative(stats: SpecStats, longest_draft: int) -> dict[str, Any]:
 
 def histogram(stats: SpecStats) -> list[int]:
     """Number of rounds that accepted 0, 1, 2, ... draft tokens."""
-    at_least = [stats.num_drafts, *stats.num_accepted_tokens_per_pos, 0]
-    return [reached - further for reached, further in pairwise(at_least)]
+    rounds_reaching = [stats.num_drafts, *stats.num_accepted_tokens_per_pos, 0]
+    return [reached - further for reached, further in pairwise(rounds_reaching)]
 
 
 def merged(all_stats: Sequence[SpecStats]) -> SpecStats:

@@ -69,11 +69,11 @@ class Boost:
         draft: the model folder that every model starts from.
         out: output folder; the models are ``out/1``, ``out/2``, ...
         length: consecutive matched tokens that make a position covered.
-        held: held-out prompts with the target's continuations, int64 [n, m + 1], and the column where these begin.
+        held_out: held-out prompts with the target's continuations, int64 [n, m + 1], and the column where these begin.
     """
 
     def __init__(
-        self, shop: Workshop, draft: str | Path, out: Path, length: int, held: tuple[Tensor, int] | None = None
+        self, shop: Workshop, draft: str | Path, out: Path, length: int, held_out: tuple[Tensor, int] | None = None
     ) -> None:
         if shop.config.text != "teacher":
             raise ValueError(
@@ -88,8 +88,8 @@ class Boost:
         self._open_weights = self.weights.clone()
         self._target: Any = shop.parts.network
         self._targets: Tensor | None = None
-        self._held_rows = None if held is None else held[0]
-        self._start = 0 if held is None else held[1] - 1
+        self._held_rows = None if held_out is None else held_out[0]
+        self._start = 0 if held_out is None else held_out[1] - 1
         if self._held_rows is not None:
             self._held_targets = best_tokens(self._target, self._held_rows)
             self._covered = torch.zeros_like(self._held_targets, dtype=torch.bool)

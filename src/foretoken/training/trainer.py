@@ -195,7 +195,8 @@ class Trainer:
         measured, acceptance = self._evaluated(evaluate)
         loop.curve.add(self.config.steps, None, acceptance)
         parts = self._save(measured, weight_bits)
-        return loop.finish({**self._report(parts, acceptance, loop.spent_s), "weight_bits": weight_bits})
+        report = {**self._report(parts, acceptance, loop.spent_s), **recipe.reported(measured)}
+        return loop.finish({**report, "weight_bits": weight_bits})
 
     def _evaluated(self, evaluate: Evaluate | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """The recipe's measurements, and the acceptance on held-out text (empty without ``evaluate``)."""

@@ -98,6 +98,10 @@ def test_end_of_text_is_passed_over_unless_told() -> None:
             stopping = ArmSetup(ended, "a toy", ignore_eos=False)
             assert written(spec, stopping, 4).outputs == [first[: first.index(first[1]) + 1]]
             assert written(spec, ArmSetup(ended, "a toy"), 4).outputs == [first]
+        model.generation_config.eos_token_id = None
+        ended.eos_token_ids = frozenset({first[1]})  # such as a template's end of turn: the checkpoint lacks it
+        for spec in ("none", "transformers:plain"):
+            assert written(spec, ArmSetup(ended, "a toy", ignore_eos=False), 4).outputs == [first[:2]]
     finally:
         model.generation_config.eos_token_id = None
 

@@ -523,3 +523,14 @@ def test_the_curve_is_moved_to_where_the_run_was() -> None:
 
 def test_lines_are_ascii_and_hold_no_nan() -> None:
     assert dumps({"a": float("nan"), "b": ["\u2028"]}) == '{"a": null, "b": ["\\u2028"]}'
+
+
+def test_one_run_at_a_time_writes_a_partial_file(tmp_path: Path) -> None:
+    """Lines of two runs would mix, and each would miss the other's results."""
+    out = tmp_path / "run.jsonl"
+    first = Partial(out, {"arms": ["plain"]}, resume=False)
+    with pytest.raises(ValueError, match=r"another run writes to .*run\.jsonl\.partial"):
+        Partial(out, {"arms": ["plain"]}, resume=True)
+    first.close()
+    Partial(out, {"arms": ["plain"]}, resume=True).close()
+    assert partial_of(out).read_text().count("config") == 1

@@ -17,6 +17,7 @@ from foretoken.lab.parity.distribution import Evidence, noncentral_tail, smalles
 from foretoken.lab.parity.report import MODES, Settings
 from foretoken.lab.parity.run import run_parity
 from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.verifiers.base import Coins, Verifier, draw
 from foretoken.models.base import SequenceState
 from toys import MarkovTable, llamas, tables
@@ -59,6 +60,19 @@ def test_a_prediction_is_given_to_drafters_that_use_it() -> None:
     )
     assert report.passed
     assert all(check.drafted for check in report.checks)
+
+
+def test_a_drafter_whose_files_cannot_be_read_is_skipped_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(spec: Any, *_: Any, **__: Any) -> Any:
+        if str(spec).startswith("ngram") and "cache" not in str(spec):
+            return NgramDrafter(n=2, k=3)
+        raise OSError("a disk\nerror")
+
+    monkeypatch.setattr("foretoken.lab.parity.run.build_drafter", build)
+    settings = Settings("toy", samples=0, max_new_tokens=6, modes=["greedy"])
+    report = run_parity(models()[0], None, None, PROMPTS, settings)
+    assert report.passed and {check.drafter for check in report.checks} == {"ngram"}
+    assert report.skipped and all(line.endswith(": a disk error") for line in report.skipped)
 
 
 def test_auto_is_what_load_takes() -> None:

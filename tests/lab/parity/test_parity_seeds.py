@@ -119,7 +119,7 @@ class TakesTheRootsNoise(CoupledVerifier):
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         scores.lengths = [len(scores.prefix)] * len(tree)
-        scores.chosen = None
+        scores.as_requested = None
         return super().decide_fast(tree, scores, coins)
 
 

@@ -13,7 +13,7 @@ from foretoken.lab.plan.assumptions import Assumptions, Flat, Measured, shifted
 from foretoken.lab.plan.planner import plan, summary
 from foretoken.lab.plan.plots import plot
 from foretoken.lab.plan.roofline import Roofline
-from foretoken.lab.plan.speedup import branching_parents, expected_tokens, positional_success, tree_expected_tokens
+from foretoken.lab.plan.speedup import expected_tokens, tree_tokens
 
 V = Measured(TargetCost({1: 1.0, 8: 1.1, 32: 2.0}))
 COSTS = RoundCosts(
@@ -93,8 +93,7 @@ def test_limits_are_where_the_speed_up_is_one() -> None:
 def test_trees_of_a_plan() -> None:
     assumptions = Assumptions(0.6, 0.1, v=V)
     planned = plan(assumptions, [4], trees=[(3, 2, 1), (1, 1, 1, 1)], positions=[0.6, 0.15, 0.05])
-    parents = branching_parents([3, 2, 1])
-    tokens = tree_expected_tokens(parents, positional_success(parents, [0.6, 0.15, 0.05]))
+    tokens = tree_tokens([3, 2, 1], [[0.6, 0.15, 0.05]] * 3)
     assert planned.trees[0].tokens == pytest.approx(tokens)
     assert planned.trees[0].speedups[1] == pytest.approx(tokens / (V(16) + 3 * 0.1))
     assert planned.trees[1].speedups[1] == pytest.approx(planned.row(4).speedups[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,17 +15,15 @@ from foretoken.lab.plan.planner import plan
 from foretoken.lab.plan.roofline import Roofline, experts_touched
 from foretoken.lab.plan.speedup import (
     alpha_for_tokens,
-    branching_parents,
     expected_tokens,
     extended,
-    positional_success,
     round_cost,
     survival,
     tokens_of_guesses,
-    tree_expected_tokens,
+    tree_tokens,
     trial_acceptance,
 )
-from foretoken.methods.trees.shapes import choice_parents, expected_length, medusa_choices
+from foretoken.methods.trees.shapes import choice_parents, expected_length
 
 ALPHAS = (0.05, 0.3, 0.6, 0.7, 0.85, 0.99)
 CS = (0.01, 0.05, 0.1, 0.3, 0.6)
@@ -189,27 +188,19 @@ def test_the_best_k_sees_steps_in_v() -> None:
 
 
 def test_a_chain_is_a_tree() -> None:
-    chain = branching_parents([1] * 5)
-    assert chain == [-1, 0, 1, 2, 3, 4]
-    assert tree_expected_tokens(chain, [1.0, *[0.7] * 5]) == pytest.approx(expected_tokens(0.7, 5))
+    assert tree_tokens([1] * 5, [[0.7]] * 5) == pytest.approx(expected_tokens(0.7, 5))
 
 
 def test_a_tree_by_hand() -> None:
-    parents = branching_parents([2, 2])
-    assert parents == [-1, 0, 0, 1, 1, 2, 2]
-    success = positional_success(parents, [0.6, 0.2])
-    assert success[1:] == [0.6, 0.2, 0.6, 0.2, 0.6, 0.2]
-    assert tree_expected_tokens(parents, success) == pytest.approx(1 + 0.8 + 0.8**2)
-    by_depth = positional_success(parents, [[0.6, 0.2], [0.5, 0.1]])
-    assert tree_expected_tokens(parents, by_depth) == pytest.approx(1 + 0.8 + 0.8 * 0.6)
+    assert tree_tokens([2, 2], [[0.6, 0.2]] * 2) == pytest.approx(1 + 0.8 + 0.8**2)
+    assert tree_tokens([2, 2], [[0.6, 0.2, 0.1], [0.5, 0.1]]) == pytest.approx(1 + 0.8 + 0.8 * 0.6)
 
 
-def test_medusa_and_positional_acceptance_agree() -> None:
+def test_trees_of_full_levels_are_worth_what_any_tree_is_worth() -> None:
     accuracies = [[0.6, 0.15, 0.05], [0.4, 0.1, 0.05], [0.25, 0.1, 0.02]]
-    choices = medusa_choices(accuracies, 14)
-    parents = [-1, *choice_parents(choices)]
-    success = [1.0, *(accuracies[len(c) - 1][c[-1]] for c in choices)]
-    assert tree_expected_tokens(parents, success) == pytest.approx(expected_length(choices, accuracies))
+    for widths in ((3, 2, 1), (1, 3, 2), (2,)):
+        choices = [c for depth in range(1, len(widths) + 1) for c in product(*map(range, widths[:depth]))]
+        assert tree_tokens(widths, accuracies[: len(widths)]) == pytest.approx(expected_length(choices, accuracies))
 
 
 def test_trial_acceptance_is_that_of_independent_trials() -> None:
@@ -221,14 +212,17 @@ def test_trial_acceptance_is_that_of_independent_trials() -> None:
 def test_a_simulated_tree() -> None:
     """Walk random trees: at each node at most one child is accepted."""
     random = np.random.default_rng(3)
-    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 4, 6]
-    success = positional_success(parents, [0.55, 0.25])
+    choices: list[tuple[int, ...]] = [
+        (0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0)
+    ]  # fmt: skip
+    parents, row = [-1, *choice_parents(choices)], [0.55, 0.25]
+    success = [1.0, *(row[choice[-1]] for choice in choices)]
     rounds = 40_000
     children: list[list[int]] = [[n for n, p in enumerate(parents) if p == node] for node in range(len(parents))]
     lengths = []
-    for row in random.random((rounds, 5)).tolist():
+    for us in random.random((rounds, 5)).tolist():
         node, length = 0, 0
-        for u in row:
+        for u in us:
             ends = np.cumsum([success[child] for child in children[node]])
             rank = int(np.searchsorted(ends, u, side="right"))
             if rank >= len(ends):
@@ -236,7 +230,7 @@ def test_a_simulated_tree() -> None:
             node, length = children[node][rank], length + 1
         lengths.append(1 + length)
     bound = SIGMAS * np.std(lengths) / math.sqrt(rounds)
-    assert abs(np.mean(lengths) - tree_expected_tokens(parents, success)) < bound
+    assert abs(np.mean(lengths) - expected_length(choices, [row] * 4)) < bound
 
 
 # -- roofline --------------------------------------------------------------------------------------------------------
@@ -302,15 +296,12 @@ Call = Callable[[], object]
         (lambda: round_cost(2, 0.1, overhead=-1), "overhead must be"),
         (lambda: expected_tokens([-0.1], 1), "survival vector"),
         (lambda: Roofline(1e9, 0.0, 1e12), "bandwidth must be"),
-        (lambda: branching_parents([]), "positive child counts"),
-        (lambda: branching_parents([2, 0]), "positive child counts"),
-        (lambda: tree_expected_tokens([0, 1], [1, 1]), "needs a root"),
-        (lambda: tree_expected_tokens([-1, 2, 1], [1, 0.5, 0.5]), "parents come before"),
-        (lambda: tree_expected_tokens([-1, 0, 0], [1, 0.6, 0.5]), "sum to 1.1 > 1"),
-        (lambda: tree_expected_tokens([-1, 0], [1]), "as many probabilities"),
-        (lambda: tree_expected_tokens([-1, 0], [1, 1.5]), "probability of node 1"),
-        (lambda: positional_success([-1, 0, 0], [0.5]), "tries 2 siblings"),
-        (lambda: positional_success([-1, 0, 1], [[0.5]]), "a row per depth"),
+        (lambda: tree_tokens([], []), "positive child counts"),
+        (lambda: tree_tokens([2, 0], [[0.5, 0.1]] * 2), "positive child counts"),
+        (lambda: tree_tokens([2], [[0.6, 0.5]]), "sum to 1.1 > 1"),
+        (lambda: tree_tokens([1], [[1.5]]), "probability of sibling 1"),
+        (lambda: tree_tokens([2], [[0.5]]), "tries 2 siblings"),
+        (lambda: tree_tokens([1, 1], [[0.5]]), "shorter"),
         (lambda: Roofline(-1, 1e12, 1e12), "parameters must be"),
         (lambda: Roofline(1e9, 1e12, 1e12, context=-1), "context must be"),
         (lambda: Roofline(1e9, 1e12, 1e12, experts=4, active=5), "active <= experts"),

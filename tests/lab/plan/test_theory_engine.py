@@ -11,13 +11,7 @@ import pytest
 from foretoken.core import Budget, Context, StepRecord, TokenTree
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
-from foretoken.lab.plan.speedup import (
-    branching_parents,
-    expected_tokens,
-    positional_success,
-    survival,
-    tree_expected_tokens,
-)
+from foretoken.lab.plan.speedup import expected_tokens, survival, tree_tokens
 from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter
@@ -91,8 +85,7 @@ def test_a_tree_of_independent_draws() -> None:
     first = overlap(P, Q)
     rest = np.maximum(np.array(P) - Q, 0)
     second = (1 - first) * overlap(rest / rest.sum(), Q)
-    parents = branching_parents([2, 2])
-    promised = tree_expected_tokens(parents, positional_success(parents, [first, second]))
+    promised = tree_tokens([2, 2], [[first, second]] * 2)
     assert abs(1 + counts.mean() - promised) < bound(counts)
     assert abs(1 + counts.mean() - expected_tokens(first, 2)) > bound(counts)
 
@@ -108,6 +101,5 @@ def test_a_tree_of_certain_guesses() -> None:
         return TokenTree((context.root, *tokens), tuple(parents))
 
     counts = accepted_counts(ScriptedDrafter(propose=propose), PointVerifier(), 2)
-    promised = tree_expected_tokens(parents, [1.0, *(P[token] for token in tokens)])
-    assert promised == pytest.approx(1 + 0.5 + 0.3 + 0.5 * (0.5 + 0.15) + 0.3 * 0.5)
+    promised = 1 + P[0] + P[1] + P[0] * (P[0] + P[2]) + P[1] * P[0]
     assert abs(1 + counts.mean() - promised) < bound(counts)

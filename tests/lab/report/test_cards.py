@@ -14,6 +14,7 @@ from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.report.cards.card import Card, checksum_of, fault_of, read_card, read_cards, to_json
 from foretoken.lab.report.cards.page import equality, matrix_name, render, write_page
 from foretoken.lab.report.cards.written import card_of, fingerprint, origin, without_folders
+from named_models import register, wheel
 
 
 def figure(method: str = "ngram", speedup: float = 1.5, **more: Any) -> dict[str, Any]:
@@ -165,10 +166,33 @@ def test_a_card_names_no_folder_of_the_machine(tmp_path: Path) -> None:
     assert without_folders("model:./drafts/d,k=3") == "model:d,k=3"
     assert without_folders("cascade:/x/d,inner=(eagle3:~/heads/e,k=2)") == "cascade:d,inner=(eagle3:e,k=2)"
     assert without_folders("eagle3:org/head-1") == "eagle3:org/head-1"
+    assert without_folders("model:/home/John Doe/models/my draft,k=3") == "model:my draft,k=3"
+    assert without_folders("router,drafters=(model:/John Doe/d|ngram)") == "router,drafters=(model:d|ngram)"
     (tmp_path / "w").write_text("1")
     with pytest.raises(ValueError, match="give --drafter"):
         origin(str(tmp_path), {}, ["none"])
     assert fingerprint({"a": "1", "b": "2"}) == fingerprint({"x": "2", "y": "1"}) != fingerprint({"a": "1"})
+
+
+@pytest.mark.parametrize(
+    "folder", ["John Doe", "John Doe/models", "models (old)", "a, b"], ids=["blank", "above", "brackets", "comma"]
+)
+@pytest.mark.parametrize("name", ["a.gguf", "a.GGUF", "weights"])
+def test_a_card_names_a_gguf_file_as_such_and_without_its_folder(tmp_path: Path, folder: str, name: str) -> None:
+    file = tmp_path / folder / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF and more")
+    model = origin(str(file), {}, ["ngram"]).model
+    assert (model["name"], model["kind"]) == (name.removesuffix(".gguf"), "gguf")
+
+
+def test_a_named_model_is_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b"GGUF and weights"
+    entry = register(monkeypatch, tmp_path / "cache", wheel(tmp_path, content), content)
+    entry.path.parent.mkdir(parents=True)
+    entry.path.write_bytes(content)
+    model = origin(entry.name, {}, ["ngram"]).model
+    assert (model["name"], model["kind"]) == (entry.name, "gguf")
 
 
 def test_the_figures_are_those_of_the_run() -> None:

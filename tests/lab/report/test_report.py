@@ -18,7 +18,7 @@ import pytest
 
 from foretoken.cli.main import main
 from foretoken.lab.bench.partial import Partial
-from foretoken.lab.bench.results import UnitResult
+from foretoken.lab.bench.results import UnitResult, rate, speedup_ci95
 from foretoken.lab.bench.results import drafted as draft_tokens
 from foretoken.lab.report import figures, verdict
 from foretoken.lab.report.charts import Bar, BarChart, Chart, Guide, LineChart, Series
@@ -254,6 +254,13 @@ def test_the_table_has_every_cell(full: Path) -> None:
     assert rows == 1 + len(CELLS) + len(MORE)
     heads = [attrs for tag, attrs in parsed.elements if tag == "th"]
     assert len([tag for tag, _ in parsed.elements if tag == "td"]) == (rows - 1) * len(heads)
+
+
+def test_the_table_has_the_prefill_of_the_summary(tmp_path: Path) -> None:
+    """Of an arm at a setting, over all categories."""
+    prefill = [{"arm": FAST, "temperature": 0.0, "batch": 1, "prefill_s": 0.1254}, 3]
+    parsed = page(written(tmp_path, *CELLS, summary(cells=len(CELLS), prefill=prefill)))
+    assert "prefill s" in parsed.words and parsed.words.count("0.125") == 2
 
 
 def test_the_script_runs(full: Path, tmp_path: Path) -> None:
@@ -633,6 +640,28 @@ def test_a_partial_file_is_reported_too(tmp_path: Path) -> None:
     assert {"speedup", "positions", "rounds"} <= ids and "trace" not in ids
 
 
+def test_the_interval_of_an_unfinished_run_is_that_of_a_finished_one(tmp_path: Path) -> None:
+    """Student's t over the units of all categories, not the cells' intervals added in squares."""
+    out = tmp_path / "run.jsonl"
+    partial = Partial(out, {"target": "builtin", "arms": ["plain", FAST], "max_new_tokens": 4}, resume=False)
+    units = [(category, unit) for category in ("code", "prose") for unit in range(3)]
+    results = {
+        arm: [
+            UnitResult(arm, 0.0, 1, category, unit, [unit], [[1, 2, 3, 4]], seconds + 0.1 * unit, 4, 0.1)
+            for category, unit in units
+        ]
+        for arm, seconds in (("plain", 2.0), (FAST, 0.5))
+    }
+    for result in (*results["plain"], *results[FAST]):
+        partial.add(result)
+    partial.close()
+    speedup = figures.overall(read_run(out), (0.0, 1), FAST)
+    low, high = speedup_ci95(results[FAST], results["plain"])
+    assert speedup == figures.Speedup(rate(results[FAST]) / rate(results["plain"]), low, high)
+    stored = read_run(out).overall((0.0, 1), FAST)
+    assert stored is not None and stored["prompts"] == 6
+
+
 def test_cells_of_another_engine_may_lack_numbers(tmp_path: Path) -> None:
     bare = {
         "arm": "llama.cpp",
@@ -757,13 +786,13 @@ def painted(chart: Chart, is_paper: bool) -> Any:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from foretoken.lab.report.draw import COLOURS, Look, Painter
+    from foretoken.lab.report.draw import COLOURS, ChartStyle, Painter
 
-    look = Look(8.0, 30.6, COLOURS, True) if is_paper else Look(FONT, WIDTH / FONT, COLOURS, False)
-    with rc_context({**look.settings(), "text.hinting": "none"}):  # widths as in SVG, not rounded to pixels
+    style = ChartStyle(8.0, 30.6, COLOURS, True) if is_paper else ChartStyle(FONT, WIDTH / FONT, COLOURS, False)
+    with rc_context({**style.settings(), "text.hinting": "none"}):  # widths as in SVG, not rounded to pixels
         figure = Figure(dpi=72)
-        painter = Painter(chart, figure, look)
-        figure.set_size_inches(look.width * look.points / 72, painter.height * look.points / 72)
+        painter = Painter(chart, figure, style)
+        figure.set_size_inches(style.width * style.points / 72, painter.height * style.points / 72)
         painter.place(painter.height)
         figure.draw_without_rendering()
     return figure

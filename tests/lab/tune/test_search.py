@@ -275,6 +275,19 @@ def test_a_broken_measurement_is_made_again_and_else_told() -> None:
     assert not broken.scouted and "contradict" in broken.skipped["ngram"] and "1.38" in broken.skipped["ngram"]
 
 
+def test_a_reason_that_mentions_the_time_limit_is_not_taken_for_lack_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise ValueError("it knows no --minutes")
+
+    refused = Search(job(World(GOOD)), lambda *args: None, lambda row: None)
+    refused._token_s = 0.01
+    monkeypatch.setattr(refused, "_tried", refuse)
+    refused._scout("ngram", 1.0, 1e9)
+    assert refused.why_nothing() == "no drafter could be measured: ngram: it knows no --minutes"
+    refused._scout("suffix", 1.0, 0.0)
+    assert refused.skipped["suffix"] == LATE and "too little to measure anything" in refused.why_nothing()
+
+
 def test_no_tree_is_looked_for_that_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeing which choices of a draft model are accepted cannot be cut: 32 of its rounds must fit."""
     calls: list[str] = []

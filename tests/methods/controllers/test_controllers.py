@@ -261,14 +261,13 @@ def test_auto_over_a_group_keeps_greedy_outputs_and_seeds() -> None:
     assert outputs(used, seeded) == alone
 
 
-@pytest.mark.parametrize("watches", [True, False])
-def test_a_controller_is_told_of_the_rounds_that_it_watches(watches: bool) -> None:
+def test_a_controller_is_told_of_every_round() -> None:
     controller = build("constant")
-    controller.watches = watches
-    records = []
+    records: list[StepRecord] = []
     controller.observe = lambda context, record: records.append(record)  # type: ignore[method-assign]
-    outputs(engine(tables()[0], group(), None, controller), [Request(PROMPT, max_new_tokens=20)])
-    assert bool(records) == watches
+    runner = engine(tables()[0], group(), None, controller)
+    outputs(runner, [Request(PROMPT, max_new_tokens=20)])
+    assert len(records) == runner.rounds > 0
 
 
 def test_auto_keeps_nothing_of_a_finished_request() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from block_toys import PROMPT, drafter_of, random_net, shape_of, started, taps_o
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from foretoken.core import Budget, Kind
 from foretoken.core.sampling import SamplingParams
@@ -111,6 +113,28 @@ def test_rounds_through_the_cache_equal_a_fresh_pass(changes: dict[str, Any]) ->
             expected = whole_pass(net, parts, places[: at[index]], anchor, 4)
             assert torch.allclose(got[index].taps["state"], expected, atol=1e-5)
     assert [len(text.tokens) for text in texts] == [11, 7] and not texts[0].scratch_tokens
+
+
+@torch.no_grad()
+def test_sinks_are_those_of_transformers() -> None:
+    """One logit a head in the softmax, as gpt-oss has it."""
+    torch.manual_seed(5)
+    net = random_net(DflashDrafter, target(), sinks=True)
+    attention, dim = net.layers[0].self_attn, net.config.head_dim
+    attention.attention_sink_bias.copy_(torch.randn(net.config.heads) + 1)
+    x, mask = torch.randn(2, 5, net.config.hidden_size), torch.zeros(2, 1, 5, 5)
+    mask[1, :, :, 3] = -torch.inf
+    cos, sin = torch.ones(2, 1, 5, dim), torch.zeros(2, 1, 5, dim)
+    query = attention.q_norm(attention.q_proj(x).unflatten(-1, (-1, dim))).transpose(1, 2)
+    key, value = attention.keys(x, cos, sin)
+    stock = SimpleNamespace(
+        num_key_value_groups=net.config.heads // net.config.kv_heads,
+        sinks=attention.attention_sink_bias,
+        training=False,
+    )
+    heads = eager_attention_forward(stock, query, key, value, mask, dim**-0.5)[0]
+    got = attention(x, cos, sin, mask, lambda key, value: (key, value))
+    assert torch.allclose(got, attention.o_proj(heads.flatten(2)), atol=1e-5)
 
 
 @torch.no_grad()

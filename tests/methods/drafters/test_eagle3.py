@@ -69,11 +69,25 @@ def toy_batch(recipe: FeatureRecipe, length: int = 12, texts: int = 2) -> Batch:
 # -- training computes what drafting does ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Eagle3Recipe, EagleRecipe, MtpRecipe])
+VARIANTS = {
+    "norms": {"norm_before_residual": "true", "norm_output": "true", "fc_norm": "true", "head_norms": "true"},
+    "several layers": {"num_layers": "3", "norm_before_fc": "true"},
+    "last state": {"layers": "last", "own_embedding": "true"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *((kind, {}) for kind in (Eagle3Recipe, EagleRecipe, MtpRecipe)),
+        *((Eagle3Recipe, variant) for variant in VARIANTS.values()),
+    ],
+    ids=["eagle3", "eagle", "mtp", *VARIANTS],
+)
 @torch.no_grad()
-def test_a_step_of_training_is_a_step_of_drafting(kind: type[FeatureRecipe]) -> None:
+def test_a_step_of_training_is_a_step_of_drafting(kind: type[FeatureRecipe], settings: dict[str, str]) -> None:
     """Every row commits the true features before it and drafts on its own outputs, token by token."""
-    recipe = toy_recipe(kind)
+    recipe = toy_recipe(kind, **settings)
     batch = toy_batch(recipe)
     features = true_features(recipe, batch)
     n = batch.length
@@ -122,6 +136,27 @@ def test_top_k_distillation_by_hand(kind: type[FeatureRecipe]) -> None:
     assert float(added) == pytest.approx(0.5 * sum(expected) / len(expected), rel=1e-4)
     seeds = (torch.Generator().manual_seed(0) for _ in range(2))
     assert float(with_top.loss(batch, next(seeds))) > float(plain.loss(batch, next(seeds)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_learn(variant: str) -> None:
+    """Every weight has a part in the loss, but for the embedding's rows of other tokens."""
+    recipe = toy_recipe(Eagle3Recipe, **VARIANTS[variant])
+    recipe.loss(toy_batch(recipe), torch.Generator().manual_seed(0)).backward()
+    for name, weight in recipe.net.named_parameters():
+        assert weight.grad is not None and float(weight.grad.abs().max()) > 0, name
+
+
+def test_the_drafter_reads_the_features_of_training() -> None:
+    for variant in VARIANTS.values():
+        recipe = toy_recipe(Eagle3Recipe, **variant)
+        batch = toy_batch(recipe, texts=1)
+        drafter = recipe.drafter({})
+        assert isinstance(drafter, Eagle3Drafter)
+        read = drafter.features({tap: batch.taps[tap][0] for tap in drafter.taps})
+        assert torch.allclose(read, true_features(recipe, batch)[0], atol=1e-5)
+        if variant.get("layers") == "last":
+            assert drafter.taps == ("last",) and torch.equal(read, batch.taps["last"][0])
 
 
 @torch.no_grad()

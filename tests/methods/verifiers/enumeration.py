@@ -39,12 +39,12 @@ class EnumeratingCoins(Coins):
         self._cursor = 0
         self.probability = 1.0
 
-    def accept(self, num: float, den: float = 1.0) -> bool:
+    def accept(self, num: float, den: float = 1.0, node: int | None = None) -> bool:
         chance = 0.0 if num <= 0.0 else 1.0 if num >= den else num / den
         return bool(self._choose([(1, chance), (0, 1.0 - chance)]))
 
-    def accept_lazily(self, bound: float, chance: Callable[[], float]) -> bool:
-        exact = chance()
+    def accept_lazily(self, bound: float, probability: Callable[[], float], node: int | None = None) -> bool:
+        exact = probability()
         assert exact <= bound + 1e-12, "the bound of a lazy test must not be below its chance"
         return self.accept(exact)
 
@@ -73,7 +73,7 @@ class SharedUniformCoins(EnumeratingCoins):
         super().__init__(script)
         self._low, self._high = 0.0, 1.0
 
-    def accept(self, num: float, den: float = 1.0) -> bool:
+    def accept(self, num: float, den: float = 1.0, node: int | None = None) -> bool:
         bar = 0.0 if num <= 0.0 else 1.0 if num >= den else num / den
         return bool(self._split([(1, 0.0, bar), (0, bar, 1.0)]))
 

@@ -180,7 +180,7 @@ def test_the_root_is_never_rejected_by_rounding() -> None:
         def __init__(self) -> None:
             pass
 
-        def accept(self, num: float, den: float = 1.0) -> bool:
+        def accept(self, num: float, den: float = 1.0, node: int | None = None) -> bool:
             return False
 
         def draw(self, distribution: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from checkpoints import best_dtype, new_model
 from transformers import LlamaForCausalLM
 
 import foretoken as ft
-from fake_graphs import Capturing, Recordings, fake_cuda_graphs
+from fake_graphs import Capturing, Eager, Recordings, fake_cuda_graphs
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.methods.drafters.model import ModelDrafter
@@ -23,7 +23,7 @@ from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.cache.fixed import PATH, FixedCache
 from foretoken.models.cache.masks import LayerMask, RowPlan, additive_mask, unseen
 from foretoken.models.forward import fixed_step
-from foretoken.models.forward.capture import Eager, Recorder
+from foretoken.models.forward.capture import Recorder
 from foretoken.models.forward.fixed_step import Bucket, Numbers, fixed_mask, size_of
 from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel

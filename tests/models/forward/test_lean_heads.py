@@ -32,10 +32,17 @@ from foretoken.models.network.call import NetworkCall
 SHAPE = {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 64, "rope_theta": 500.0}
 WIDE = {**SHAPE, "heads": 2, "kv_heads": 1, "head_dim": 32}
 """Heads that the native attention takes."""
+VARIANTS = {
+    "rope": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "partial_rotary_factor": 0.5},
+    **dict.fromkeys(("attention_bias", "mlp_bias", "head_norms", "norm_before_residual", "norm_output"), True),
+}
 NETS: dict[str, Callable[[Any], nn.Module]] = {
     "eagle": lambda shape: EagleNet(EagleConfig(**shape)),
     "mtp": lambda shape: MtpNet(MtpConfig(**shape)),
     "eagle3": lambda shape: Eagle3Net(Eagle3Config(**shape, vocab_size=97, layers="1,2,3", share_head=True)),
+    "eagle3 in variants": lambda shape: Eagle3Net(
+        Eagle3Config(**shape, **VARIANTS, vocab_size=97, layers="1,2,3", share_head=True)
+    ),
     "kangaroo": lambda shape: KangarooNet(KangarooConfig(**{**shape, "ffn": 0})),
     "hydra": lambda shape: PrefixLayer(LayerConfig(**shape)),
 }

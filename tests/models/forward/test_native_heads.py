@@ -11,9 +11,10 @@ import pytest
 import torch
 from checkpoints import new_model, prompt_of
 from forwards import InFloat64
-from test_lean_heads import NETS, WIDE, net_of, outputs
+from test_lean_heads import NETS, VARIANTS, WIDE, net_of, outputs
 from torch import Tensor, nn
 
+from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.models.base import Feed
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
@@ -86,6 +87,25 @@ def test_a_head_says_what_its_network_says(level: str, name: str) -> None:
     rows = outputs(model)
     assert all(isinstance(row, HeadRows) for row in rows)
     assert 0 < distance(rows, outputs(twin)) < NEAR
+
+
+@pytest.mark.parametrize("changes", [{}, VARIANTS, {"own_embedding": True}])
+def test_a_head_of_several_layers_runs_all_of_them(level: str, changes: dict[str, Any]) -> None:
+    """Its twin is the module, which the lean forward leaves as it is."""
+    shape = Eagle3Config(**WIDE, **changes, vocab_size=97, layers="1,2,3", share_head=True, num_layers=3)
+    torch.manual_seed(0)
+    net = Eagle3Net(shape)
+    with torch.no_grad():
+        for name, weight in net.named_parameters():
+            weight.add_(torch.randn(weight.shape) * (1.0 if "embed" in name else 0.1))
+    model = head_of(net)
+    twin = twin_of(model)
+    assert twin.forwards.head is None and twin.forwards.depth == 3
+    rows, expected = outputs(model), outputs(twin)
+    assert 0 < distance(rows, expected) < NEAR
+    net.layers[1].o_proj.weight.data.zero_()  # the last layer counts
+    assert distance(outputs(twin), expected) > NEAR
+    assert distance(outputs(model), outputs(twin)) < NEAR
 
 
 @pytest.mark.parametrize("ids", [None, torch.tensor([5, 90, 7, 33, 64, 2])])
@@ -288,7 +308,7 @@ def test_logits_that_are_capped_are_handed_out() -> None:
     model = head_of(network("eagle"), top=3)
     model.parts._cap = 5.0
     model.project = DraftHead(model.parts)
-    model.native = NativeHead(model.model, model.parts, model.project)
+    model.native = NativeHead(model.model, model.forwards.embedded, model.project)
     rows = outputs(model)
     assert all(not row.tokens for row in rows) and distance(rows, outputs(twin_of(model))) < NEAR  # type: ignore[attr-defined]
     assert max(float(row.logits.abs().max()) for row in rows if len(row.logits)) <= 5.0

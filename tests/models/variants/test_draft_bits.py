@@ -15,7 +15,7 @@ from foretoken.loading import build_drafter, draft_models, load_model
 from foretoken.loading.draft_models import build_draft_model
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.base import LanguageModel
-from foretoken.models.forward.parts import storage_of
+from foretoken.models.forward.parts import quantised_bits, storage_of
 from foretoken.models.linear.quantised_linear import quantise_linears
 from foretoken.models.linear.quantised_products import Int4Product, Int8Product, QuantisedProduct
 from foretoken.models.variants import draft_bits
@@ -148,3 +148,11 @@ def test_llm_tells(tmp_path: Path, clock: dict[str, float]) -> None:
     path = saved(tmp_path)
     llm = ft.load(path, drafter=f"model:{path}")
     assert [report["weights"] for report in llm.describe()["drafts"]] == ["int4"]
+
+
+def test_only_layers_of_ours_have_quantised_bits() -> None:
+    """Another package's name may begin as our labels do."""
+    network = new_model("llama", **SHAPE)
+    assert quantised_bits(network) is None
+    network.config.quantization_config = {"quant_method": "int4_of_others"}
+    assert storage_of(network) == "int4_of_others" and quantised_bits(network) is None

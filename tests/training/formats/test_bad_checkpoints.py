@@ -91,19 +91,23 @@ def test_another_target(method: str, format: str, _name: str, target: Path, othe
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual, a variant"),
-        ({"fc_norm": True}, "fc_norm, a variant"),
-        ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc, a variant"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
+        ({"fc_norm": True}, "lacks the tensor fc_norm.0.weight"),
+        ({"eagle_config": {"norm_before_fc": True}}, "lacks the tensor input_norm.weight"),
+        ({"norm_before_fc": True, "fc_norm": True}, "two norms in one place: set one of them"),
+        ({"norm_output": "yes"}, "norm_output in config.json must be true or false, not 'yes'"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "a tensor fc.weight that this network does not have"),
+        ({"eagle_config": {"use_aux_hidden_state": False, "fc_norm": True}}, "layers=last has no fc"),
         (
             {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]},
             "fuses the layers .1, 2, 9., and the target has depths 0 to 4",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight reads 96 numbers, and 2 layers have 32 each"),
-        ({"num_hidden_layers": 2}, "has 2 layers, and this network has one"),
+        ({"num_hidden_layers": 2}, "has tensors of 1 layers, and config.json says 2"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "of the type 'llama3'"),
-        ({"attention_bias": True}, "attention_bias = True"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "of the type 'llama3' cannot have these parameters"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 8.0}}, "of the type 'spiral', which is not supported"),
+        ({"attention_bias": True}, "lacks the tensor midlayer.self_attn.q_proj.bias"),
+        ({"mlp_bias": True}, "lacks the tensor midlayer.mlp.gate_proj.bias"),
         ({"intermediate_size": FFN + 8}, r"must be \[56, 32\] for this target and config.json"),
         ({"num_attention_heads": None}, "lacks num_attention_heads"),
         ({"num_attention_heads": "four"}, "'four', which is not a number"),
@@ -153,12 +157,6 @@ def test_tables_of_another_target(target: Path, other_target: Path, tmp_path: Pa
         save_file(whole, file)
 
 
-def test_attention_biases_of_their_own(target: Path, tmp_path: Path) -> None:
-    source = checkpoint("eagle", "vllm", target, tmp_path)
-    change(source, lambda tensors: tensors["layers.0.self_attn.q_proj.bias"].add_(1.0))
-    refused(source, target, "q_proj.bias is a bias, and this layer has none")
-
-
 def test_truncated_medusa(target: Path, tmp_path: Path) -> None:
     source = checkpoint("medusa", "vllm", target, tmp_path)
     change(source, None, truncated_vocab_size=40)
@@ -199,7 +197,9 @@ def test_unknown_layouts(target: Path, tmp_path: Path) -> None:
     (empty / "config.json").write_text('{"architectures": ["DFlashDraftModel"]}')
     save_file({"x": torch.zeros(1)}, empty / "model.safetensors")
     refused(
-        empty, target, r"\(DFlashDraftModel\) is in no layout .* eagle3, peagle, dflash, .*eagle, medusa, pard, model"
+        empty,
+        target,
+        r"\(DFlashDraftModel\) is in no layout .* eagle3, peagle, dflash, .*eagle, medusa, pard, uno, model",
     )
     refused(empty, target, "in no layout that can be imported as medusa", method="medusa")
     refused(empty, target, "no other project supports drafters of the method 'ngram'", method="ngram")

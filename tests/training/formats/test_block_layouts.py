@@ -52,6 +52,8 @@ def test_a_folder_as_it_is_on_the_hub(target: Path, tmp_path: Path) -> None:
         ({"sliding_window_non_causal": True}, {"use_swa": True, "swa_window_size": 4}, {"reach": "3", "causal": "0"}),
         ({}, {"causal_head": True}, {"causal": "1"}),
         ({}, {"dflash_draft_attention": "causal"}, {"causal": "1"}),
+        ({}, {"attention_mode": "causal"}, {"causal": "1"}),
+        ({}, {"attention_mode": "gqa"}, {"causal": "0"}),
         ({}, {"sample_from_anchor": True, "input_embedding_scale": 3.0}, {"from_anchor": True, "input_scale": 3.0}),
         ({"pard_token": 11}, {"mask_token_id": None}, {"mask_token": 11}),
         ({}, {"target_layer_ids": [1]}, {"taps": "2,4"}),  # fc reads one more than is named: the last layer
@@ -165,14 +167,16 @@ def test_neighbours_that_are_turned_become_halves(target: Path, tmp_path: Path) 
         ({"hidden_size": 48}, {}, "for a hidden size of 48, the target's is 32"),
         ({"vocab_size": 4 * VOCAB}, {}, f"for a vocabulary of {4 * VOCAB}"),
         ({"dflash_config": []}, {}, "dflash_config in config.json must be a JSON object"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "of the type 'yarn'"),
-        ({"attention_bias": True}, {}, "attention_bias = True"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 4.0}}, {}, "of the type 'spiral', which is not supported"),
+        ({"attention_bias": True}, {}, "lacks the tensor layers.0.self_attn.q_proj.bias"),
         ({"layer_types": ["chunked_attention"] * 2}, {}, "must name 2 layers as full_attention or sliding_attention"),
         ({"layer_types": ["sliding_attention"] * 2}, {}, "sliding layers and no sliding_window"),
         ({}, {"final_logit_softcapping": 30.0}, "caps its logits at 30.0"),
         ({}, {"output_multiplier": 2.0}, "scales its logits by 2.0"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, {}, r"quantised \(compressed-tensors\)"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, {}, "with compressed-tensors: take"),
         ({"intermediate_size": 48}, {}, "mlp.gate_proj.weight is .40, 32. and must be .48, 32."),
+        ({}, {"attention_mode": "kda"}, "attention_mode 'kda', which this network does not have"),
+        ({}, {"dflash_attention_sink": True}, "lacks the tensor layers.0.self_attn.attention_sink_bias"),
         ({"draft_vocab_size": 30}, {}, "lacks the tensor d2t, the ids of its 30 draft tokens"),
     ],
 )  # fmt: skip
@@ -180,6 +184,15 @@ def test_what_does_not_fit(
     config: dict[str, Any], inner: dict[str, Any], words: str, target: Path, tmp_path: Path
 ) -> None:
     refused(hub_folder(tmp_path / "hub", config, **inner), target, words)
+
+
+def test_a_confidence_head_that_is_promised(target: Path, tmp_path: Path) -> None:
+    source = checkpoint("dspark", "plain", target, tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    left = {name: value for name, value in tensors.items() if not name.startswith("confidence_head.")}
+    assert len(left) < len(tensors)
+    save_file(left, source / "model.safetensors")
+    refused(source, target, "lacks the tensor confidence_head.proj.weight")
 
 
 def test_pickled_or_damaged(target: Path, tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ from native_checkpoints import save_target as save_native
 LAYOUTS_OF_DRAFTERS = [
     (layout.method, layout.name)
     for layout in LAYOUTS
-    if find("drafter", layout.method).needs_training and layout.name != "native"
+    if find("drafter", layout.method).needs_training and layout.name not in ("native", "peft")
 ]
+"""Without the target's own checkpoint, and PEFT's adapters, which can also be those of a whole model."""
 
 
 def drafter_and_target(method: str, folder: Path, target: Path) -> tuple[Path, Path]:

@@ -110,6 +110,28 @@ def test_embedding_and_projection_of_the_target_are_left_out(tmp_path: Path) -> 
     assert import_drafter(tmp_path / "out", tmp_path / "back", target=tmp_path / "target")["method"] == "mtp"
 
 
+def test_quantised_copies(tmp_path: Path) -> None:
+    """Bytes with factors are read, packed weights refused by the method's name."""
+    save_family(tmp_path / "target", "glm4_moe")
+    out = tmp_path / "out"
+    export_drafter("mtp", out, target=tmp_path / "target")
+    name = "mtp_layers.0.self_attn.q_proj.weight"
+    weight = load_file(out / "model.safetensors")[name].float()
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    eighths = (weight / scale).round().to(torch.int8)
+    changed(
+        out, {name: eighths, f"{name}_scale": scale}, {"quantization_config": {"quant_method": "compressed-tensors"}}
+    )
+    note = "the weights are quantised with compressed-tensors, and were read as bfloat16"
+    assert import_drafter(out, tmp_path / "back", target=tmp_path / "target")["warnings"] == [note]
+    back = load_file(tmp_path / "back" / "model.safetensors")["layer.self_attn.q_proj.weight"]
+    assert torch.equal(back, (eighths.float() * scale).to(torch.bfloat16))
+    changed(out, {f"{name}_packed": eighths.to(torch.int32), name: None})
+    refused(
+        out, tmp_path / "target", tmp_path / "no", "quantised with compressed-tensors: take the unquantised checkpoint"
+    )
+
+
 def test_what_this_layout_cannot_hold(tmp_path: Path) -> None:
     network = save_target(tmp_path / "target", "glm4_moe")
     ours = save_trained(tmp_path / "ours", tmp_path / "target")
@@ -137,6 +159,6 @@ def test_an_incomplete_folder_and_8_bit_weights_are_refused(tmp_path: Path) -> N
     export_drafter("mtp", tmp_path / "out", target=tmp_path / "target")
     name = "mtp_layers.0.input_proj.weight"
     changed(tmp_path / "out", {name: torch.ones(32, 64, dtype=torch.int8)})
-    refused(tmp_path / "out", tmp_path / "target", tmp_path / "back", "eh_proj.weight in .* is stored as int8")
+    refused(tmp_path / "out", tmp_path / "target", tmp_path / "back", "is quantised with 8-bit weights")
     (tmp_path / "out/model.safetensors").unlink()
     refused(tmp_path / "out", tmp_path / "target", tmp_path / "back", r"holds no \*.safetensors weights")

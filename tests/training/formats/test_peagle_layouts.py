@@ -121,9 +121,9 @@ def test_the_targets_embedding_is_shared_again(target: Path, tmp_path: Path) -> 
             "plain",
             lambda t: t.update({"layers.1.self_attn.q_norm.weight": torch.zeros(8)}),
             {},
-            "this network does not have",
+            "lacks the tensor layers.0.self_attn.q_norm.weight",
         ),
-        ("plain", None, {"norm_before_fc": True}, "norm_before_fc, a variant"),
+        ("plain", None, {"norm_before_fc": True}, "lacks the tensor input_norm.weight"),
     ],
 )
 def test_what_is_refused(

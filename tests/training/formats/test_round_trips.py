@@ -11,8 +11,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_nets import SIZE, drafts, same_drafter, save_net
 
+from foretoken.loading import load_model
 from foretoken.training.formats import export_drafter, import_drafter
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 128,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 64,
+}
+BIASES = {"attention_bias": True, "mlp_bias": True}
 CASES = [
     ("eagle3", "plain", {}),
     ("eagle3", "plain", {"share_head": True}),
@@ -20,12 +37,22 @@ CASES = [
     ("eagle3", "speculators", {}),
     ("eagle3", "speculators", {"share_head": True, "layers": "0,4"}),
     ("eagle3", "speculators", {"draft_vocab": 0}),
+    ("eagle3", "plain", {"norm_before_residual": True}),
+    ("eagle3", "speculators", {"norm_before_residual": True, "norm_output": True, "norm_before_fc": True}),
+    ("eagle3", "plain", {"fc_norm": True, "norm_output": True}),
+    ("eagle3", "speculators", {"fc_norm": True, "num_layers": 3}),
+    ("eagle3", "plain", {"num_layers": 2, "norm_before_fc": True, **BIASES}),
+    ("eagle3", "speculators", {"head_norms": True, **BIASES, "rope": LLAMA3, "own_embedding": True}),
+    ("eagle3", "plain", {"layers": "last", "rope": YARN}),
+    ("peagle", "plain", {"norm_before_fc": True, "rope": LLAMA3, "attention_bias": True}),
+    ("peagle", "speculators", {"fc_norm": True, "norm_before_residual": True, "head_norms": True}),
     ("peagle", "plain", {}),
     ("peagle", "plain", {"num_layers": 1, "share_head": True}),
     ("peagle", "speculators", {"own_embedding": True, "places": 5}),
     ("peagle", "speculators", {"draft_vocab": 0, "num_layers": 2}),
     ("eagle", "plain", {}),
     ("eagle", "vllm", {}),
+    ("eagle", "plain", {**BIASES, "rope": {"partial_rotary_factor": 0.5}}),
     ("medusa", "vllm", {}),
     ("medusa", "vllm", {"layers": 2, "own_projection": True}),
     ("medusa", "original", {}),
@@ -34,6 +61,8 @@ CASES = [
     ("dflash", "plain", {"reach": "5,0", "causal": "1,0", "own_mask": True, "mask_token": 0, "sinks": True}),
     ("dflash", "speculators", {"draft_vocab": 30, "own_head": True, "from_anchor": True, "taps": "1,2,4"}),
     ("dflash", "speculators", {"reach": "6", "causal": "1", "input_scale": 2.0}),
+    ("dflash", "plain", {**BIASES, "rope": YARN}),
+    ("dflash", "speculators", {"rope": LLAMA3, "mlp_bias": True}),
     ("dflash2", "plain", {"rank": 6, "top": 5}),
     ("dflash2", "speculators", {"rank": 6, "top": 5, "conv": 3, "group": 8, "draft_vocab": 30, "own_head": True}),
     ("dspark", "plain", {"rank": 6, "top": 9}),
@@ -56,6 +85,87 @@ def test_there_and_back(method: str, format: str, config: dict[str, Any], target
     tokens, trees = drafts(target, f"{method}:{drafter}")
     assert drafts(target, read["drafter"]) == (tokens, trees)
     assert sum(len(tree) - 1 for tree, _ in trees) > 10  # they were really compared
+
+
+@pytest.mark.parametrize(("method", "format"), [("eagle3", "plain"), ("dflash", "plain"), ("dflash2", "speculators")])
+def test_an_embedding_of_its_own_is_kept(method: str, format: str, target: Path, tmp_path: Path) -> None:
+    """With a warning, because another target's embedding looks the same; padding rows are dropped."""
+    drafter = save_net(method, tmp_path / "mine", target, own_embedding=True)
+    theirs = tmp_path / "theirs"
+    export_drafter(f"{method}:{drafter}", theirs, format, target)
+    tensors = load_file(theirs / "model.safetensors")
+    padded = torch.cat([tensors["embed_tokens.weight"], torch.zeros(4, SIZE, dtype=torch.bfloat16)])
+    save_file({**tensors, "embed_tokens.weight": padded}, theirs / "model.safetensors")
+    read = import_drafter(theirs, tmp_path / "back", target)
+    assert len(read["warnings"]) == 1 and "a token embedding of its own, which was kept" in read["warnings"][0]
+    assert same_drafter(drafter, tmp_path / "back")
+    tokens, trees = drafts(target, read["drafter"])
+    assert drafts(target, f"{method}:{drafter}") == (tokens, trees)
+    # The targets', which is shared again
+    own = load_model(target, dtype="bfloat16").model.model.embed_tokens.weight.detach().clone()
+    save_file({**tensors, "embed_tokens.weight": own}, theirs / "model.safetensors")
+    shared = import_drafter(theirs, tmp_path / "shared", target)
+    assert shared["warnings"] == []
+    assert "embed_tokens.weight" not in load_file(tmp_path / "shared" / "model.safetensors")
+    assert drafts(target, shared["drafter"])[1] != trees  # the embedding counts
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_change_with_the_length(name: str, target: Path, tmp_path: Path) -> None:
+    lists = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 32}
+    rope = {"rope_type": name, "max_position_embeddings": 64, **(lists if name == "longrope" else {"factor": 2.0})}
+    drafter = save_net("eagle3", tmp_path / "mine", target, rope=rope)
+    export_drafter(f"eagle3:{drafter}", tmp_path / "theirs", "plain", target)
+    length = 32 if name == "longrope" else 64
+    assert import_drafter(tmp_path / "theirs", tmp_path / "back", target)["warnings"] == [
+        f"the rotary embedding ({name}) changes with the length of a text: this drafter keeps that of texts up to "
+        f"{length} tokens"
+    ]
+    assert same_drafter(drafter, tmp_path / "back")
+
+
+def test_biases_of_queries_keys_and_values_only(target: Path, tmp_path: Path) -> None:
+    """Qwen2's layers: the output projection gets zeros; ``config.json`` need not say so."""
+    drafter = save_net("eagle3", tmp_path / "mine", target, attention_bias=True)
+    export_drafter(f"eagle3:{drafter}", tmp_path / "theirs", "plain", target)
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    bias = tensors.pop("midlayer.self_attn.o_proj.bias")
+    save_file(tensors, file)
+    import_drafter(tmp_path / "theirs", tmp_path / "back", target)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert torch.equal(back["midlayer.o_proj.bias"], torch.zeros_like(bias)) and bool(bias.any())
+    assert torch.equal(back["midlayer.q_proj.bias"], tensors["midlayer.self_attn.q_proj.bias"])
+
+
+def test_biases_that_are_not_folded_ones(target: Path, tmp_path: Path) -> None:
+    """vLLM's EAGLE layout holds the bias of ``fc`` there, or the attention's own."""
+    drafter = save_net("eagle", tmp_path / "mine", target)
+    export_drafter(f"eagle:{drafter}", tmp_path / "theirs", "vllm", target)
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["layers.0.self_attn.q_proj.bias"] += 1.0
+    save_file(tensors, file)
+    import_drafter(tmp_path / "theirs", tmp_path / "back", target)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert not back["fc.bias"].any()
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        assert torch.equal(back[f"layer.{name}.bias"], tensors[f"layers.0.self_attn.{name}.bias"])
+
+
+def test_a_norm_that_vllm_makes_and_does_not_read(target: Path, tmp_path: Path) -> None:
+    drafter = save_net("eagle3", tmp_path / "mine", target, num_layers=2)
+    export_drafter(f"eagle3:{drafter}", tmp_path / "theirs", "plain", target)
+    file = tmp_path / "theirs" / "model.safetensors"
+    save_file({**load_file(file), "layers.1.hidden_norm.weight": torch.ones(SIZE, dtype=torch.bfloat16)}, file)
+    import_drafter(tmp_path / "theirs", tmp_path / "back", target)
+    assert same_drafter(drafter, tmp_path / "back")
+
+
+def test_a_network_over_the_last_state_has_no_place_in_speculators(target: Path, tmp_path: Path) -> None:
+    drafter = save_net("eagle3", tmp_path / "mine", target, layers="last")
+    with pytest.raises(ValueError, match=r"reads the last state only .layers=last. has no place in this format"):
+        export_drafter(f"eagle3:{drafter}", tmp_path / "theirs", "speculators", target)
 
 
 def test_a_head_without_bias_is_written_without_one(target: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hub_folders import hub_folder
 from test_bad_checkpoints import refused
 from tiny_nets import save_net
 
+from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.training.formats import export_drafter
 from foretoken.training.formats.base import Checkpoint, NetFormat, Target
 from foretoken.training.formats.catalogue import find_layout
@@ -126,15 +127,43 @@ def test_the_base_of_rotary_embeddings_is_found_wherever_it_stands(fields: dict[
             {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_theta": 1e4}},
             "10000 in rope_parameters.sliding",
         ),
-        ({"full_attention": {**ROPE, "rope_type": "yarn", "factor": 4.0}}, "of the type 'yarn'"),
-        ({"full_attention": {**ROPE, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        (
+            {"full_attention": {**ROPE, "rope_type": "yarn", "factor": 4.0}, "sliding_attention": ROPE},
+            "several rotary embeddings .rope_parameters.full_attention, rope_parameters.sliding_attention",
+        ),
+        (
+            {"full_attention": {**ROPE, "partial_rotary_factor": "half"}},
+            "partial_rotary_factor in config.json is 'half'",
+        ),
         ({"full_attention": {"rope_theta": "many"}}, "rope_theta in config.json is 'many', which is not a number"),
-        ("yarn", "of the type 'yarn'"),
+        ("yarn", "of the type 'yarn' cannot have these parameters: .*Missing required keys"),
+        ({"rope_type": "linear", "factor": math.nan}, "of the type 'linear' cannot have these parameters"),
     ],
 )
 def test_rotary_embeddings_of_kinds_of_layers_that_ours_has_not(parameters: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        layer_shape({**LAYER, "rope_parameters": parameters})
+        LayerConfig(**layer_shape({**LAYER, "rope_parameters": parameters}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, None),
+        ({"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": None}},
+            {"rope_type": "yarn", "factor": 4.0, "max_position_embeddings": 64},
+        ),
+        (
+            {"original_max_position_embeddings": 16, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        ),
+    ],
+)
+def test_the_parameters_of_rotary_embeddings(fields: dict[str, Any], rope: Any) -> None:
+    shape = layer_shape({**LAYER, **fields})
+    assert shape["rope"] == rope and LayerConfig(**shape).head_dim == 8
 
 
 def test_values() -> None:

@@ -23,6 +23,7 @@ from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.methods.drafters.nets.peagle import PeagleConfig, PeagleNet
 from foretoken.methods.drafters.nets.store import save_drafter
+from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.models.forward.parts import TargetParts
 
 VOCAB, SIZE, LAYERS, HEADS, KV_HEADS, FFN = 96, 32, 4, 4, 2, 48
@@ -76,6 +77,11 @@ def save_net(method: str, folder: Path, target: Path, **config: Any) -> Path:
     elif method == "eagle":
         shape = EagleConfig(**layer, **config)
         net = EagleNet(shape)
+    elif method == "uno":
+        updated = {"self_attn.q_proj": [SIZE, SIZE], "mlp.down_proj": [SIZE, FFN]}
+        noise = {"places": 3, "noise": "mask", "mask_token": 7}
+        shape = UnoConfig(VOCAB, LAYERS, updated, **{"rank": 3, "alpha": 6.0, **noise, **config})
+        net = UnoNet(shape)
     elif method in BLOCKS:
         kind, net_class = BLOCKS[method]
         block = {"vocab_size": VOCAB, "layers": 2, "taps": "2,3", "block": 4, "mask_token": 7, "head_dim": 16}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 OURS = "drafter.json"
-IMPORTED = ("eagle", "eagle3", "peagle", "medusa", "mtp", "dflash", "dflash2", "dspark")
+IMPORTED = ("eagle", "eagle3", "peagle", "medusa", "mtp", "dflash", "dflash2", "dspark", "uno")
 """Methods whose drafters other projects train, in layouts that ``foretoken import`` reads."""
 MEDUSA = re.compile(r"(?:medusa_head\.)?\d+\.\d+\.linear\.weight|(?:medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight")
 

@@ -63,7 +63,7 @@ class Alignment:
     def expected(self, network: Any) -> dict[str, float]:
         """1 - TVD, the probability that a draft token drawn at T=1 is accepted, and the rate of equal argmaxes."""
         start = self.prompts.shape[1] - 1
-        target: Any = self.target.model  # type: ignore[attr-defined]
+        target = self.target.model
         p, q = (
             log_distribution(
                 model(input_ids=self.text[:, :-1].to(model.device), use_cache=False).logits[:, start:]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.sampling import NO_FILTERS
-from foretoken.lab.bench.results import Setting, UnitResult
+from foretoken.lab.bench.results import Condition, UnitResult
 from foretoken.lab.workload import Subject
 
 MAX_BATCH = 64
@@ -77,15 +77,15 @@ class Arm(ABC):
     most_nodes: int = 0
     remembers: bool = False
 
-    def can(self, setting: Setting) -> bool:
+    def can(self, setting: Condition) -> bool:
         """Whether the arm can run at a temperature and batch size."""
         return True
 
-    def enter(self, setting: Setting) -> None:  # noqa: B027
+    def enter(self, setting: Condition) -> None:  # noqa: B027
         """Prepare for a setting, without state from another one."""
 
     @abstractmethod
-    def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
+    def run(self, unit: Unit, setting: Condition, tracing: bool = False) -> UnitResult:
         """Decode a unit."""
 
 
@@ -120,10 +120,10 @@ class ForeignArm(Arm):
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> Generation:
         """Decode one prompt; an end-of-text token ends it only if the benchmark allows it."""
 
-    def can(self, setting: Setting) -> bool:
+    def can(self, setting: Condition) -> bool:
         return setting[1] == 1
 
-    def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
+    def run(self, unit: Unit, setting: Condition, tracing: bool = False) -> UnitResult:
         generated = self.generate(list(unit.ids[0]), unit.new_tokens, setting[0], unit.seeds[0])
         return UnitResult(
             arm=self.name,

@@ -13,7 +13,7 @@ from foretoken.core.io.checkpoints import ADAPTER_CONFIG
 from foretoken.core.io.drafter_folders import OURS as CONFIG
 from foretoken.lab.workload import REFUSALS, Subject, reason_of
 from foretoken.methods.drafters.datastore import MAGIC
-from foretoken.registry import Row, find, rows
+from foretoken.registry import Row, find, installed_rows, rows
 from foretoken.training.formats.catalogue import LAYOUTS
 from foretoken.training.formats.folders import Found
 
@@ -62,12 +62,12 @@ class Fit:
 def fits(
     subject: Subject, folders: Sequence[Path] = (), on_progress: OnProgress = lambda done, total, text: None
 ) -> list[Fit]:
-    """All drafters for a target: those of the registry, then those in files, folders and subfolders.
+    """All drafters for a target: those of the registry, of installed packages, and in files, folders and subfolders.
 
     Calls ``on_progress`` with (done, total, next item).  Raises ``ValueError`` for a path that does not exist.
     """
     candidates = [path for folder in folders for path in candidates_in(folder) if not _is_from(subject, path)]
-    catalogue = rows("drafter")
+    catalogue = [*rows("drafter"), *installed_rows()]
     total = len(catalogue) + len(candidates)
     fitting: list[Fit] = []
     for number, row in enumerate(catalogue):
@@ -95,7 +95,10 @@ def of_target(row: Row, subject: Subject) -> Fit:
 
 
 def _fit(row: Row, spec: str, reason: str | None) -> Fit:
-    only_for: str = row.load().traits.only_for
+    try:
+        only_for: str = row.load().traits.only_for
+    except ValueError:  # an entry point that cannot be imported
+        only_for = ""
     has = f"has {row.needs}" if row.needs else "needs nothing beyond the target"
     explanation = reason or (f"only for {only_for}" if only_for else has)
     return Fit(row.name, spec, reason is None, explanation, only_for)
@@ -196,13 +199,13 @@ def _foreign(folder: Path) -> Fit | None:
 def _first_that_works(path: Path, subject: Subject) -> list[Fit]:
     """Drafters that use a language model.
 
-    Rows with the same requirement are tried together, until some work: a draft model with the target's own tokenizer
-    needs no translation.  Only the first refusal of a group is kept.
+    Rows that ask the same of a draft model are tried together, until some work: a draft model with the target's own
+    tokenizer needs no translation.  Only the first refusal of a group is kept.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows("drafter"):
         if row.reads == "model":
-            groups.setdefault(row.needs, []).append(row)
+            groups.setdefault(row.draft_model, []).append(row)
     refused: list[Fit] = []
     for group in groups.values():
         attempts = [_tried(row, path, subject) for row in group]

@@ -13,18 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""Transformers' module in a layer -> llama.cpp's tensor under ``blk.N``."""
+from foretoken.models.gguf.architectures import LLAMA
 
 KINDS = {"BF16": 32, "F16": 1, "Q8_0": 7, "Q4_K_M": 15, "Q4_0": 2, "Q5_K_M": 17, "Q6_K": 18}
 """``llama_ftype`` of :func:`quantize_gguf` by name."""
@@ -75,7 +64,7 @@ def tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     config = model.config.get_text_config()
     yield "token_embd.weight", model.model.embed_tokens.weight.detach()
     for i, layer in enumerate(model.model.layers):
-        for module, name in NAMES.items():
+        for module, name in LLAMA.items():
             submodule = layer.get_submodule(module)
             for part in ("weight", "bias"):
                 tensor = getattr(submodule, part, None)

@@ -51,11 +51,11 @@ class LlamaCppArm(ForeignArm):
         llama_package()
         self.threads = threads
         self.eos = shared.target.eos_token_ids
-        network: Any = getattr(shared.target, "model", None)
+        network = shared.target.model
         drafter = self.drafter(shared)
         file = gguf_file(shared)
         if file is not None:
-            count = threads or getattr(shared.target, "threads", 0) or torch.get_num_threads()
+            count = threads or shared.target.threads or torch.get_num_threads()
             # Bound the context: llama.cpp allocates its memory at once
             self.engine = open_file(file, min(shared.target.context_length, 8192), count, drafter)
         elif hasattr(network, "generate"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from foretoken.core.io.files import write_text
+from foretoken.core.io.locks import lock
 from foretoken.lab.bench.results import Key, UnitResult, dumps
 
 
@@ -40,7 +41,8 @@ def check_run_out(out: Path, resume: bool) -> bool:
 class Partial:
     """Finished results of a run, appended as they arrive.
 
-    Raises ``ValueError`` for an unfinished run without ``resume``, with another configuration, or damaged.
+    Raises ``ValueError`` for an unfinished run without ``resume``, with another configuration, damaged, or still
+    running.
 
     Args:
         out: path of the complete run; this file is ``OUT.partial``.
@@ -52,11 +54,16 @@ class Partial:
         self.results: dict[Key, UnitResult] = {}
         self.notes: dict[str, Any] = {}
         unfinished = check_run_out(out, resume)
-        if unfinished:
-            self._read(json.loads(dumps(config)))
         self._file: TextIO = self.path.open("a", encoding="utf-8")
-        if not unfinished or self.path.stat().st_size == 0:
-            self._append({"config": config})
+        try:
+            lock(self._file.fileno(), self.path)  # two runs would mix their lines
+            if unfinished:
+                self._read(json.loads(dumps(config)))
+            if not unfinished or self.path.stat().st_size == 0:
+                self._append({"config": config})
+        except BaseException:
+            self.close()
+            raise
 
     def _read(self, config: Mapping[str, Any]) -> None:
         whole, _, half = self.path.read_bytes().rpartition(b"\n")

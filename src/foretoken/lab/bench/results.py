@@ -19,7 +19,7 @@ from foretoken.lab.bench.specs import PLAIN
 
 OVERALL = "overall"
 
-Setting = tuple[float, int]
+Condition = tuple[float, int]
 """Temperature and batch size."""
 Key = tuple[str, float, int, str, int]
 """Arm, temperature, batch size, category, unit."""
@@ -76,7 +76,7 @@ class UnitResult:
         return (self.arm, self.temperature, self.batch, self.category, self.unit)
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> Condition:
         return (self.temperature, self.batch)
 
     @property
@@ -269,7 +269,7 @@ def positions(results: Sequence[UnitResult]) -> list[float]:
     return [sum(count) / rounds for count in counts] if rounds else []
 
 
-def positions_at(results: Sequence[UnitResult], arms: Sequence[str], setting: Setting) -> dict[str, Any]:
+def positions_at(results: Sequence[UnitResult], arms: Sequence[str], setting: Condition) -> dict[str, Any]:
     """Summary fields: :func:`positions` of every arm with rounds at one setting, and the setting."""
     shares = {arm: positions([r for r in results if r.arm == arm and r.setting == setting]) for arm in arms}
     where = {"temperature": setting[0], "batch": setting[1]}

@@ -12,7 +12,7 @@ from foretoken.core.costs import TargetCost
 from foretoken.core.noise import SEEDS, check_seed
 from foretoken.lab.bench.arms import MAX_BATCH, Arm, ArmSetup, Unit
 from foretoken.lab.bench.partial import Partial
-from foretoken.lab.bench.results import Key, Setting, UnitResult
+from foretoken.lab.bench.results import Condition, Key, UnitResult
 from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.specs import PLAIN
 from foretoken.lab.bench.summary import BenchResult, dtype_of, machine, runs_as, tally
@@ -61,7 +61,7 @@ class BenchSettings:
         return list(dict.fromkeys([PLAIN, *(PLAIN if arm == "none" else arm for arm in self.arms)]))
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[Condition]:
         """Distinct pairs of temperature and batch size, in order."""
         return list(dict.fromkeys((float(t), int(b)) for t in self.temperatures for b in self.batches))
 
@@ -132,7 +132,7 @@ class Bench:
             "target": str(shared.source),
             "dtype": dtype_of(shared),
             "weights": runs_as(shared)["weights"],
-            "device": str(getattr(shared.target, "device", "cpu")),
+            "device": str(shared.target.device or "cpu"),
             "quantize": shared.quantize,
             "backend": shared.backend,
             "inflate": shared.inflate,
@@ -179,7 +179,7 @@ class Bench:
                     partial.note(name, seconds_by_count)
             self.targets[batch] = TargetCost({int(n): seconds for n, seconds in seconds_by_count.items()})
 
-    def _run_setting(self, setting: Setting, partial: Partial | None) -> None:
+    def _run_setting(self, setting: Condition, partial: Partial | None) -> None:
         able = [arm for arm in self.arms if arm.can(setting)]
         entered: set[str] = set()
         traced = setting[1] == self.settings.settings[0][1]
@@ -195,7 +195,7 @@ class Bench:
                 if partial is not None:
                     partial.add(result)
 
-    def _warm_up(self, arm: Arm, setting: Setting) -> None:
+    def _warm_up(self, arm: Arm, setting: Condition) -> None:
         self._tell(setting, f"warming up {arm.name}")
         arm.enter(setting)
         shared = self.shared
@@ -209,7 +209,7 @@ class Bench:
         arm.run(unit, setting, False)
 
     def _run_unit(
-        self, arms: Sequence[Arm], unit: Unit, setting: Setting, turn: int, traced: bool
+        self, arms: Sequence[Arm], unit: Unit, setting: Condition, turn: int, traced: bool
     ) -> Iterator[UnitResult]:
         """Run the arms in rotating order, so that a change in the machine's load affects all of them."""
         runs: dict[str, list[UnitResult]] = {arm.name: [] for arm in arms}
@@ -220,7 +220,7 @@ class Bench:
             if len(results) == self.settings.repeat:
                 yield _counted(results, arm.remembers)
 
-    def _tell(self, setting: Setting, text: str) -> None:
+    def _tell(self, setting: Condition, text: str) -> None:
         self.on_progress(len(self.results), self._total, f"T={setting[0]:g} batch {setting[1]}: {text}")
 
 

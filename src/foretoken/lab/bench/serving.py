@@ -11,7 +11,7 @@ from foretoken.engine.request import Running
 from foretoken.engine.stats import SpecStats
 from foretoken.lab.bench.arms import Arm, ArmSetup, Unit
 from foretoken.lab.bench.costs import DraftRound
-from foretoken.lab.bench.results import Setting, UnitResult
+from foretoken.lab.bench.results import Condition, UnitResult
 from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
 from foretoken.lab.report.show.texts import token_text
 from foretoken.lab.timing import Stopwatch
@@ -149,13 +149,13 @@ class OwnArm(Arm):
         verifier = self.llm.engine.verifier
         return verifier is None or verifier.races
 
-    def enter(self, setting: Setting) -> None:
+    def enter(self, setting: Condition) -> None:
         """Make a new controller, and a new drafter if the old one may remember outputs."""
         if self.remembers:
             self.drafter = self._drafter()
         self.llm = self._llm()
 
-    def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
+    def run(self, unit: Unit, setting: Condition, tracing: bool = False) -> UnitResult:
         """Decode the unit's prompts as one batch."""
         self.recorder.start(tracing)
         runs, spent, read_s = self._serve(unit, setting[0])
@@ -184,7 +184,7 @@ class OwnArm(Arm):
 
     def _serve(self, unit: Unit, temperature: float) -> tuple[list[Running], float, float]:
         """Finished requests in the unit's order, total seconds (including the controller's), and prefill seconds."""
-        shared, engine = self.shared, self.llm.engine
+        shared = self.shared
         requests = [
             self.llm.request(
                 list(ids),
@@ -196,22 +196,9 @@ class OwnArm(Arm):
             )
             for ids, seed in zip(unit.ids, unit.seeds, strict=True)
         ]
-        numbers = [engine.add(request) for request in requests]
-        finished: dict[int, Running] = {}
-        read_before = engine.read_s
-        try:
-            watch = Stopwatch()
-            while engine.busy:
-                for run, emission in engine.step():
-                    if emission.error is not None:
-                        raise emission.error
-                    if emission.finish_reason is not None:
-                        finished[run.id] = run
-            spent = watch.seconds
-        finally:
-            for number in numbers:
-                engine.cancel(number)
-        return [finished[number] for number in numbers], spent, engine.read_s - read_before
+        read_before, watch = self.llm.engine.read_s, Stopwatch()
+        finished = self.llm.calls.finish(requests)
+        return finished, watch.seconds, self.llm.engine.read_s - read_before
 
 
 def make_arm(spec: str, shared: ArmSetup) -> Arm:

@@ -10,7 +10,7 @@ from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.lab.bench.results import (
     OVERALL,
-    Setting,
+    Condition,
     UnitResult,
     anchored,
     cell,
@@ -84,7 +84,7 @@ def tally(bench: Bench, where: dict[str, Any]) -> BenchResult:
     return BenchResult(cells, summary)
 
 
-def _of(bench: Bench, arm: str, setting: Setting, category: str | None = None) -> list[UnitResult]:
+def _of(bench: Bench, arm: str, setting: Condition, category: str | None = None) -> list[UnitResult]:
     results = [
         r for r in bench.results.values() if r.arm == arm and r.setting == setting and category in (None, r.category)
     ]
@@ -92,7 +92,7 @@ def _of(bench: Bench, arm: str, setting: Setting, category: str | None = None) -
     return sorted(results, key=lambda r: (order[r.category], r.unit))
 
 
-def _cell(bench: Bench, arm: str, setting: Setting, category: str | None) -> dict[str, Any]:
+def _cell(bench: Bench, arm: str, setting: Condition, category: str | None) -> dict[str, Any]:
     drafting, plain = _of(bench, arm, setting, category), _of(bench, PLAIN, setting, category)
     everything = _of(bench, arm, setting)
     base = _of(bench, PLAIN, setting)
@@ -101,7 +101,7 @@ def _cell(bench: Bench, arm: str, setting: Setting, category: str | None) -> dic
     return cell(drafting, plain, category or OVERALL, predicted, count)
 
 
-def _prefill(bench: Bench, arm: str, setting: Setting) -> dict[str, Any]:
+def _prefill(bench: Bench, arm: str, setting: Condition) -> dict[str, Any]:
     """Mean prefill seconds per prompt; in other engines they include the first token."""
     results = _of(bench, arm, setting)
     mean = sum(r.prefill_s for r in results) / sum(len(r.prompts) for r in results)
@@ -122,7 +122,7 @@ def _traces(bench: Bench) -> Iterator[dict[str, Any]]:
             }
 
 
-def equality(bench: Bench, arm: str, setting: Setting, category: str) -> dict[str, Any] | None:
+def equality(bench: Bench, arm: str, setting: Condition, category: str) -> dict[str, Any] | None:
     """Counts of outputs that equal plain decoding's, differ by a numerical tie, or really differ.
 
     ``None`` if they need not be equal: sampled and not coupled with plain decoding's.
@@ -144,7 +144,7 @@ def equality(bench: Bench, arm: str, setting: Setting, category: str) -> dict[st
 
 def dtype_of(shared: ArmSetup) -> str:
     """The target's dtype, or the weight type of a GGUF file."""
-    return str(getattr(shared.target, "dtype", "float64")).removeprefix("torch.")
+    return str(shared.target.dtype or "float64").removeprefix("torch.")
 
 
 def runs_as(shared: ArmSetup) -> dict[str, str]:

@@ -42,7 +42,7 @@ class TransformersArm(ForeignArm):
 
     def __init__(self, name: str, shared: ArmSetup) -> None:
         super().__init__(name, shared)
-        model = getattr(shared.target, "model", None)
+        model = shared.target.model
         if not hasattr(model, "generate"):
             raise ValueError(f"this arm needs a Transformers target, not {type(shared.target).__name__}")
         self.network: Any = _twin(model)
@@ -70,9 +70,8 @@ class TransformersArm(ForeignArm):
     def _config(self, max_new_tokens: int, temperature: float) -> Any:
         config = copy.deepcopy(self.network.generation_config)
         config.max_new_tokens, config.max_length = max_new_tokens, None
-        if self.shared.ignore_eos:
-            # An id that never occurs (``None`` would be replaced by the model's default)
-            config.eos_token_id = -1
+        # -1 never occurs; ``None`` would be replaced by the model's default.
+        config.eos_token_id = -1 if self.shared.ignore_eos else sorted(self.shared.target.eos_token_ids) or -1
         config.do_sample = temperature > 0
         config.temperature, config.top_k, config.top_p = (temperature or 1.0), 0, 1.0
         return config
@@ -131,7 +130,7 @@ def load_draft(path: str, shared: ArmSetup, dtype: str = "float32") -> Any:
     if not path and str(shared.source) != BUILTIN:
         raise ValueError("this arm needs a draft model for this target: add ,draft=PATH to its spec")
     source: str | Path = path or BUILTIN
-    device = getattr(shared.target, "device", None) if shared.device is None else shared.device
+    device = shared.target.device if shared.device is None else shared.device
     loaded: Any = load_model(source, role="draft", dtype=dtype, device=device)
     return unpacked(loaded.model)
 

@@ -86,7 +86,7 @@ def certify(
     report: Report, settings: Settings, target: LanguageModel, options: Mapping[str, Any], checksums: Checksums
 ) -> Certificate:
     """The certificate of a complete run on a target loaded with ``options``: ``dtype``, ``device``, ``inflate``,
-    ``quantize``."""
+    ``quantize``, ``backend``."""
     if not report.complete:
         raise ValueError("an interrupted run has no certificate: let it finish")
     source = str(settings.target_source)

@@ -66,13 +66,13 @@ class Tested:
 
     Attributes:
         spec: its name in the report.
-        steady: with a controller that always drafts.
-        chosen: with the requested controller (the same as ``steady`` unless that is ``auto``).
+        always_drafting: with a controller that always drafts.
+        as_requested: with the requested controller (the same as ``always_drafting`` unless that is ``auto``).
     """
 
     spec: str
-    steady: Llm
-    chosen: Llm
+    always_drafting: Llm
+    as_requested: Llm
     reference: Reference
 
     @cached_property
@@ -80,12 +80,12 @@ class Tested:
         """Greedy outputs of every prompt by itself."""
         r = self.reference
         pairs, options = zip(r.prompts, r.predictions, strict=True), r.settings.greedy_options
-        return [self.steady.generate(prompt, prediction=prediction, **options) for prompt, prediction in pairs]
+        return [self.always_drafting.generate(prompt, prediction=prediction, **options) for prompt, prediction in pairs]
 
     def check(self, mode: str) -> Check:
         """A new check of a mode."""
         greedy = mode not in ("sampled", "seed")
-        name = verifier_name(self.steady, greedy, seeded=mode == "seed")
+        name = verifier_name(self.always_drafting, greedy, seeded=mode == "seed")
         return Check(self.spec, name, mode, len(self.reference.prompts))
 
 
@@ -112,7 +112,7 @@ def verifier_name(llm: Llm, greedy: bool, seeded: bool) -> str:
 
 def transformers_output(target: LanguageModel, prompt: list[int], settings: Settings) -> list[int] | None:
     """Greedy output of ``model.generate``; ``None`` unless the target is a Transformers model."""
-    model = getattr(target, "model", None)
+    model = target.model
     if model is None or not hasattr(model, "generate"):
         return None
     from transformers import GenerationConfig
@@ -185,7 +185,7 @@ def check_batch(subject: Tested) -> Check:
     """Compare a batch of all prompts, run with the requested controller, with plain decoding of each."""
     r = subject.reference
     # Each prompt twice: the batch is ragged, and duplicates must not affect each other.
-    outputs = subject.chosen.generate(2 * r.prompts, prediction=2 * r.predictions, **r.settings.greedy_options)
+    outputs = subject.as_requested.generate(2 * r.prompts, prediction=2 * r.predictions, **r.settings.greedy_options)
     return _compared(subject, "batch", 2 * r.plain, outputs)
 
 
@@ -198,7 +198,7 @@ def check_stop(subject: Tested) -> Check | None:
     check.prompts = len(r.stops)
     for case in r.stops:
         prediction = r.predictions[case.prompt]
-        output = subject.steady.generate(r.prompts[case.prompt], prediction=prediction, **case.options)
+        output = subject.always_drafting.generate(r.prompts[case.prompt], prediction=prediction, **case.options)
         _compare(check, r, case.prompt, case.plain.token_ids, output, case.options)
         expected, got = ((o.text, o.finish_reason) for o in (case.plain, output))
         if output.token_ids == case.plain.token_ids and expected != got:
@@ -257,7 +257,7 @@ def check_seed(subject: Tested) -> Check | None:
     A verifier that draws its own random numbers gives other outputs.  For it, a batch is only compared with its
     repetition; ``None`` if it supports greedy decoding only.
     """
-    verifier = subject.chosen.engine.verifier
+    verifier = subject.as_requested.engine.verifier
     if verifier is None or verifier.races:
         return _check_coupled(subject)
     return None if verifier.greedy_only else _check_again(subject, verifier)
@@ -271,10 +271,10 @@ def _check_coupled(subject: Tested) -> Check:
     options = r.settings.sampled_options
     jobs = list(zip(2 * r.prompts, r.seeds, 2 * r.predictions, strict=True))
     outputs = [
-        subject.steady.generate(ids, seed=seed, prediction=prediction, **options)
+        subject.always_drafting.generate(ids, seed=seed, prediction=prediction, **options)
         for ids, seed, prediction in jobs[:count]
     ]
-    outputs += subject.chosen.generate(2 * r.prompts, seed=r.seeds, prediction=2 * r.predictions, **options)
+    outputs += subject.as_requested.generate(2 * r.prompts, seed=r.seeds, prediction=2 * r.predictions, **options)
     check.prompts = len(outputs)
     params = SamplingParams(**r.settings.sampling)
     for i, output in enumerate(outputs):
@@ -292,12 +292,12 @@ def _check_again(subject: Tested, verifier: Verifier) -> Check | None:
     ``None`` for a drafter that learns from the first run, as its drafts and so the verifier's draws change.
     """
     r = subject.reference
-    drafter = subject.chosen.drafter
+    drafter = subject.as_requested.drafter
     if drafter is None or drafter.traits.shares_state:
         return None
     check = subject.check("seed")
     # A controller that measures time may plan other drafts in the second run.
-    llm = always_drafting(subject.chosen, r.settings.allow_lossy)
+    llm = always_drafting(subject.as_requested, r.settings.allow_lossy)
     first, again = (
         llm.generate(2 * r.prompts, seed=r.seeds, prediction=2 * r.predictions, **r.settings.sampled_options)
         for _ in range(2)

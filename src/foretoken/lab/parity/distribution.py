@@ -78,7 +78,7 @@ class Evidence:
 def check_sampled(subject: Tested, limit: float) -> Check | None:
     """Run three tests on sampled outputs of all prompts, each failing by a p-value below ``limit``; ``None`` for a
     greedy-only verifier."""
-    verifier = subject.steady.engine.verifier
+    verifier = subject.always_drafting.engine.verifier
     samples = subject.reference.settings.samples
     if not samples or (verifier is not None and verifier.greedy_only):
         return None
@@ -102,7 +102,7 @@ def _sample(subject: Tested, check: Check, batch: int = 32) -> list[list[list[in
     # A seed would select coupled sampling.  Without one, a request draws from torch's CPU generator, which is seeded
     # here so that the report is reproducible.
     with unseeded_from(r.settings.seed):
-        for half, llm in enumerate((subject.steady, subject.chosen)):
+        for half, llm in enumerate((subject.always_drafting, subject.as_requested)):
             prompts = [prompt for turn, prompt in jobs if turn % 2 == half]
             for start in range(0, len(prompts), batch):
                 _serve(llm, r, prompts[start : start + batch], outputs, check)

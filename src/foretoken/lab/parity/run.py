@@ -30,6 +30,7 @@ from foretoken.lab.parity.distribution import check_sampled
 from foretoken.lab.parity.report import MODES, PLAIN, Check, Report
 from foretoken.lab.parity.report import Settings as Settings
 from foretoken.lab.prompts import BenchPrompt
+from foretoken.lab.workload import REFUSALS, reason_of
 from foretoken.llm import Llm, load
 from foretoken.loading import build_drafter, default_drafter
 from foretoken.methods.drafters.base import Drafter
@@ -124,7 +125,7 @@ def _checked(subject: Tested, mode: str, limit: float) -> Check | None:
     except MemoryError:
         raise
     except Exception as error:
-        for llm in (subject.steady, subject.chosen):
+        for llm in (subject.always_drafting, subject.as_requested):
             llm.engine.close()
         check = subject.check(mode)
         check.differences, check.broke_off = check.prompts, True
@@ -145,8 +146,8 @@ def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple
     for spec in specs:
         try:
             _llm(spec, target, tokenizer, settings)
-        except ValueError as error:
-            skipped.append(f"{spec}: {error}")
+        except REFUSALS as error:
+            skipped.append(f"{spec}: {reason_of(error)}")
         else:
             fitting.append(spec)
     return fitting, skipped
@@ -154,11 +155,12 @@ def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple
 
 def _subject(spec: str | Drafter, reference: Reference, tokenizer: Any) -> Tested:
     settings = reference.settings
-    chosen = _llm(spec, reference.target, tokenizer, settings)
+    as_requested = _llm(spec, reference.target, tokenizer, settings)
     # auto may never draft, and then nothing would be checked.
-    steady = always_drafting(chosen, settings.allow_lossy) if settings.controller == "auto" else chosen
+    is_auto = settings.controller == "auto"
+    drafting = always_drafting(as_requested, settings.allow_lossy) if is_auto else as_requested
     name = spec if isinstance(spec, str) else spec.spec or spec.name
-    return Tested(name, steady, chosen, reference)
+    return Tested(name, drafting, as_requested, reference)
 
 
 def _llm(spec: str | Drafter, target: LanguageModel, tokenizer: Any, settings: Settings) -> Llm:

@@ -6,20 +6,21 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from foretoken.core.io.checkpoints import ZOO, is_adapter, is_builtin, resolve
+from foretoken.core.io import named_models
+from foretoken.core.io.checkpoints import BUILTIN, is_adapter, is_builtin, resolve
+from foretoken.core.io.named_models import named_model
 from foretoken.loading.adapters import read_adapter
-from foretoken.registry import parse_spec, rows, split_specs
+from foretoken.loading.drafters import DEFAULT_GROUP, drafter_folder, has_drafter
+from foretoken.registry import Row, parse_spec, rows, split_specs
 
-BUILT_IN = dict.fromkeys(("model", "ahead", "online", "shared_vocab", "retokenize", "cascade", "staged"), "draft")
-"""Drafters that default to the built-in draft model."""
 Checksums = dict[str, str]
 """SHA-256 by file name."""
 
 
-def model_checksums(source: str) -> Checksums:
-    """Checksums of a target, whose files must be on this machine.  An adapter includes its base model's, under
-    ``base/``."""
-    path = Path(resolve(source)).expanduser()
+def model_checksums(source: str, role: str = "target") -> Checksums:
+    """Checksums of a model, whose files must be on this machine.  An adapter includes its base model's, under
+    ``base/``.  ``builtin`` is the built-in target, or with the role ``draft`` its draft model."""
+    path = Path(resolve(source, role)).expanduser()
     if not path.exists():
         path = _fetched(source)
     checksums = _checksums(path)
@@ -29,27 +30,51 @@ def model_checksums(source: str) -> Checksums:
 
 
 def drafter_checksums(spec: str, target: str) -> Checksums:
-    """Checksums of all files in a spec, including nested specs; empty for a drafter without files.
+    """Checksums of all files in a spec, including nested specs; empty for a drafter without files of its own.
 
-    A name without a path means the built-in weights of that name if the target is built in.  Raises ``ValueError`` for
-    files that are not on this machine.
+    A name without a path means the weights that the library ships for the target, as when it is loaded.  Raises
+    ``ValueError`` for files that are not on this machine.
     """
+    source = _shipped_model(target)
     checksums: Checksums = {}
-    for name, path in _specs_in(spec):
-        if path is not None:
-            checksums |= {f"{name}/{file}": digest for file, digest in model_checksums(path).items()}
-        elif is_builtin(target) and (ZOO / BUILT_IN.get(name, name)).is_dir():
-            checksums |= {
-                f"{name}/{file}": digest for file, digest in _checksums(ZOO / BUILT_IN.get(name, name)).items()
-            }
+    for name, path in _specs_in(spec, source):
+        checksums |= {f"{name}/{file}": digest for file, digest in _own_checksums(name, path, source).items()}
     return checksums
 
 
-def _specs_in(spec: str) -> Iterator[tuple[str, str | None]]:
-    """Names and paths of a spec and of specs in its options."""
-    drafters = {row.name for row in rows("drafter")}
+def _shipped_model(source: str) -> str:
+    """The name of the named model whose file this is, as its drafters are found by its weights; else the source."""
+    path = Path(source).expanduser()
+    size = path.stat().st_size if path.is_file() else -1
+    alike = [model for model in named_models.MODELS.values() if model.file.num_bytes == size]
+    return next((model.name for model in alike if model.file.sha256 == _sha256(path)), source)
+
+
+def _own_checksums(name: str, path: str | None, source: str) -> Checksums:
+    """Checksums of the files of one drafter, without nested ones."""
+    if path is not None and Path(path).expanduser().exists():
+        return model_checksums(path)
+    if has_drafter(name, path or source):
+        return _checksums(drafter_folder(name, None, path or source))
+    if path is not None:
+        return model_checksums(path, "draft")
+    row = _drafter_rows().get(name)
+    if row is None or row.reads != "model":
+        return {}
+    if is_builtin(source):
+        return model_checksums(BUILTIN, "draft")
+    return _checksums(drafter_folder("draft", None, source)) if has_drafter("draft", source) else {}
+
+
+def _specs_in(spec: str, source: str) -> Iterator[tuple[str, str | None]]:
+    """Names and paths of a spec and of specs in its options, written or default."""
+    drafters = _drafter_rows()
+    spec = _meaning_of_auto(source) if spec == "auto" else spec
     whole = parse_spec(spec)
     yield whole.name, whole.path
+    is_group = whole.name in drafters and any(option.name == "drafters" for option in drafters[whole.name].options())
+    if is_group and "drafters" not in whole.options and is_builtin(source):
+        yield "model", None  # the only default member with files of its own
     for key, value in whole.options.items():
         if Path(value).expanduser().is_file():
             yield key, value
@@ -59,7 +84,19 @@ def _specs_in(spec: str) -> Iterator[tuple[str, str | None]]:
         except ValueError:  # a value that is not a spec
             continue
         for part in parts:
-            yield from _specs_in(part)
+            yield from _specs_in(part, source)
+
+
+def _drafter_rows() -> dict[str, Row]:
+    return {row.name: row for row in rows("drafter")}
+
+
+def _meaning_of_auto(source: str) -> str:
+    """The drafter that ``auto`` means, as far as it has files of its own."""
+    entry = named_model(source)
+    if entry is not None and entry.drafter != "auto":
+        return entry.drafter
+    return DEFAULT_GROUP if is_builtin(source) else "ngram"
 
 
 def _checksums(path: Path) -> Checksums:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from foretoken.core.costs import speedup
 from foretoken.lab.plan import speedup as theory
 from foretoken.lab.plan.assumptions import Assumptions, CallCost, Flat, Measured
 from foretoken.lab.plan.roofline import Roofline
-from foretoken.lab.plan.speedup import branching_parents, positional_success, tree_expected_tokens, trial_acceptance
+from foretoken.lab.plan.speedup import tree_tokens, trial_acceptance
 
 
 @dataclass(frozen=True)
@@ -170,17 +172,15 @@ def _row(assumptions: Assumptions, k: int, batches: Sequence[int]) -> PlanRow:
 def _tree(
     assumptions: Assumptions, widths: Sequence[int], positions: Sequence[float] | None, batches: Sequence[int]
 ) -> TreeRow:
-    parents = branching_parents(widths)
     table: list[Sequence[float]] = []
     before = 1.0
     for depth, s in enumerate(theory.reached(assumptions.acceptance, len(widths))):
         # At depth d the first sibling is accepted as often as a chain's d-th token; the others scale with it.
         rate, before = (s / before if before > 0 else 0.0), s
         table.append(trial_acceptance(rate, widths[depth]) if positions is None else positions)
-    tokens = tree_expected_tokens(parents, positional_success(parents, table))
-    depth = len(widths)
-    speedups = {batch: speedup(tokens, assumptions.cost(depth, len(parents), batch), 1.0) for batch in batches}
-    return TreeRow("x".join(map(str, widths)), len(parents) - 1, depth, tokens, speedups)
+    tokens, depth, nodes = tree_tokens(widths, table), len(widths), sum(accumulate(widths, mul))
+    speedups = {batch: speedup(tokens, assumptions.cost(depth, 1 + nodes, batch), 1.0) for batch in batches}
+    return TreeRow("x".join(map(str, widths)), nodes, depth, tokens, speedups)
 
 
 def _limits(assumptions: Assumptions, k: int, batch: int, search: bool = True) -> BreakEven:
@@ -204,11 +204,12 @@ def _changes(assumptions: Assumptions, k: int, ks: Sequence[int], batch: int) ->
         ("draft step twice as slow", replace(assumptions, c=2 * assumptions.c)),
         ("draft step twice as fast", replace(assumptions, c=assumptions.c / 2)),
         ("overhead 0.1 higher", replace(assumptions, overhead=assumptions.overhead + 0.1)),
-        ("scoring more tokens twice as expensive", replace(assumptions, v=_Steeper(assumptions.v))),
     ]
+    if not isinstance(assumptions.v, Flat):  # which a higher slope leaves as it is
+        cases.append(("scoring more tokens twice as expensive", replace(assumptions, v=_Steeper(assumptions.v))))
     changes = []
     for name, case in cases:
-        if case == assumptions or (isinstance(assumptions.v, Flat) and "scoring" in name):
+        if case == assumptions:
             continue
         best = case.best_k(ks, batch)
         changes.append(Change(name, case.speedup(k, batch), best, case.speedup(best, batch)))

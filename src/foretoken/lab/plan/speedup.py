@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from foretoken.core.costs import continued
 
 Acceptance = float | Sequence[float]
 """One acceptance rate alpha, or a survival vector."""
@@ -36,14 +37,7 @@ def extended(measured: Sequence[float], k: int) -> list[float]:
     entries outside [0, 1] and for increasing ones."""
     _check_survival(measured)
     _check_k(k)
-    entries = [float(s) for s in measured[:k]]
-    if not entries:
-        return [0.0] * k
-    before = entries[-2] if len(entries) > 1 else 1.0
-    step = entries[-1] / before if before > 0 else 0.0
-    while len(entries) < k:
-        entries.append(entries[-1] * step)
-    return entries
+    return continued(measured, k)
 
 
 def reached(acceptance: Acceptance, k: int) -> list[float]:
@@ -145,86 +139,36 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 # -- trees -------------------------------------------------------------------------------------------------------------
 
 
-def branching_parents(widths: Sequence[int]) -> list[int]:
-    """Parents of the tree in which every node of level i - 1 has ``widths[i]`` children (SpecInfer's expansion).
+def tree_tokens(widths: Sequence[int], rows: Sequence[Sequence[float]]) -> float:
+    """Tokens per round of a tree in which every node of level i - 1 has ``widths[i]`` children (SpecInfer's expansion).
 
-    Nodes are in level order; node 0 is the root and has parent -1.
+    1 + the sum over levels of the probability that the walk gets there, as in Sequoia's F(T) (2402.12374).
+    :func:`foretoken.methods.trees.shapes.expected_length` is for any tree.  Raises ``ValueError`` for probabilities of
+    siblings that are missing or sum to more than 1, as only one of them can be accepted.
+
+    Args:
+        rows: per level the probability that the first, second, ... sibling is the accepted child of an accepted parent.
     """
     if not widths or min(widths) < 1:
         raise ValueError(f"a tree needs positive child counts per level, not {list(widths)}")
-    parents, level = [-1], [0]
-    for width in widths:
-        start = len(parents)
-        parents += [node for node in level for _ in range(width)]
-        level = list(range(start, len(parents)))
-    return parents
-
-
-def positional_success(parents: Sequence[int], positional: Sequence[float] | Sequence[Sequence[float]]) -> list[float]:
-    """Per node the probability that it is the accepted child of an accepted parent, by its rank among siblings.
-
-    ``parents`` lists siblings in the order in which they are tried.  Raises ``ValueError`` for a rank or depth without
-    an entry, and for parents that are not a tree.
-
-    Args:
-        positional: probability of the first, second, ... sibling (Sequoia's positional acceptance), the same at all
-            depths; or one such row per depth (Medusa's accuracies per head).
-    """
-    depths = _depths(parents)
-    rows = list(positional)
-    tables = rows if rows and isinstance(rows[0], Sequence) else [rows] * max(depths)
-    if len(tables) < max(depths):
-        raise ValueError(f"the tree is {max(depths)} deep, the acceptance table {len(tables)}: give a row per depth")
-    tried = [0] * len(parents)
-    success = [1.0]
-    for node in range(1, len(parents)):
-        row: Any = tables[depths[node] - 1]
-        rank = tried[parents[node]]
-        if rank >= len(row):
-            raise ValueError(f"the tree tries {rank + 1} siblings, the acceptance table has {len(row)} columns")
-        success.append(float(row[rank]))
-        tried[parents[node]] += 1
-    return success
+    share, tokens = 1.0, [1.0]
+    for width, row in zip(widths, rows, strict=True):
+        if width > len(row):
+            raise ValueError(f"the tree tries {width} siblings, the acceptance table has {len(row)} columns")
+        for rank, probability in enumerate(row[:width], 1):
+            check_alpha(probability, f"the probability of sibling {rank}")
+        accepted = math.fsum(row[:width])
+        if accepted > 1.0 + SUM_TOLERANCE:
+            raise ValueError(f"siblings are accepted with probabilities that sum to {accepted:g} > 1")
+        share *= accepted
+        tokens.append(share)
+    return math.fsum(tokens)
 
 
 def trial_acceptance(alpha: float, width: int) -> list[float]:
-    """alpha, alpha (1 - alpha), ...: positional acceptance if every sibling were a fresh trial like the first.
+    """alpha, alpha (1 - alpha), ...: acceptance by rank if every sibling were a fresh trial like the first.
 
     An upper estimate: later siblings are worse guesses, tried against the residual of the target's distribution.
     """
     check_alpha(alpha)
     return [alpha * (1.0 - alpha) ** rank for rank in range(width)]
-
-
-def tree_expected_tokens(parents: Sequence[int], success: Sequence[float]) -> float:
-    """Tokens per round of a tree: 1 + the sum over nodes of the product of ``success`` on the path to the node.
-
-    Sequoia's F(T) (2402.12374), Medusa's expected length (2401.10774, section 2.3.3).  A chain with success alpha gives
-    equation 1.  The root's entry is ignored.  Raises ``ValueError`` if the probabilities of siblings sum to more than
-    1, as only one of them can be accepted.
-    """
-    _depths(parents)
-    if len(success) != len(parents):
-        raise ValueError(f"{len(parents)} nodes need as many probabilities, not {len(success)}")
-    shares, reached = [0.0] * len(parents), [1.0] * len(parents)
-    for node in range(1, len(parents)):
-        check_alpha(success[node], f"the probability of node {node}")
-        parent = parents[node]
-        shares[parent] += success[node]
-        if shares[parent] > 1.0 + SUM_TOLERANCE:
-            raise ValueError(
-                f"the children of node {parent} are accepted with probabilities that sum to {shares[parent]:g} > 1"
-            )
-        reached[node] = reached[parent] * success[node]
-    return math.fsum(reached)
-
-
-def _depths(parents: Sequence[int]) -> list[int]:
-    depths = [0] * len(parents)
-    if not parents or parents[0] != -1:
-        raise ValueError("a tree needs a root (parent -1) first")
-    for node in range(1, len(parents)):
-        if not 0 <= parents[node] < node:
-            raise ValueError(f"node {node} has parent {parents[node]}: parents come before their children")
-        depths[node] = depths[parents[node]] + 1
-    return depths

@@ -32,7 +32,7 @@ ROW, BAR, NAMES, KEYS, BOTTOM = 2.15, 0.62, 20.0, 1.45, 3.5
 
 
 @dataclass(frozen=True)
-class Look:
+class ChartStyle:
     """Font size in points, width of a chart and colours by role.  Charts in papers have a title and no badges."""
 
     points: float
@@ -75,8 +75,8 @@ class Painter:
         hints: of the marks of an artist, by its id.
     """
 
-    def __init__(self, chart: Chart, figure: FigureBase, look: Look) -> None:
-        self.chart, self.figure, self.look = chart, figure, look
+    def __init__(self, chart: Chart, figure: FigureBase, style: ChartStyle) -> None:
+        self.chart, self.figure, self.style = chart, figure, style
         self.hints: dict[str, Sequence[Hint]] = {}
         self.legend: list[list[tuple[Artist, str]]] = []
         self.free = 0.0  # width that is left in the last row of the legend
@@ -86,13 +86,13 @@ class Painter:
             self._bars(chart) if isinstance(chart, BarChart) else self._stack(chart) if isinstance(chart, StackChart)
             else self._lines(chart)
         )  # fmt: skip
-        self.head = 1.9 if look.is_paper else 0.3
+        self.head = 1.9 if style.is_paper else 0.3
         self.top = self.head + KEYS * len(self.legend) + 0.8
         self.height = self.top + self.body + BOTTOM
 
     def place(self, height: float) -> None:
         """Arrange the chart in the upper part of its figure, which is this high."""
-        width, bottom = self.look.width, self.top + self.body
+        width, bottom = self.style.width, self.top + self.body
         inside = max(width - self.left - self.right, 1.0)
         self.ax.set_position((self.left / width, 1 - bottom / height, inside / width, self.body / height))
         label = _cut(self.chart.x_label, width)
@@ -100,8 +100,8 @@ class Painter:
         middle = min(max(self.left + inside / 2, half), width - half)  # under the axes, but inside the figure
         self.ax.set_xlabel(label, x=(middle - self.left) / inside)
         self._label_x()
-        side = 0.01 if self.look.is_paper else 0
-        if self.look.is_paper:
+        side = 0.01 if self.style.is_paper else 0
+        if self.style.is_paper:
             self.figure.text(side, 1 - 0.3 / height, _cut(self.chart.title, width / 1.2 - 1), va="top", size="large")
         for i, row in enumerate(self.legend):
             keys = self.figure.legend(
@@ -118,17 +118,17 @@ class Painter:
         places, labels, free = list(given) or ticks(*self.ax.get_xlim()), [], float("-inf")
         self.ax.set_xticks(places)
         for place in places:
-            middle, half = self.ax.transData.transform((place, 0))[0] / self.look.points, _breadth(short(place)) / 2
+            middle, half = self.ax.transData.transform((place, 0))[0] / self.style.points, _breadth(short(place)) / 2
             labels.append(short(place) if middle - half >= free else "")
             free = middle + half + 0.5 if labels[-1] else free
         self.ax.set_xticks(places, labels)
 
     def _key(self, artist: Artist, name: str) -> None:
         """Add to the legend, in a new row where the last one is full."""
-        need = 4.0 + _breadth(_cut(name, self.look.width - 4))
+        need = 4.0 + _breadth(_cut(name, self.style.width - 4))
         if need > self.free:
             self.legend.append([])
-            self.free = self.look.width
+            self.free = self.style.width
         self.legend[-1].append((artist, name))
         self.free -= need
 
@@ -137,7 +137,7 @@ class Painter:
         self.hints[f"hint{len(self.hints)}"] = hints
 
     def _write(self, words: str, x: float, row: float, away: float, **how: Any) -> Artist:
-        offset = (away * self.look.points, 0)
+        offset = (away * self.style.points, 0)
         return self.ax.annotate(words, (x, row), offset, textcoords="offset points", va="center_baseline", **how)
 
     def _rows(self, labels: Sequence[str], end: float) -> tuple[float, float]:
@@ -153,13 +153,13 @@ class Painter:
         return 1.0 + max(map(_breadth, names), default=0), ROW * len(names)
 
     def _bars(self, chart: BarChart) -> tuple[float, float, float]:
-        ax, colours, points = self.ax, self.look.colours, self.look.points
-        with_badges = not self.look.is_paper and any(bar.badge for bar in chart.bars)
+        ax, colours, points = self.ax, self.style.colours, self.style.points
+        with_badges = not self.style.is_paper and any(bar.badge for bar in chart.bars)
         left, height = self._rows([bar.label for bar in chart.bars], chart.x_end)
         right = 1.0
         for row, bar in enumerate(chart.bars):
             end = max(bar.value, 0)
-            (shape,) = ax.barh(row, end, BAR, color=self.look.arm(bar.colour))
+            (shape,) = ax.barh(row, end, BAR, color=self.style.arm(bar.colour))
             interval = "" if bar.low is None or bar.high is None else f" (95 % CI {bar.low:.2f} to {bar.high:.2f})"
             same = f", output {bar.badge}" if bar.badge else ""
             self._hint(shape, (f"{bar.label}: {bar.value:.3f}{interval}{same}", {"x": bar.value}))
@@ -184,7 +184,7 @@ class Painter:
         left, height = self._rows([label for label, _ in chart.rows], max(sums))
         starts, unit = [0.0] * len(sums), f" {chart.unit}" if chart.unit else ""
         for i, part in enumerate(chart.parts):
-            widths, colours = [max(values[i], 0) for _, values in chart.rows], self.look.colours
+            widths, colours = [max(values[i], 0) for _, values in chart.rows], self.style.colours
             fill, edge = colours[f"part{i}"], colours["page"]
             bars = self.ax.barh(range(len(sums)), widths, BAR, starts, color=fill, edgecolor=edge)
             self._key(bars[0], part)
@@ -198,14 +198,14 @@ class Painter:
         return left, 1.0 + max(map(_breadth, totals), default=0), height
 
     def _lines(self, chart: LineChart) -> tuple[float, float, float]:
-        ax, colours, (low, high) = self.ax, self.look.colours, chart.y_range()
-        thin: dict[str, Any] = {"linewidth": self.look.points / 9, "zorder": 1.9}
+        ax, colours, (low, high) = self.ax, self.style.colours, chart.y_range()
+        thin: dict[str, Any] = {"linewidth": self.style.points / 9, "zorder": 1.9}
         if chart.log_x:
             ax.set_xscale("log", base=2)
             ax.minorticks_off()
         ax.margins(x=0 if chart.band else 0.03)
         for series in chart.series:
-            (line,) = ax.plot(*zip(*series.points, strict=True), **self.look.series(series))
+            (line,) = ax.plot(*zip(*series.points, strict=True), **self.style.series(series))
             self._hint(line, *_points(chart, series))
             self._key(line, series.name)
         for i, guide in enumerate(chart.guides):
@@ -226,7 +226,7 @@ class Painter:
         ax.set_yticks(places, labels)
         ax.set_ylabel(chart.y_label)
         ax.grid(axis="y")
-        return 3.0 + max(map(_breadth, labels)), 1.5, min(24.0, 0.65 * self.look.width)
+        return 3.0 + max(map(_breadth, labels)), 1.5, min(24.0, 0.65 * self.style.width)
 
 
 def _points(chart: LineChart, series: Series) -> list[Hint]:

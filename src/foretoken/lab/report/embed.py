@@ -34,15 +34,15 @@ def inline(chart: Chart) -> Markup:
     from matplotlib import rc_context, style
     from matplotlib.figure import Figure
 
-    from foretoken.lab.report.draw import COLOURS, Look, Painter
+    from foretoken.lab.report.draw import COLOURS, ChartStyle, Painter
 
     places = {role: f"#{i:06x}" for i, role in enumerate(COLOURS, 1)}
-    look = Look(FONT, WIDTH / FONT, places, is_paper=False)
-    settings = {**look.settings(), "svg.fonttype": "none"}
+    chart_style = ChartStyle(FONT, WIDTH / FONT, places, is_paper=False)
+    settings = {**chart_style.settings(), "svg.fonttype": "none"}
     with style.context("default"), rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # the browser chooses the font
         text, figure = StringIO(), Figure(dpi=72, frameon=False)
-        painter = Painter(chart, figure, look)
+        painter = Painter(chart, figure, chart_style)
         height = FONT * painter.height
         figure.set_size_inches(WIDTH / 72, height / 72)
         painter.place(painter.height)
@@ -65,8 +65,8 @@ class _Svg:
         self.shapes = {f"#{shape.get('id')}": shape for shape in root.iterfind(".//{*}defs/{*}path")}
         self.hints: dict[Element, Hint] = {}
         for element in root.iter():
-            if found := hints.get(element.get("id", "")):
-                self.hints |= zip([*element.iterfind(".//{*}use")] or element, found, strict=True)
+            if element_hints := hints.get(element.get("id", "")):
+                self.hints |= zip([*element.iterfind(".//{*}use")] or element, element_hints, strict=True)
         self.markup = join(*map(self._element, root))
 
     def _element(self, element: Element) -> Markup:

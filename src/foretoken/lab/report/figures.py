@@ -11,7 +11,7 @@ from typing import Any
 from foretoken.core.costs import RoundCosts
 from foretoken.lab.bench.specs import split_arm
 from foretoken.lab.report.charts import NEUTRAL, Bar, BarChart, Guide, LineChart, Point, Series, StackChart
-from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_name, setting_of
+from foretoken.lab.report.read import PLAIN, Condition, Run, number, setting_name, setting_of
 from foretoken.registry import parse_spec
 
 COST_PARTS = ("draft", "target", "verify", "overhead")
@@ -86,7 +86,7 @@ def _worst(cells: Sequence[Cell]) -> str:
     return next((badge for badge in ("differs", "ties", "identical") if badge in badges), "")
 
 
-def speedups(run: Run, setting: Setting) -> list[BarChart]:
+def speedups(run: Run, setting: Condition) -> list[BarChart]:
     """Charts of the speed-up per arm: all categories together, then each."""
     groups: list[tuple[str, Sequence[Cell]]] = [
         (category, [c for c in run.at(setting) if c["category"] == category]) for category in run.categories
@@ -111,7 +111,7 @@ def _bar(run: Run, arm: str, cells: Sequence[Cell], whole: bool) -> Bar | None:
     return Bar(arm, speedup.value, speedup.low, speedup.high, colour_of(run, arm), _worst(arm_cells))
 
 
-def overall(run: Run, setting: Setting, arm: str) -> Speedup | None:
+def overall(run: Run, setting: Condition, arm: str) -> Speedup | None:
     """An arm's speed-up in a setting over all categories: as stored in the run, else from its cells."""
     stored = run.overall(setting, arm)
     if stored is not None and (speedup := speedup_of(stored)) is not None:
@@ -172,7 +172,7 @@ def sweeps(run: Run) -> list[LineChart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _sweep(run: Run, title: str, x_label: str, settings: Sequence[tuple[float, Setting]]) -> LineChart | None:
+def _sweep(run: Run, title: str, x_label: str, settings: Sequence[tuple[float, Condition]]) -> LineChart | None:
     series = []
     for arm in run.rivals:
         measured = [(x, overall(run, setting, arm)) for x, setting in settings]

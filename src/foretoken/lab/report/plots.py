@@ -54,15 +54,15 @@ def write_charts(charts: Sequence[Chart], file: Path, most_columns: int = 2) -> 
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from foretoken.lab.report.draw import COLOURS, Look, Painter
+    from foretoken.lab.report.draw import COLOURS, ChartStyle, Painter
 
     columns = min(most_columns, len(charts))
     rows, wide = -(-len(charts) // columns), COLUMN * (1.0 if columns > 1 else 1.35)
-    look = Look(FONT, wide * 72 / FONT, COLOURS, is_paper=True)
-    with rc_context(look.settings()), replacing(file) as draft:
+    style = ChartStyle(FONT, wide * 72 / FONT, COLOURS, is_paper=True)
+    with rc_context(style.settings()), replacing(file) as draft:
         picture = Figure(dpi=72)
         cells = picture.subfigures(rows, columns, squeeze=False, wspace=0, hspace=0).flat
-        painters = [Painter(chart, cell, look) for chart, cell in zip(charts, cells, strict=False)]
+        painters = [Painter(chart, cell, style) for chart, cell in zip(charts, cells, strict=False)]
         height = max(painter.height for painter in painters)
         picture.set_size_inches(columns * wide, rows * height * FONT / 72)
         for painter in painters:

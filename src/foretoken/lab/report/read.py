@@ -17,7 +17,7 @@ PLAIN = ("none", "plain")
 NOT_A_RUN = "write one with 'foretoken bench --out run.jsonl'"
 
 
-Setting = tuple[float, int]
+Condition = tuple[float, int]
 """Temperature and batch size."""
 
 
@@ -54,7 +54,7 @@ class Run:
         missing = planned is not None and planned > len(self.cells)
         return not self.summary.get("summary") or bool(self.summary.get("interrupted")) or missing
 
-    def drafted_nothing(self, setting: Setting, arm: str) -> bool:
+    def drafted_nothing(self, setting: Condition, arm: str) -> bool:
         """Whether an arm is known to have drafted nothing at a setting, so that it decoded plainly."""
         counts = [number(cell.get("drafted")) for cell in self.at(setting, arm)]
         return bool(counts) and all(count == 0 for count in counts)
@@ -64,7 +64,7 @@ class Run:
         return [arm for arm in self.arms if arm not in PLAIN]
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[Condition]:
         """Temperatures and batch sizes of the cells, in ascending order."""
         return sorted({setting_of(cell) for cell in self.cells})
 
@@ -72,7 +72,7 @@ class Run:
     def categories(self) -> list[str]:
         return list(dict.fromkeys(cell["category"] for cell in self.cells))
 
-    def at(self, setting: Setting, arm: str | None = None) -> list[Mapping[str, Any]]:
+    def at(self, setting: Condition, arm: str | None = None) -> list[Mapping[str, Any]]:
         """Cells of a setting, optionally of one arm."""
         return [c for c in self.cells if setting_of(c) == setting and arm in (None, c["arm"])]
 
@@ -81,7 +81,7 @@ class Run:
         value = self.summary.get(name)
         return dict(value) if isinstance(value, Mapping) else {}
 
-    def overall(self, setting: Setting, arm: str) -> Mapping[str, Any] | None:
+    def overall(self, setting: Condition, arm: str) -> Mapping[str, Any] | None:
         """The summary's cell of an arm over all categories, if any."""
         cells = [c for c in self.listed("overall") if isinstance(c, Mapping) and c.get("arm") == arm]
         return next((c for c in cells if (c.get("temperature"), c.get("batch")) == setting), None)
@@ -98,11 +98,11 @@ class Run:
         return value if isinstance(value, list) else []
 
 
-def setting_of(cell: Mapping[str, Any]) -> Setting:
+def setting_of(cell: Mapping[str, Any]) -> Condition:
     return float(cell["temperature"]), int(cell["batch"])
 
 
-def setting_name(setting: Setting) -> str:
+def setting_name(setting: Condition) -> str:
     """A setting in words."""
     temperature, batch = setting
     return f"{'greedy' if temperature == 0 else f'temperature {temperature:g}'}, batch {batch}"
@@ -138,7 +138,7 @@ def read_run(file: Path) -> Run:
         summary = whole = next((row for _, row in objects if row.get("summary")), {})
     if not cells:
         raise ValueError(f"{file} contains no cells of a bench run: {NOT_A_RUN}")
-    return Run(file.name, text, _with_equality(cells, summary), summary, [*notes, *_remarks(cells, whole)])
+    return Run(file.name, text, _with_counts(cells, summary), summary, [*notes, *_remarks(cells, whole)])
 
 
 def _objects(file: Path, text: str) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
@@ -179,16 +179,19 @@ def _cell(row: Mapping[str, Any], line_number: int, file: Path) -> Mapping[str, 
     return cell
 
 
-def _with_equality(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Cells with the summary's counts of ties, differences and draft tokens."""
-    names = ("arm", "category", "temperature", "batch")
-    counts: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for part, keys in (("equality", ("ties", "differences")), ("drafted", ("drafted",))):
-        for row in summary.get(part) or ():
-            if isinstance(row, Mapping):
-                cell_counts = counts.setdefault(tuple(row.get(name) for name in names), {})
-                cell_counts |= {name: row[name] for name in keys if name in row}
-    return [{**counts.get(tuple(cell[name] for name in names), {}), **cell} for cell in cells]
+def _with_counts(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Cells with the summary's counts of ties, differences and draft tokens, and its mean prefill of their setting."""
+    setting = ("arm", "temperature", "batch")
+    parts = (("equality", ("ties", "differences")), ("drafted", ("drafted",)), ("prefill", ("prefill_s",)))
+    added: list[dict[str, Any]] = [{} for _ in cells]
+    for part, keys in parts:
+        names = setting if part == "prefill" else (*setting, "category")
+        rows = [row for row in summary.get(part) or () if isinstance(row, Mapping)]
+        fields = {tuple(row.get(name) for name in names): row for row in rows}
+        for cell, more in zip(cells, added, strict=True):
+            row = fields.get(tuple(cell[name] for name in names), {})
+            more |= {key: row[key] for key in keys if key in row}
+    return [{**more, **cell} for more, cell in zip(added, cells, strict=True)]
 
 
 def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[str]:
@@ -212,7 +215,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
 
     ``objects`` are the lines of the file: a header with ``config``, then ``result`` and ``note`` objects.
     """
-    from foretoken.lab.bench.results import UnitResult, cell, drafted, positions_at, time_split
+    from foretoken.lab.bench.results import OVERALL, UnitResult, cell, drafted, positions_at, time_split
 
     try:
         results = [UnitResult(**row["result"]) for row in objects if "result" in row]
@@ -220,19 +223,17 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
         raise ValueError(f"this unfinished run is damaged ({error}): run it again") from None
     plain = {r.key[1:]: r for r in results if r.arm in PLAIN}
     groups: dict[tuple[Any, ...], list[UnitResult]] = {}
+    whole: dict[tuple[Any, ...], list[UnitResult]] = {}
     for r in results:
         if r.key[1:] in plain:  # compare only units that plain decoding has finished
             groups.setdefault((r.arm, r.temperature, r.batch, r.category), []).append(r)
-    cells = [
-        cell(
-            arm_results,
-            [plain[r.key[1:]] for r in arm_results],
-            arm_results[0].category,
-            None,
-            len({p for r in arm_results for p in r.prompts}),
-        )
-        for arm_results in groups.values()
-    ]
+            whole.setdefault((r.arm, r.temperature, r.batch), []).append(r)
+
+    def compared(arm_results: list[UnitResult], category: str) -> dict[str, Any]:
+        prompts = {(r.category, p) for r in arm_results for p in r.prompts}
+        return cell(arm_results, [plain[r.key[1:]] for r in arm_results], category, None, len(prompts))
+
+    cells = [compared(arm_results, arm_results[0].category) for arm_results in groups.values()]
     arms = {arm: [r for r in results if r.arm == arm] for arm in dict.fromkeys(r.arm for r in results)}
     splits = {arm: split for arm, arm_results in arms.items() if (split := time_split(arm_results)) is not None}
     config = dict(objects[0]["config"])
@@ -246,6 +247,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
         "arms": list(config.get("arms") or arms),
         "settings": config,
         **positions_at(results, list(arms), _first_setting(config, results)),
+        "overall": [compared(arm_results, OVERALL) for arm_results in whole.values()],
         "rounds": splits,
         "drafted": [drafted(arm_results) for arm_results in groups.values()],
         "traces": traces,
@@ -253,7 +255,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
     return list(cells), summary
 
 
-def _first_setting(config: Mapping[str, Any], results: Sequence[UnitResult]) -> Setting:
+def _first_setting(config: Mapping[str, Any], results: Sequence[UnitResult]) -> Condition:
     """The setting of a summary's costs and acceptance: the first temperature, the smallest batch."""
     temperatures, batches = config.get("temperatures"), config.get("batches")
     if temperatures and batches:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from foretoken.lab.report.figures import Speedup, equality, overall
-from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_name, setting_of
+from foretoken.lab.report.read import PLAIN, Condition, Run, number, setting_name, setting_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def _so_far(run: Run) -> str:
     return " so far" if run.unfinished else ""
 
 
-def _silent(run: Run, setting: Setting) -> list[Remark]:
+def _silent(run: Run, setting: Condition) -> list[Remark]:
     """Remarks on arms without drafts: their speeds and texts are plain decoding's."""
     return [
         Remark(f"{arm} drafted nothing ({setting_name(setting)}): it decoded plainly, so nothing of it is compared.")
@@ -47,13 +47,13 @@ def _silent(run: Run, setting: Setting) -> list[Remark]:
     ]
 
 
-def _ranked(run: Run, setting: Setting) -> list[tuple[str, Speedup]]:
+def _ranked(run: Run, setting: Condition) -> list[tuple[str, Speedup]]:
     rivals = [arm for arm in run.rivals if not run.drafted_nothing(setting, arm)]
     speedups = [(arm, s) for arm in rivals if (s := overall(run, setting, arm)) is not None]
     return sorted(speedups, key=lambda pair: -pair[1].value)
 
 
-def _at_length(run: Run, setting: Setting) -> list[Remark]:
+def _at_length(run: Run, setting: Condition) -> list[Remark]:
     ranked = _ranked(run, setting)
     silent = _silent(run, setting)
     if not ranked:
@@ -71,14 +71,14 @@ def _at_length(run: Run, setting: Setting) -> list[Remark]:
     return [*remarks, *(_compared(run, setting, name, speedup) for name, speedup in ranked), *silent]
 
 
-def _nothing_measured(run: Run, setting: Setting) -> str:
+def _nothing_measured(run: Run, setting: Condition) -> str:
     if not run.rivals:
         return "This run has no arm beside plain decoding, so there is nothing to compare."
     when = "yet: it was interrupted" if run.unfinished else f"at {setting_name(setting)}"
     return f"This run has measured no arm beside plain decoding {when}, so there is nothing to compare."
 
 
-def _compared(run: Run, setting: Setting, arm: str, speedup: Speedup) -> Remark:
+def _compared(run: Run, setting: Condition, arm: str, speedup: Speedup) -> Remark:
     if speedup.low is None:
         return Remark(f"Not told from plain by this run: {arm}, {_times(speedup)}.")
     if _unsure(speedup):
@@ -101,17 +101,17 @@ def _times(speedup: Speedup) -> str:
     return f"{speedup.value:.2f}x (95 % CI {speedup.low:.2f} to {speedup.high:.2f})"
 
 
-def _mean(run: Run, setting: Setting, arm: str, name: str) -> float | None:
+def _mean(run: Run, setting: Condition, arm: str, name: str) -> float | None:
     stored = number((run.overall(setting, arm) or {}).get(name))
     values = [value for cell in run.at(setting, arm) if (value := number(cell.get(name))) is not None]
     return stored if stored is not None else fmean(values) if values else None
 
 
-def _tokens_per_round(run: Run, setting: Setting, arm: str) -> float | None:
+def _tokens_per_round(run: Run, setting: Condition, arm: str) -> float | None:
     return _mean(run, setting, arm, "mean_acceptance_length")
 
 
-def why(run: Run, setting: Setting, arm: str) -> str:
+def why(run: Run, setting: Condition, arm: str) -> str:
     """Reason why an arm is slow: the gain of its rounds, and their costs beyond a plain round in descending order.
 
     A round that writes L tokens pays if it costs less than L plain rounds.
@@ -131,7 +131,7 @@ def why(run: Run, setting: Setting, arm: str) -> str:
     return f"{cost}, more than the {gain:.2f} further tokens per round bring" if cost else ""
 
 
-def extra_costs(run: Run, setting: Setting, arm: str) -> dict[str, float]:
+def extra_costs(run: Run, setting: Condition, arm: str) -> dict[str, float]:
     """Costs of an arm's round beyond a plain one, in plain rounds; empty if the run did not record them.
 
     Times per token are multiplied by L, the tokens of a round, so that ``1 + sum of extra costs = L / speed-up``.

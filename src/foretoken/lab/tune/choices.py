@@ -12,7 +12,7 @@ from foretoken.loading import BUILTIN
 from foretoken.loading.drafters import brought_drafters
 from foretoken.methods.drafters.group import GroupDrafter
 from foretoken.methods.drafters.sources import SourceDrafter
-from foretoken.registry import Row, convert_options, find, options_of, parse_spec, rows
+from foretoken.registry import Row, convert_options, find, installed_rows, options_of, parse_spec, rows
 
 LIKELY = ("ngram", "suffix,share=false", "quantized,bits=4")
 """Drafters that most often pay without training or downloads."""
@@ -40,7 +40,8 @@ def parse_names(text: str) -> list[str]:
 
 
 def default_specs(target_source: Any) -> list[str]:
-    """All candidates of a target: its trained drafters if it is built in, and all drafters without training."""
+    """All candidates of a target: its trained drafters if it is built in, all drafters without training, and those of
+    installed packages."""
     builtin = str(target_source) == BUILTIN
     # Excluded are drafters that depend on scripted tokens, a caller's prediction or online training
     able = [
@@ -52,7 +53,7 @@ def default_specs(target_source: Any) -> list[str]:
     # Best candidates first: time may run out.
     first = ("model", "ngram", "suffix", "recycling")
     alone.sort(key=lambda row: (row.name not in first, not row.needs_training))
-    return [row.example for row in alone]
+    return [row.example for row in (*alone, *installed_rows())]
 
 
 def likely(subject: Subject, offers: Sequence[str] = ()) -> list[str]:

@@ -70,7 +70,7 @@ class LayerSkipStudy:
         self.num_before = len(trials)
         if trials and not resume:
             raise ValueError(
-                f"{self.journal} holds {len(trials)} trials: add --resume to continue, or delete it to start anew "
+                f"{self.journal} holds {len(trials)} trials: add --resume to continue, or delete it to start anew"
             )
         settings = settings_of(work, k)
         if trials and self._study.user_attrs.get("settings") != settings:

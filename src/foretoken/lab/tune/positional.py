@@ -149,7 +149,7 @@ def draft_costs(work: Workload, drafter: ModelDrafter, tokens: Sequence[int]) ->
         context = Context(0, list(tokens), len(tokens), sampler, Rng(0), sequence=sequence)
         arm.start(context)
         for _ in range(2):  # the first one reads tokens of the prefill
-            watch = Stopwatch(getattr(work.target, "device", None))
+            watch = Stopwatch(work.target.device)
             arm.propose(context, Budget(arm.max_depth, arm.max_nodes))
             spent = watch.seconds
             work.target.commit(sequence, ())

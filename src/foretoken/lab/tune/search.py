@@ -75,6 +75,7 @@ class Search:
         self.scouted: dict[str, Scouted] = {}
         self.finals: dict[Way, Standing] = {}
         self.skipped: dict[str, str] = {}
+        self._out_of_time: set[str] = set()
         self.interrupted = False
         self._curve, self._rest_s, self._token_s = TargetCost({1: 1.0, 2: 1.0}), 0.0, 0.0
         self._plain_rounds: list[RaceRound] = []
@@ -136,6 +137,7 @@ class Search:
             return
         if self.job.clock() >= latest_s or not self._token_s:
             self.skipped[name] = LATE
+            self._out_of_time.add(name)
             return
         self._say(name)
         until = min(self.job.clock() + share_s, self._end_s)
@@ -147,11 +149,13 @@ class Search:
             self.skipped[name] = reason_of(error)
             return
         if not tried.standing.is_known:
-            self.skipped[name] = (
-                "too slow to be measured in its share of the time: give more --minutes"
-                if self.job.clock() >= until
-                else "the outputs for all prompts together are too short: give more or other prompts (--prompts)"
-            )
+            if self.job.clock() >= until:
+                self.skipped[name] = "too slow to be measured in its share of the time: give more --minutes"
+                self._out_of_time.add(name)
+            else:
+                self.skipped[name] = (
+                    "the outputs for all prompts together are too short: give more or other prompts (--prompts)"
+                )
         elif not tried.standing.is_possible:
             self.skipped[name] = _contradiction(tried.standing)
         else:
@@ -312,7 +316,7 @@ class Search:
 
     def why_nothing(self) -> str:
         """Reason why nothing was measured, with advice."""
-        reasons = {name: reason for name, reason in self.skipped.items() if "--minutes" not in reason}
+        reasons = {name: reason for name, reason in self.skipped.items() if name not in self._out_of_time}
         if reasons and len(reasons) == len(self.skipped):
             return "no drafter could be measured: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         if not self._token_s and self.job.clock() < self._end_s:

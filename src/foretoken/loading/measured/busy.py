@@ -30,7 +30,7 @@ def settle_threads(
     run the target on the CPU, or the machine is quiet.
     """
     most = torch.get_num_threads()
-    on_cpu = getattr(getattr(target, "device", None), "type", "") == "cpu"
+    on_cpu = target.device is not None and target.device.type == "cpu"
     if most == 1 or not on_cpu or any(os.environ.get(name) for name in VARIABLES) or not busy():
         return None
     all_s, one_s = _step_s(target, most, clock), _step_s(target, 1, clock)

@@ -1,8 +1,8 @@
 """Costs of rounds and drafts on this machine, measured when a model is loaded, before the first request.
 
-A controller that guesses how the cost of a target call grows with the draft loses speed if it grows fast: on a GGUF
-file, where five rows cost three times one, trying drafts alone slowed a first completion of 64 tokens to .85 of plain
-decoding's speed.  The measurements are kept in the user's cache folder, by model and machine.
+A controller that guesses how the cost of a target call grows with the draft loses speed if it grows fast: where five
+rows cost three times one (a GGUF file), the trials take .15 of plain decoding's speed from a first completion of 64
+tokens.  The measurements are kept in the user's cache folder, by model and machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from foretoken.models.machine import KeptResults, any_text, is_busy
 
 LENGTHS, ROUNDS = (1, 4), 2
 """Lengths of the timed drafts, and drafts of each after one warm-up."""
-KEPT = KeptResults("rounds", lambda: "quickest")  # earlier versions stored means
+KEPT = KeptResults("rounds", lambda: "quickest")  # results without this stamp are means, which pauses distort
 
 
 class FixedDepthController(Controller):
@@ -122,7 +122,7 @@ def _rounds(
 def _key(target: LanguageModel, drafter: Drafter) -> str:
     """Cache key of a model, machine and drafter."""
     machine, limits = machine_of(target), drafter.limits
-    network = getattr(target, "model", None)  # hashing its rows would unpack packed weights: seconds at 1.5B
+    network = target.model  # hashing its rows would unpack packed weights: seconds at 1.5B
     sampled = fingerprint(network) if isinstance(network, torch.nn.Module) else None
     about = {
         "target": sampled or fingerprint_of(target),

@@ -97,7 +97,7 @@ def dtype_costs(width: int, device: Any) -> list[dict[str, Any]]:
 
 def layout_costs(target: LanguageModel) -> list[dict[str, Any]]:
     """Measured times of the target's matrices in every layout, in microseconds by number of rows."""
-    model, dtype = getattr(target, "model", None), getattr(target, "dtype", None)
+    model, dtype = target.model, target.dtype
     if not isinstance(model, torch.nn.Module) or dtype is None:
         return []
     measured_times = known_times(dtype, shapes_of(model))

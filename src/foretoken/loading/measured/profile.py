@@ -27,7 +27,7 @@ class ProfileWarning(UserWarning):
 
 def machine_of(target: LanguageModel) -> dict[str, Any]:
     """Facts of the machine that measured times depend on."""
-    dtype = str(getattr(target, "dtype", "")).removeprefix("torch.")
+    dtype = str(target.dtype or "").removeprefix("torch.")
     storage = target.stored_as.partition(",")[0] or "full"
     return {**hardware(), **threads(), "dtype": dtype, "weight_storage": storage, "versions": versions()}
 

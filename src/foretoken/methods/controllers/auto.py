@@ -232,6 +232,7 @@ class AutoController(Controller):
                     self.width[answered] += 0.05 * (width - self.width[answered])
                     break
             self._learn_beside(context, context.tokens[before:])
+        num_asked = self._calls(num_asked)
         self._account(records, num_asked)
         record = records[-1][1]
         nodes = [record.num_nodes for _, record in records]
@@ -239,6 +240,11 @@ class AutoController(Controller):
             self._pads = record.round_nodes >= record.batch_size * max(nodes)
         member, depth = next(iter(num_asked)) if len(num_asked) == 1 else (-1, 0)
         self.costs.observe(record, member, depth, sum(num_asked.values()))
+
+    def _calls(self, num_asked: dict[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+        """Number of requests that were drafted for, by member and depth; override if drafts are cut before they are
+        scored."""
+        return num_asked
 
     def _learn_beside(self, context: Context, tokens: Sequence[int]) -> None:
         """Learn from trees of members that were not called, by the tokens that were generated."""

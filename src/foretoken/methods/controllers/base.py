@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from foretoken.core import Budget, Context, Limits, StepRecord
+from foretoken.core import Budget, Context, Limits, StepRecord, TokenTree
 from foretoken.core.costs import RoundCosts
 
 
@@ -19,8 +19,6 @@ class Controller(ABC):
     """
 
     name: ClassVar[str]
-    watches: bool = True
-    """Whether :meth:`observe` is called for the current round."""
     weighs_costs: bool = False
     """Whether it needs initial costs of rounds and drafts: :mod:`foretoken.loading.measured.calibration`"""
     uses_costs: bool = False
@@ -44,6 +42,21 @@ class Controller(ABC):
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
         """The budgets of all requests of the next round; override when they depend on each other."""
         return [self.budget(context, len(contexts)) for context in contexts]
+
+    def kept(
+        self, contexts: Sequence[Context], trees: Sequence[TokenTree], beside: Sequence[TokenTree]
+    ) -> Sequence[Sequence[int]]:
+        """The nodes of every proposed tree that the target scores, ascending and with their parents; all by default.
+
+        Whether a *drawn* node is kept may depend on the tokens before it and on distributions, as in
+        ``TokenTree.survival``, never on its own token or a later one of its request.
+
+        Args:
+            contexts: the requests that were drafted for by this controller's budgets.
+            trees: their proposals.
+            beside: trees of the round's other requests, which stay as they are.
+        """
+        return [range(len(tree)) for tree in trees]
 
     def observe(self, context: Context, record: StepRecord) -> None:  # noqa: B027
         """Learn from a finished round."""

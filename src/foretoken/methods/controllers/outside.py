@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from foretoken.core import Budget
-from foretoken.core.outside import OutsideError, fault_of, told_of
+from foretoken.core import Budget, TokenTree
+from foretoken.core.outside import OutsideError, fault_message, fault_of
 from foretoken.methods.controllers.base import Controller
 
 
@@ -40,6 +40,33 @@ def check_budgets(budgets: Any, count: int, controller: Controller) -> None:
         _check_budget(budget, controller)
 
 
+def check_kept(kept: Any, trees: Sequence[TokenTree], controller: Controller) -> None:
+    """Check the nodes that a controller keeps before trees are cut.
+
+    Raises:
+        ControllerError: not one list of nodes for each tree, nodes that it does not have, no root, or a node without
+            its parent.
+    """
+    if not isinstance(kept, Sequence) or len(kept) != len(trees):
+        returned = f"{len(kept)} lists" if isinstance(kept, Sequence) else type(kept).__name__
+        raise _broken_cut(controller, f"returned {returned} for {len(trees)} trees: it must be one list for each")
+    for nodes, tree in zip(kept, trees, strict=True):
+        if not isinstance(nodes, Sequence) or not all(type(node) is int for node in nodes):
+            raise _broken_cut(controller, f"returned {nodes!r} for a tree: it must be a list of nodes")
+        if list(nodes) != sorted(set(nodes)) or not nodes or nodes[0] != 0 or nodes[-1] >= len(tree):
+            raise _broken_cut(
+                controller, f"kept {list(nodes)} of {len(tree)} nodes: they must begin with the root and ascend"
+            )
+        chosen = set(nodes)
+        for node in nodes[1:]:
+            if tree.parents[node] not in chosen:
+                raise _broken_cut(controller, f"kept node {node} without its parent {tree.parents[node]}")
+
+
+def _broken_cut(controller: Controller, rule: str) -> ControllerError:
+    return ControllerError(fault_message(type(controller), "kept", rule))
+
+
 def _check_budget(budget: Any, controller: Controller) -> None:
     if not isinstance(budget, Budget):
         raise _broken(controller, f"returned {type(budget).__name__}, not a Budget")
@@ -62,4 +89,4 @@ def _check_budget(budget: Any, controller: Controller) -> None:
 def _broken(controller: Controller, rule: str) -> ControllerError:
     cls = type(controller)
     method = "budget" if cls.budgets is Controller.budgets else "budgets"
-    return ControllerError(told_of(cls, method, rule))
+    return ControllerError(fault_message(cls, method, rule))

@@ -8,9 +8,10 @@ class has.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -37,6 +38,7 @@ class Traits:
             which removes rejected drafts.
         runs_target: whether it drafts with parts of the target itself, on ``context.sequence``.
         learns: whether :meth:`Drafter.observe` has an effect; a group does not call it for members that do not learn.
+        copies_text: whether it copies earlier text, so that it drafts only where a text repeats itself.
         only_for: description of the requests that it can draft for; empty for all.
         free_for: whether ``drafter="auto"`` should consider it for a target: its bare name builds without training or
             downloads, and it is expected to pay off on this machine.  Called on every such load, so it must be quick
@@ -51,6 +53,7 @@ class Traits:
     rewinds: bool = False
     runs_target: bool = False
     learns: bool = True
+    copies_text: bool = False
     only_for: str = ""
     free_for: Callable[[BuildContext], bool] | None = None
 
@@ -58,6 +61,10 @@ class Traits:
     def proposals(self) -> frozenset[tuple[Kind, bool]]:
         """All sorts of proposals when sampling; a verifier must be right for all."""
         return self.sorts or frozenset({(self.kind, self.draws_trees)})
+
+
+WIDTH_ONE: Mapping[str, Any] = MappingProxyType({"width": 1})
+"""The options of a chain for drafters with candidates per node; see :class:`Drafter`."""
 
 
 class Foresight(Protocol):
@@ -93,9 +100,12 @@ class Drafter(ABC):
         spec: the spec string that it was built from, "" if there was none.
         target_bytes: size of the target's weights, 0 if unknown; the drafter's cost is a share of it.
         drafters: the members of a group; empty for other drafters.
+        chain: options with which it drafts chains only; empty if it always does, or never.  Specs that leave the shape
+            open take them for targets that cannot score trees.
     """
 
     name: ClassVar[str]
+    chain: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     taps: Sequence[str] = ()
     max_depth: int = 8
     max_nodes: int = 64

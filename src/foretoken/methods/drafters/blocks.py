@@ -93,7 +93,9 @@ class BlockDrafter(OnePassDrafter):
             raise ValueError(f"this {cls.name} has its own draft vocabulary: leave vocab out")
         frequent = measured.get("frequent", ())
         ids = chosen_ids(vocab, context, parts.vocab_size, frequent) if net.vocabulary is None else None
-        return cls.sized(context.target, nodes, block_model(net, parts, context.target, ids), **options)
+        built = cls.sized(context.target, nodes, block_model(net, parts, context.target, ids), **options)
+        built.start_from(measured)
+        return built
 
     @classmethod
     def of(
@@ -105,6 +107,9 @@ class BlockDrafter(OnePassDrafter):
             ids: [V_d] the draft vocabulary, if the network has none; all tokens by default.
         """
         return cls(block_model(net, parts, target, ids), **options)
+
+    def start_from(self, measured: Mapping[str, Any]) -> None:
+        """Take over what training measured.  Raises ``ValueError`` for invalid values."""
 
     @property
     def _candidates(self) -> int:

@@ -60,7 +60,8 @@ class Eagle3Drafter(FeatureDrafter):
 
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
-        return self.model.fused(torch.cat([hidden[tap] for tap in self.net.config.taps], -1))
+        states = torch.cat([hidden[tap] for tap in self.net.config.taps], -1)
+        return self.model.fused(self.net.normed(states.float() if self.net.fused_norms else states))
 
 
 def vocabulary_head(net: Eagle3Net, parts: TargetParts, ids: Tensor | None = None) -> DraftHead:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.core.costs import TargetCost
-from foretoken.methods.drafters.base import BatchDrafter, share_of_bytes
+from foretoken.methods.drafters.base import WIDTH_ONE, BatchDrafter, share_of_bytes
 from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import check_draw, drawn_shape, paying_static_tree, traits_of
 from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, best_of
@@ -64,6 +64,8 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         costs: cost of a target call by its number of nodes.  If set, a tree keeps as many nodes as pay off by the
             draft's probabilities.
     """
+
+    chain = WIDTH_ONE
 
     def __init__(
         self,

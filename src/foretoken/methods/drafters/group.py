@@ -14,7 +14,7 @@ from typing import Any
 from foretoken.core import Budget, Context, HiddenStates, Kind, Scores, TokenTree, Verdict
 from foretoken.core.outside import is_outside
 from foretoken.methods.drafters.base import BatchDrafter, Drafter, Traits
-from foretoken.methods.drafters.outside import check_count, check_proposal
+from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of
 from foretoken.methods.trees.operations import truncate
 
 
@@ -63,7 +63,7 @@ class GroupDrafter(BatchDrafter):
         self.vocab_size = next((v for v in map(vocabulary_of, drafters) if v is not None), None)
 
     def describe(self) -> list[dict[str, Any]]:
-        return [entry for member in self.drafters for entry in member.describe()]
+        return [entry for member in self.drafters for entry in entries_of(member)]
 
     def cost_beside(self, target_bytes: int) -> float:
         return max(member.cost_beside(target_bytes) for member in self.drafters)
@@ -112,8 +112,8 @@ def show(member: Drafter, context: Context, part: MemberTree | None, scores: Sco
     if part is not None:
         path = _path_along(part.tree, tokens[:-1])
         last = path[-1] if path else 0
-        mine = _scores_at(scores, part.tree, part.nodes)
-        member.observe(context, part.tree, mine, Verdict(path, tokens[len(path)], not part.tree.children[last]))
+        part_scores = _scores_at(scores, part.tree, part.nodes)
+        member.observe(context, part.tree, part_scores, Verdict(path, tokens[len(path)], not part.tree.children[last]))
         first = len(path) + 1
     for node, token in zip(nodes[first:], tokens[first:], strict=True):
         root = TokenTree.root_only(tree.tokens[node])

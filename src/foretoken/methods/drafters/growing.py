@@ -34,7 +34,7 @@ class Growing(DrawnTree):
         scratch_of: a node's index in the sequence's scratch.
         likelihood: of the path down to a node, if a stop rule reads hidden states.
         ready: children chosen for the whole batch, by node, with the distribution [V] of drawn ones.
-        looked: the same for a tree that grows by confidence: log-probabilities [n, V] of the frontier's rows, their
+        ranked: the same for a tree that grows by confidence: log-probabilities [n, V] of the frontier's rows, their
             best tokens, and those tokens' values.
     """
 
@@ -62,7 +62,7 @@ class Growing(DrawnTree):
         self.scratch_of: dict[int, int] = {}
         self.likelihood: dict[int, float] = {0: 1.0}
         self.ready: dict[int, tuple[Tensor | None, list[int]]] = {}
-        self.looked: tuple[Tensor, list[list[int]], list[list[float]]] | None = None
+        self.ranked: tuple[Tensor, list[list[int]], list[list[float]]] | None = None
 
     def length(self, node: int) -> int:
         """Number of tokens before a node's children."""

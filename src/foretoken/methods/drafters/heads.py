@@ -15,7 +15,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.core.costs import TargetCost
 from foretoken.core.largest import largest
-from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Traits, share_of_bytes
+from foretoken.methods.drafters.base import WIDTH_ONE, BatchDrafter, BuildContext, Traits, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.drawing import best_tokens, distribution_of, is_ranked, raced_ahead
 from foretoken.methods.drafters.drawn_tree import DrawnTree, traits_of
@@ -57,6 +57,7 @@ class HeadsDrafter(BatchDrafter):
 
     taps = ("last",)
     traits = Traits(prefers_noise=True, learns=False)
+    chain = WIDTH_ONE
     net_config: ClassVar[type[Any]]
     net_class: ClassVar[type[Any]]
 
@@ -112,22 +113,33 @@ class HeadsDrafter(BatchDrafter):
 
     @classmethod
     def build(
-        cls, path: str | None, context: BuildContext, *, nodes: int | None = None, vocab: str = "", **options: Any
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        nodes: int | None = None,
+        width: int = 0,
+        vocab: str = "",
+        **options: Any,
     ) -> Self:
         """Build from a spec ``NAME[:FOLDER]``.
 
         Args:
+            width: candidates per head (1: a chain; 0: all that were measured).
             vocab: as for :class:`~foretoken.methods.drafters.features.FeatureDrafter`.
         """
+        check_least(cls.name, 0, width=width)
+        if width and options.get("tree"):
+            raise ValueError(f"{cls.name} takes the shape from tree={options['tree']}: leave width out")
         heads, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
-        options.setdefault("accuracies", measured.get("accuracies"))
+        options["accuracies"] = [row[: width or None] for row in measured.get("accuracies") or TYPICAL]
         ids = chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ()))
         options["frequent"] = () if ids is None else ids.tolist()
         if nodes is not None:
             options["nodes"] = nodes
         if nodes is not None or options.get("tree"):
             return cls.over(heads, parts, context.target, **options)
-        accuracies, costs = (options["accuracies"] or TYPICAL)[: len(heads.blocks)], quick_costs(context.target)
+        accuracies, costs = options["accuracies"][: len(heads.blocks)], quick_costs(context.target)
         values = values_of(medusa_choices(accuracies, MOST_NODES), accuracies)
         nodes = paying_count(values, costs, 1)
         built = cls.over(heads, parts, context.target, nodes=nodes, **options)

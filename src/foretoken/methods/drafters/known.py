@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from foretoken.core import Budget, Context, Kind, Limits, TokenTree, check_least
 from foretoken.methods.drafters.base import BuildContext, Drafter, Foresight
 from foretoken.methods.drafters.group import GroupDrafter, MemberTree, Proposal, ask
+from foretoken.methods.drafters.outside import entries_of
 from foretoken.methods.drafters.prediction import PredictionDrafter
 from foretoken.methods.trees.operations import select
 
@@ -48,7 +49,7 @@ class KnownDrafter(GroupDrafter):
         self.traits = replace(self.traits, prefers_noise=inner is not None and inner.traits.prefers_noise)
 
     def describe(self) -> list[dict[str, Any]]:
-        return [] if self.inner is None else self.inner.describe()
+        return [] if self.inner is None else entries_of(self.inner)
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, inner: str = "none", k: int = 8) -> KnownDrafter:

@@ -51,7 +51,7 @@ class _Rows:
 
 
 def choose_together(trees: Sequence[Growing], logits: Sequence[Tensor], width_of: WidthOf, iid: bool) -> None:
-    """Set the children of the frontiers' nodes in the trees (``ready``; ``looked`` for trees that grow by confidence),
+    """Set the children of the frontiers' nodes in the trees (``ready``; ``ranked`` for trees that grow by confidence),
     for requests whose sampling and stop rule depend on neither the prefix nor single probabilities.
 
     Args:
@@ -146,7 +146,7 @@ def _leave_best(part: _Rows, values: Tensor, tokens: Tensor) -> None:
     if bool(values.isnan().any()):
         raise NonFiniteLogitsError(NON_FINITE)
     if part.tree.candidates is not None:
-        part.tree.looked = (part.ranking, tokens.tolist(), values.tolist())
+        part.tree.ranked = (part.ranking, tokens.tolist(), values.tolist())
         return
     for node, best, log_probs in zip(part.tree.frontier, tokens.tolist(), values.tolist(), strict=True):
         chosen = [token for token, log_prob in zip(best, log_probs, strict=True) if log_prob > -torch.inf]

@@ -293,8 +293,8 @@ class ModelDrafter(BatchDrafter):
     def _expand_by_confidence(
         self, dynamic: DynamicTree, tree: Growing, candidates: Candidates, logits: Tensor
     ) -> None:
-        if tree.looked is not None:  # chosen for the whole batch
-            (sure, tokens, values), tree.looked = tree.looked, None
+        if tree.ranked is not None:  # chosen for the whole batch
+            (sure, tokens, values), tree.ranked = tree.ranked, None
         else:
             sure = beliefs(tree, logits)
             tokens, values = best_of(sure, dynamic.width)

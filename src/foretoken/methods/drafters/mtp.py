@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -52,6 +53,7 @@ class MtpDrafter(FeatureDrafter):
     """
 
     name = "mtp"
+    chain = MappingProxyType({})  # it is one unless a spec asks for more
     traits = replace(FeatureDrafter.traits, free_for=has_head)
 
     def __init__(

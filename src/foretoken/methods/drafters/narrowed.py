@@ -16,7 +16,7 @@ from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.models.base import Feed, LanguageModel, Rows
 from foretoken.models.forward.heads.draft_head import DraftHead
-from foretoken.models.forward.parts import TargetParts, storage_of
+from foretoken.models.forward.parts import TargetParts, quantised_bits, storage_of
 from foretoken.models.linear.product import QuantisedLinear
 
 
@@ -35,14 +35,14 @@ def reduced_head(vocab: str, model: LanguageModel, context: BuildContext, quanti
     if ids is None:
         return None
     parts = TargetParts(model)
-    return DraftHead(parts, ids, quantised=quantised or storage_of(parts.network).startswith("int"))
+    return DraftHead(parts, ids, quantised=quantised or quantised_bits(parts.network) is not None)
 
 
 def light_head(model: LanguageModel) -> DraftHead | None:
     """An 8-bit projection for a model with quantised layers whose projection shares the embedding's unquantised weight;
     ``None`` for other models."""
-    network = getattr(model, "model", None)
-    if network is None or not model.capabilities.taps or not storage_of(network).startswith("int"):
+    network = model.model
+    if network is None or not model.capabilities.taps or quantised_bits(network) is None:
         return None
     parts = TargetParts(model)
     return None if isinstance(parts.head, QuantisedLinear) else DraftHead(parts, quantised=True)
@@ -55,7 +55,7 @@ def bytes_read(model: LanguageModel, head: DraftHead | None) -> int:
 
 
 def described(model: LanguageModel, head: DraftHead | None) -> dict[str, Any]:
-    network = getattr(model, "model", None)
+    network = model.model
     stored = "" if network is None else storage_of(network)
     vocabulary = model.vocab_size if head is None else head.size
     return {"weights": stored or model.describe()["weights"], "vocabulary": vocabulary}

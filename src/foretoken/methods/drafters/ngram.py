@@ -67,7 +67,9 @@ class NgramDrafter(SourceDrafter):
     """
 
     name = "ngram"
-    traits = Traits(rewinds=True, learns=False, free_for=lambda context: True)  # a proposal costs a few look-ups
+    traits = Traits(
+        rewinds=True, learns=False, copies_text=True, free_for=lambda context: True
+    )  # a proposal costs a few look-ups
 
     def __init__(self, n: int = 3, k: int = 8, min_n: int = 1, match: str = "recent") -> None:
         if not 1 <= min_n <= n:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from foretoken.core import Context, Kind, TokenTree
-from foretoken.core.outside import OutsideError, is_outside, told_of
+from foretoken.core.outside import OutsideError, fault_message, is_outside
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
 
@@ -21,6 +21,19 @@ class DrafterError(OutsideError):
 def has_outside(drafter: Drafter | None) -> bool:
     """Whether a drafter, or a member of a group, is external."""
     return drafter is not None and (is_outside(type(drafter)) or any(map(has_outside, drafter.drafters)))
+
+
+def entries_of(drafter: Drafter) -> list[dict[str, Any]]:
+    """``describe()`` of a drafter.
+
+    Raises:
+        DrafterError: an external one returned something else than a list of dictionaries.
+    """
+    entries: Any = drafter.describe()
+    if is_outside(type(drafter)) and not (isinstance(entries, list) and all(isinstance(e, dict) for e in entries)):
+        rule = f"returned {type(entries).__name__}: it must be a list of dictionaries"
+        raise DrafterError(fault_message(type(drafter), "describe", rule))
+    return list(entries)
 
 
 def check_count(proposed: Any, count: int, drafter: Drafter) -> None:
@@ -121,4 +134,4 @@ def _broken(drafter: Drafter, rule: str) -> DrafterError:
     """An error for the result of ``propose`` or ``propose_batch``."""
     cls = type(drafter)
     method = "propose" if cls.propose_batch is Drafter.propose_batch else "propose_batch"
-    return DrafterError(told_of(cls, method, rule))
+    return DrafterError(fault_message(cls, method, rule))

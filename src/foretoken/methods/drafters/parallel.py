@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.core.costs import TargetCost
 from foretoken.core.largest import largest
-from foretoken.methods.drafters.base import BatchDrafter
+from foretoken.methods.drafters.base import WIDTH_ONE, BatchDrafter
 from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_shape, paying_static_tree, traits_of
 from foretoken.methods.drafters.dynamic import MOST_NODES
@@ -161,6 +161,14 @@ class Predictions:
         prefix = () if sampler.context_free else (*self.context.tokens, *path)
         return distribution_of(sampler, self._spread(row)[0], prefix)
 
+    def survival(self, tree: TokenTree, chances: Sequence[float] | None) -> Sequence[float]:
+        """Estimated acceptance probability of every node of the finished tree; empty if there is none.
+
+        Args:
+            chances: the draft's own probabilities of the paths, for point proposals.
+        """
+        return () if chances is None else chances
+
     def _ranking(self, path: Sequence[int], row: PositionScores) -> Tensor:
         tokens, sampler = self.context.tokens, self.context.sampler
         prefixes = None if sampler.context_free else [[*tokens, *path]]
@@ -188,6 +196,7 @@ class ParallelDrafter(BatchDrafter):
             draft's probabilities.
     """
 
+    chain = WIDTH_ONE
     width: int
     draw: str
     shape: StaticTree
@@ -253,7 +262,10 @@ class ParallelDrafter(BatchDrafter):
         paying = self._paying(sharing)
         most = min(self.max_nodes, budget.max_nodes)
         candidates = lattice(prediction.context.root, extend, depth, most, None if paying is None else paying.add)
-        return candidates.tree(range(1, len(candidates))[: None if paying is None else paying.count])
+        tree = candidates.tree(range(1, len(candidates))[: None if paying is None else paying.count])
+        if budget.survival:
+            tree = replace(tree, survival=prediction.survival(tree, candidates.values(range(len(tree)))))
+        return tree
 
     def _paying(self, sharing: int) -> PayingNodes | None:
         if self.costs is None:
@@ -271,4 +283,5 @@ class ParallelDrafter(BatchDrafter):
             row, states[node] = prediction.row(path, states[drawn.parents[node]] if node else None)
             return None if row.ends else prediction.distribution(path, row)
 
-        return drawn.grow(after)
+        tree = drawn.grow(after)
+        return replace(tree, survival=prediction.survival(tree, None)) if budget.survival else tree

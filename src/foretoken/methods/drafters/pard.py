@@ -98,7 +98,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
 
     def _read_states(self, target: LanguageModel) -> None:
         """Read the target's states if the draft model was trained with them, which excludes cutting tokens off."""
-        network = getattr(self.model, "model", None)
+        network = self.model.model
         projection = None if network is None else projection_of(network, target)
         if projection is not None:
             self.reader = TargetStates(self.model, projection, self.mask, self.vocab_size)
@@ -187,7 +187,7 @@ def mask_token(model: LanguageModel) -> int | None:
 
 
 def _configured(model: LanguageModel, key: str) -> int | None:
-    value = getattr(getattr(getattr(model, "model", None), "config", None), key, None)
+    value = getattr(getattr(model.model, "config", None), key, None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

@@ -106,8 +106,7 @@ class PassTokensDrafter(Drafter):
         if draw not in ("iid", "greedy"):
             raise ValueError(f"draw must be iid or greedy, not {draw!r}")
         check_least(self.name, 0, groups=groups)
-        device = getattr(target, "device", None)
-        self.net, self.draw = (net if device is None else net.to(device)).eval(), draw
+        self.net, self.draw = (net if target.device is None else net.to(target.device)).eval(), draw
         # The drafts are a chain, but look-ahead tokens branch from it.
         self.traits = Traits(Kind.POINT if draw == "greedy" else Kind.IID, draws_trees=True)
         self.max_depth = self.max_nodes = k or learned

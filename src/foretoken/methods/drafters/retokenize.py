@@ -79,9 +79,9 @@ class RetokenizeDrafter(BatchDrafter):
             quantize, window, sink: as for :class:`~foretoken.methods.drafters.model.ModelDrafter`.
         """
         model, tokenizer = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
-        mine = Vocabulary.of(tokenizer, model.vocab_size)
-        theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
-        return cls(model, mine, theirs, **options)
+        vocabulary = Vocabulary.of(tokenizer, model.vocab_size)
+        target_vocabulary = Vocabulary.of(context.tokenizer, context.target.vocab_size)
+        return cls(model, vocabulary, target_vocabulary, **options)
 
     def start(self, context: Context) -> None:
         """Begin with an empty text, which is tokenized when a draft is requested."""
@@ -122,10 +122,10 @@ class RetokenizeDrafter(BatchDrafter):
         start = len(reading.ids) - len(recent)
         # New text may merge with the text before it: both are tokenized, and the tokens that changed are replaced.
         again = vocabulary.encode(vocabulary.bytes_of(recent).decode(errors="ignore") + new)
-        mine, theirs = common_border(vocabulary, recent, again, len(new.encode()))
-        if vocabulary.bytes_of(again[theirs:]) == vocabulary.bytes_of(recent[mine:]) + new.encode():
-            reading.ids[start + mine :] = again[theirs:]
-            return min(start + mine, len(reading.ids) - 1)
+        old_end, new_end = common_border(vocabulary, recent, again, len(new.encode()))
+        if vocabulary.bytes_of(again[new_end:]) == vocabulary.bytes_of(recent[old_end:]) + new.encode():
+            reading.ids[start + old_end :] = again[new_end:]
+            return min(start + old_end, len(reading.ids) - 1)
         reading.ids += vocabulary.spell(new)
         return len(reading.ids) - 1
 

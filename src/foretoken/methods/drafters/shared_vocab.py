@@ -51,7 +51,7 @@ class SharedVocabDrafter(ModelDrafter):
         self.vocab_size = len(target_vocabulary)
         self.vocabulary, self.target_vocabulary = vocabulary, target_vocabulary
         pairs = common_tokens(target_vocabulary, vocabulary)
-        if not any(mine not in target_vocabulary.special for mine in pairs):
+        if not any(token not in target_vocabulary.special for token in pairs):
             raise ValueError(
                 "the draft model's tokenizer has no token in common with the target's: choose a draft model with a "
                 "more similar tokenizer, or one of the drafters 'retokenize' and 'ngram'"
@@ -72,9 +72,9 @@ class SharedVocabDrafter(ModelDrafter):
     ) -> SharedVocabDrafter:
         """Build from a spec ``shared_vocab[:PATH]``: load the draft model and its tokenizer."""
         model, tokenizer = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
-        mine = Vocabulary.of(tokenizer, model.vocab_size)
-        theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
-        return cls(model, mine, theirs, **options)
+        vocabulary = Vocabulary.of(tokenizer, model.vocab_size)
+        target_vocabulary = Vocabulary.of(context.tokenizer, context.target.vocab_size)
+        return cls(model, vocabulary, target_vocabulary, **options)
 
     def read(self, context: Context) -> Sequence[int]:
         """The committed tokens in the draft model's ids; only new ones are translated."""

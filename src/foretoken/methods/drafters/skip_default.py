@@ -38,7 +38,7 @@ PROMPTS = (
     "How do I sort a list of names in JavaScript?",
 )
 """Prompts for the answers that are measured."""
-KEPT = KeptResults("skips", lambda: "quiet")  # earlier versions kept results of a busy machine
+KEPT = KeptResults("skips", lambda: "quiet")  # results without this stamp may be of a busy machine
 
 
 class NothingToSkipWarning(UserWarning):
@@ -206,10 +206,9 @@ class _OwnText:
 
     def _step_s(self, skips: SkipSet) -> float:
         target, sequence = self.target, self.sequences[0]
-        device = getattr(target, "device", None)
-        before, start_s = target.run_s, now(device)
+        before, start_s = target.run_s, now(target.device)
         target.forward_part([Feed(sequence, self.texts[0][-1:])], skips.plan)
-        spent = (target.run_s - before) or (now(device) - start_s)
+        spent = (target.run_s - before) or (now(target.device) - start_s)
         target.commit(sequence, ())
         return spent
 

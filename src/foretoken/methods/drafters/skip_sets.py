@@ -142,16 +142,16 @@ def load_skips(file: Path, target: LanguageModel) -> SkipSet:
             f"{file} has version {content.get('version')}, and only version {VERSION} is "
             "supported: make it again with foretoken tune layer-skip"
         )
-    mine, theirs = fingerprint(target), content.get("target")
+    expected, stored = fingerprint(target), content.get("target")
     attention, mlp = content.get("attention"), content.get("mlp")
-    if not isinstance(theirs, dict) or not _is_layer_list(attention) or not _is_layer_list(mlp):
+    if not isinstance(stored, dict) or not _is_layer_list(attention) or not _is_layer_list(mlp):
         raise ValueError(f"{file} is damaged: make it again with foretoken tune layer-skip")
-    if theirs != mine:
-        same_shape = all(theirs.get(key) == mine[key] for key in ("layers", "hidden_size"))
-        made_for = f"{theirs.get('layers')} layers of width {theirs.get('hidden_size')}"
+    if stored != expected:
+        same_shape = all(stored.get(key) == expected[key] for key in ("layers", "hidden_size"))
+        made_for = f"{stored.get('layers')} layers of width {stored.get('hidden_size')}"
         raise ValueError(
             f"{file} was made for another target ({made_for}; this one has "
-            f"{'other weights' if same_shape else '{layers} of {hidden_size}'.format(**mine)}): "
+            f"{'other weights' if same_shape else '{layers} of {hidden_size}'.format(**expected)}): "
             "run foretoken tune layer-skip for this one"
         )
     return SkipSet(frozenset(attention), frozenset(mlp))

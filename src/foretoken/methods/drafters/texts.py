@@ -115,7 +115,7 @@ def level(
     model = reader.model
     ready = [len(tokens) <= model.context_length for tokens in sequences]
     unread: dict[int, int] = {}
-    start_s, opened = now(getattr(model, "device", None)), False
+    start_s, opened = now(model.device), False
     for i in [i for i, fits in enumerate(ready) if fits]:
         opened = _open(key, model, contexts[i], sequences[i]) or opened
         draft = DraftTexts.of(contexts[i]).by_key[key]
@@ -141,7 +141,7 @@ def level(
             draft = DraftTexts.of(contexts[i]).by_key[key]
             ready[i] = _note_read(contexts[i], draft, chosen.get(i, 0), size)
     if unread or opened:
-        spent = now(getattr(model, "device", None)) - start_s
+        spent = now(model.device) - start_s
         for pace in {id(p): p for p in (DraftTexts.of(context).pace for context in contexts)}.values():
             pace.spent_s += spent
     return ready

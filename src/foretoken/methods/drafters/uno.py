@@ -118,8 +118,7 @@ class UnoDrafter(ParallelDrafter):
             self._shape(max(1, nodes - 1), depth - 1, width, draw, tree)
             self.shape, self.max_depth, self.max_nodes = _OneFirst(self.shape), depth, nodes
         self.traits = replace(self.traits, runs_target=True, learns=False)
-        device = getattr(target, "device", None)
-        self.net = (net if device is None else net.to(device)).eval()
+        self.net = (net if target.device is None else net.to(target.device)).eval()
         if net.config.vocab_size != target.vocab_size:
             raise ValueError(
                 f"the low-rank updates are for a vocabulary of {net.config.vocab_size}, and the target has "

@@ -23,6 +23,7 @@ def select(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
         q_rows=tuple(tree.q_rows[n] for n in nodes) if tree.q_rows else (),
         probes=tuple(tree.probes[n] for n in nodes) if tree.probes else (),
         drafters=tuple(tree.drafters[n] for n in nodes) if tree.drafters else (),
+        survival=tuple(tree.survival[n] for n in nodes) if tree.survival else (),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,18 +27,22 @@ class Coins:
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
 
-    def accept(self, num: float, den: float = 1.0) -> bool:
-        """True with probability min(1, num / den): tested as ``u * den < num``, so never when ``num`` is 0."""
+    def accept(self, num: float, den: float = 1.0, node: int | None = None) -> bool:
+        """True with probability min(1, num / den): tested as ``u * den < num``, so never when ``num`` is 0.
+
+        ``node`` is the tested node, for traces.
+        """
         u, tests = self._rng.uniform(), self._rng.tests
         if tests is not None:
-            tests.append((u, min(1.0, num / den) if den > 0 else float(num > 0)))
+            tests.append((u, min(1.0, num / den) if den > 0 else float(num > 0), node))
         return u * den < num
 
-    def accept_lazily(self, bound: float, probability: Callable[[], float]) -> bool:
-        """True with probability ``probability()``, which is at most ``bound`` and not computed if the bound decides."""
+    def accept_lazily(self, bound: float, probability: Callable[[], float], node: int | None = None) -> bool:
+        """:meth:`accept` with probability ``probability()``, which is at most ``bound`` and not computed if the bound
+        decides."""
         u, tests = self._rng.uniform(), self._rng.tests
         if tests is not None:
-            tests.append((u, probability()))
+            tests.append((u, probability(), node))
         return u < bound and u < probability()
 
     def draw(self, distribution: Tensor) -> int:
@@ -58,6 +62,8 @@ class Verifier(ABC):
         races: whether sampled requests need noise (:class:`foretoken.core.noise.Noise`), which drafters then share.
         asks_choices: whether the rule needs only the token after each node of greedy requests and requests with noise.
         reads_logits: whether the rule reads the logits of sampled requests, not only their distributions.
+        decides_by: for traces, what the rule decides by: ``tests`` of one draft token after another, ``choices`` of the
+            target, which draft tokens must equal, or whole ``paths``.
         verifies_alone: whether :meth:`verify` does more than :meth:`decide_fast` with fresh coins; then it is called
             request by request.
     """
@@ -70,6 +76,7 @@ class Verifier(ABC):
     races: ClassVar[bool] = False
     asks_choices: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
+    decides_by: ClassVar[Literal["tests", "choices", "paths"]] = "tests"
     verifies_alone: ClassVar[bool] = False
 
     @abstractmethod

@@ -32,6 +32,7 @@ class BlockVerifier(Verifier):
     """
 
     name = "block"
+    decides_by = "paths"
     kinds = frozenset({Kind.IID, Kind.POINT})
     chains_only = True
 
@@ -45,7 +46,7 @@ class BlockVerifier(Verifier):
         for i in range(last):
             child = nodes[i + 1]
             keep.append(scaled(keep[i], float(distributions[i][tree.tokens[child]]), drawn_probability(tree, child)))
-        if last == 0 or (keep[last] > 0.0 and coins.accept(keep[last])):
+        if last == 0 or (keep[last] > 0.0 and coins.accept(keep[last], node=nodes[last])):
             return Verdict(tuple(nodes[1:]), coins.draw(distributions[last]), next_is_bonus=True)
         for i in range(last - 1, -1, -1):
             if keep[i] == 0.0:
@@ -53,7 +54,7 @@ class BlockVerifier(Verifier):
             child = nodes[i + 1]
             residual = leftover(distributions[i], tree.distribution(child), tree.tokens[child], keep[i])
             total = float(residual.sum())
-            if i == 0 or coins.accept(pass_probability(total, keep[i])):
+            if i == 0 or coins.accept(pass_probability(total, keep[i]), node=nodes[i]):
                 next_token = coins.draw(distributions[i] if is_nothing(total, residual) else residual)
                 return Verdict(tuple(nodes[1 : i + 1]), next_token, next_is_bonus=False)
         raise AssertionError("unreachable: the empty prefix is always accepted")
@@ -71,7 +72,7 @@ class BlockVerifier(Verifier):
         nodes = [0, *chain_nodes(tree, self.name)]
         last = len(nodes) - 1
         distribution, keep = _distributions_and_budgets(tree, scores, nodes)
-        if last == 0 or (keep[last] > 0.0 and coins.accept(keep[last])):
+        if last == 0 or (keep[last] > 0.0 and coins.accept(keep[last], node=nodes[last])):
             return Verdict(tuple(nodes[1:]), coins.draw(distribution(last)), next_is_bonus=True)
 
         @cache
@@ -81,7 +82,9 @@ class BlockVerifier(Verifier):
             return residual, float(residual.sum())
 
         def passes(i: int) -> bool:
-            return keep[i] > 0.0 and coins.accept_lazily(keep[i], lambda: pass_probability(rest_after(i)[1], keep[i]))
+            return keep[i] > 0.0 and coins.accept_lazily(
+                keep[i], lambda: pass_probability(rest_after(i)[1], keep[i]), nodes[i]
+            )
 
         stop = next((i for i in range(last - 1, 0, -1) if passes(i)), 0)
         residual, total = rest_after(stop)

@@ -20,6 +20,7 @@ class CoupledVerifier(Verifier):
     """
 
     name = "coupled"
+    decides_by = "choices"
     races = True
     asks_choices = True
 

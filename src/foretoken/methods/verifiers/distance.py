@@ -21,6 +21,7 @@ class DistanceVerifier(Verifier):
     """
 
     name = "distance"
+    decides_by = "paths"
     lossless = False
 
     def __init__(self, eps: int = 2, sample_next: bool = False) -> None:

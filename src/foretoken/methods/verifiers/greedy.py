@@ -13,6 +13,7 @@ class GreedyVerifier(Verifier):
     """
 
     name = "greedy"
+    decides_by = "choices"
     greedy_only = True
     asks_choices = True
 

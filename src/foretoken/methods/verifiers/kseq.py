@@ -30,13 +30,13 @@ class KseqVerifier(Verifier):
             for group in _groups(tree, children):
                 tokens, q = [tree.tokens[child] for child in group], tree.distribution(group[0])
                 if q is None:
-                    if coins.accept(float(residual[tokens[0]])):
+                    if coins.accept(float(residual[tokens[0]]), node=group[0]):
                         return tokens[0]
                     residual = without(residual, tokens[0])
                     continue
                 rho = threshold(residual, q, len(group))
-                for token in tokens:
-                    if coins.accept(float(residual[token]), rho * float(q[token])):
+                for child, token in zip(group, tokens, strict=True):
+                    if coins.accept(float(residual[token]), rho * float(q[token]), child):
                         return token
                 residual = _residual(residual, q, len(group), rho)
             return coins.draw(residual)

@@ -40,7 +40,7 @@ class LenientVerifier(Verifier):
                     return Verdict(tuple(nodes[:i]), scores.argmax(parent), next_is_bonus=False)
                 continue
             p = scores.p(parent)  # [V]
-            if not coins.accept(float(p[x]), self.lenience * drawn_probability(tree, node)):
+            if not coins.accept(float(p[x]), self.lenience * drawn_probability(tree, node), node):
                 return Verdict(
                     tuple(nodes[:i]), coins.draw(self._residual(p, tree.distribution(node), x)), next_is_bonus=False
                 )

@@ -14,6 +14,7 @@ class MatchVerifier(Verifier):
     """
 
     name = "match"
+    decides_by = "choices"
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         return walk_down(tree, lambda node, children: coins.draw(scores.p(node)))

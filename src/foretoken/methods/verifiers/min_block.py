@@ -21,6 +21,7 @@ class MinBlockVerifier(Verifier):
     """
 
     name = "min_block"
+    decides_by = "paths"
     lossless = False
 
     def __init__(self, min_accepted: int = 1, sample_next: bool = False) -> None:

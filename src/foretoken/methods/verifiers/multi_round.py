@@ -23,7 +23,7 @@ class MultiRoundVerifier(Verifier):
             residual = scores.p(node)  # [V]
             for child in children:
                 token = tree.tokens[child]
-                if coins.accept(float(residual[token]), drawn_probability(tree, child)):
+                if coins.accept(float(residual[token]), drawn_probability(tree, child), child):
                     return token
                 residual = rest_of(residual, tree.distribution(child), token)
             return coins.draw(residual)

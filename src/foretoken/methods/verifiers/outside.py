@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from foretoken.core import Kind, TokenTree, Verdict
-from foretoken.core.outside import OutsideError, fault_of, line_of, told_of
+from foretoken.core.outside import OutsideError, fault_message, fault_of, line_of
 from foretoken.methods.verifiers.base import Verifier
 
 
@@ -62,4 +62,4 @@ def _broken(verifier: Verifier, rule: str) -> VerifierError:
     cls = type(verifier)
     names = ("verify", "decide_fast", "decide")  # in the order in which they call one another
     method = next(name for name in names if getattr(cls, name) is not getattr(Verifier, name))
-    return VerifierError(told_of(cls, method, rule))
+    return VerifierError(fault_message(cls, method, rule))

@@ -25,8 +25,8 @@ class PointVerifier(Verifier):
 
         def choose(node: int, children: Sequence[int]) -> int:
             residual = scores.p(node)  # [V]
-            for token in dict.fromkeys(tree.tokens[child] for child in children):
-                if coins.accept(float(residual[token])):
+            for token, child in _distinct(tree, children).items():
+                if coins.accept(float(residual[token]), node=child):
                     return token
                 residual = without(residual, token)
             return coins.draw(residual)
@@ -40,11 +40,11 @@ class PointVerifier(Verifier):
             p = scores.p(node)  # [V]
             if not children:
                 return coins.draw(p)
-            tokens = list(dict.fromkeys(tree.tokens[child] for child in children))
-            index = torch.tensor(tokens, device=p.device)
+            tried = _distinct(tree, children)
+            index = torch.tensor(list(tried), device=p.device)
             remaining = 1.0
-            for token, weight in zip(tokens, p[index].tolist(), strict=True):
-                if coins.accept(weight, remaining):
+            for (token, child), weight in zip(tried.items(), p[index].tolist(), strict=True):
+                if coins.accept(weight, remaining, child):
                     return token
                 remaining -= weight
             residual = p.index_fill(0, index, 0.0)
@@ -52,3 +52,11 @@ class PointVerifier(Verifier):
             return coins.draw(p if is_nothing(float(residual.sum()), residual) else residual)
 
         return walk_down(tree, choose)
+
+
+def _distinct(tree: TokenTree, children: Sequence[int]) -> dict[int, int]:
+    """The children's tokens, each with the first child that holds it."""
+    first: dict[int, int] = {}
+    for child in children:
+        first.setdefault(tree.tokens[child], child)
+    return first

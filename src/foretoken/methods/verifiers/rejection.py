@@ -26,7 +26,7 @@ class RejectionVerifier(Verifier):
         nodes = chain_nodes(tree, self.name)
         for i, node in enumerate(nodes):
             p, x = scores.p(tree.parents[node]), tree.tokens[node]  # [V]
-            if not coins.accept(float(p[x]), drawn_probability(tree, node)):
+            if not coins.accept(float(p[x]), drawn_probability(tree, node), node):
                 return Verdict(
                     tuple(nodes[:i]), coins.draw(rest_of(p, tree.distribution(node), x)), next_is_bonus=False
                 )
@@ -54,7 +54,7 @@ class RejectionVerifier(Verifier):
         distributions = scores.chain_p()  # [g+1, V]
         p_x, q_x = scores.weights or chain_weights(tree, distributions)
         for i, (p, q) in enumerate(zip(p_x, q_x, strict=True)):
-            if not coins.accept(p, q):
+            if not coins.accept(p, q, i + 1):
                 residual = rest_of(distributions[i], tree.distribution(i + 1), tree.tokens[i + 1])
                 return Verdict(tuple(range(1, i + 1)), coins.draw(residual), next_is_bonus=False)
         return Verdict(tuple(range(1, len(tree))), coins.draw(distributions[-1]), next_is_bonus=True)

@@ -21,6 +21,7 @@ class TopKVerifier(Verifier):
     """
 
     name = "top_k"
+    decides_by = "paths"
     lossless = False
 
     def __init__(self, k: int = 3, sample_next: bool = False) -> None:

@@ -26,6 +26,7 @@ class TraversalVerifier(Verifier):
     """
 
     name = "traversal"
+    decides_by = "paths"
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """The recursion; target distributions are computed only for visited nodes that can be accepted."""
@@ -50,7 +51,7 @@ def _visit(tree: TokenTree, scores: Scores, coins: Coins, node: int, budget: flo
     """Verify the subtree of ``node``; ``None`` when all of it is rejected."""
     children = tree.children[node]
     if not children:
-        accepted = node == 0 or coins.accept(budget)
+        accepted = node == 0 or coins.accept(budget, node=node)
         return verdict_at(tree, tree.path(node)[1:], coins.draw(scores.p(node))) if accepted else None
     distribution, drawn = scores.p(node), SiblingDistributions(tree)  # [V]
     for child in children:
@@ -63,7 +64,7 @@ def _visit(tree: TokenTree, scores: Scores, coins: Coins, node: int, budget: flo
             drawn.remove(child)
         if budget <= 0.0:
             break
-    if node == 0 or coins.accept(budget):
+    if node == 0 or coins.accept(budget, node=node):
         return verdict_at(tree, tree.path(node)[1:], coins.draw(distribution))
     return None
 

@@ -25,6 +25,7 @@ class TypicalVerifier(Verifier):
     """
 
     name = "typical"
+    decides_by = "paths"
     lossless = False
 
     def __init__(self, eps: float = 0.09, delta: float = 0.3, sample_next: bool = False) -> None:

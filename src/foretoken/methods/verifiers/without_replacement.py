@@ -26,7 +26,7 @@ class WithoutReplacementVerifier(Verifier):
             residual, drawn = scores.p(node), SiblingDistributions(tree)
             for child in children:
                 token, q = tree.tokens[child], drawn.distribution(child)  # q: [V]
-                if coins.accept(float(residual[token]), 1.0 if q is None else float(q[token])):
+                if coins.accept(float(residual[token]), 1.0 if q is None else float(q[token]), child):
                     return token
                 residual = rest_of(residual, q, token)
                 drawn.remove(child)

@@ -25,16 +25,6 @@ class Recorder(Protocol):
         """A callable equivalent to ``program``; it may return the same tensors every time."""
 
 
-class Eager:
-    """Runs the program itself, for tests and to compute a graph's results without CUDA."""
-
-    def host(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int32)
-
-    def record(self, program: Run) -> Run:
-        return program
-
-
 class CudaGraphs:
     """Captures programs on a device in one memory pool.
 

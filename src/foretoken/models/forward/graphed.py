@@ -119,8 +119,8 @@ class Graphs:
 
     def _bucket(self, feeds: Sequence[Feed], plans: Sequence[RowPlan], taps: tuple[str, ...]) -> Bucket | None:
         """The smallest shape that holds these nodes; ``None`` if there is none."""
-        width = _at_least(max(plan.new for plan in plans), ROWS)
-        batch = _at_least(max(feed.sequence.row for feed in feeds) + 1, BATCHES)
+        width = _rounded_up(max(plan.new for plan in plans), ROWS)
+        batch = _rounded_up(max(feed.sequence.row for feed in feeds) + 1, BATCHES)
         if self.stopped or width is None or batch is None or batch * width > MOST_ROWS:
             return None
         is_draft = any(feed.wanted != 0 for feed in feeds)  # a prompt needs no logits
@@ -180,13 +180,13 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _at_least(count: int, sizes: Sequence[int]) -> int | None:
+def _rounded_up(count: int, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= count), None)
 
 
 def _up_to(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """All sizes up to the first that holds ``count``."""
-    last = _at_least(count, sizes) or sizes[-1]
+    last = _rounded_up(count, sizes) or sizes[-1]
     return tuple(size for size in sizes if size <= last)
 
 
@@ -203,13 +203,13 @@ def with_graphs(model: LanguageModel, choice: bool | str, recorder: Recorder | N
     """
     if choice is not True and choice is not False and choice != "auto":
         raise ValueError(f"graphs must be True, False or 'auto', not {choice!r}")
-    device = getattr(model, "device", None)
+    device = model.device
     reason = ""
     if choice is False:
         reason = "not asked for"
     elif not isinstance(model, HuggingFaceModel):
         reason = f"{type(model).__name__} does not support fixed shapes"
-    elif recorder is None and getattr(device, "type", "cpu") != "cuda":
+    elif recorder is None and (device is None or device.type != "cuda"):
         reason = f"they need a CUDA device, and the model is on {device}"
     elif model.graphs is None:
         reason = _attach(model, recorder)
@@ -296,9 +296,9 @@ def _difference(ordinary: Tensor, fixed: Tensor, truth: Tensor | None, dtype: to
     return f"fixed steps gave different logits (off by {fixed_error:.1e}, the ordinary forward by {ordinary_error:.1e})"
 
 
-def follow(draft: LanguageModel, target: Any) -> LanguageModel:
+def follow(draft: LanguageModel, target: LanguageModel) -> LanguageModel:
     """Attach graphs to a draft model if its target has them, in the same memory pool."""
-    graphs: Graphs | None = getattr(target, "graphs", None)
+    graphs: Graphs | None = target.graphs
     if graphs is None or not isinstance(draft, HuggingFaceModel) or draft.device != graphs.owner.device:
         return draft
     with_graphs(draft, "auto", graphs.recorder)

@@ -104,14 +104,20 @@ def _sampled(module: Any, count: int) -> Any:
     return getattr(module, "weight", None) if sampled is None else sampled(count)
 
 
+def quantised_bits(network: Any) -> int | None:
+    """Bits of weights that our layers hold quantised; ``None`` for full precision, a GGUF file and other packages."""
+    bits = {module.product.bits for module in network.modules() if isinstance(module, QuantisedLinear)}
+    return None if getattr(network, "stored_as", "") or not bits else min(bits)
+
+
 def storage_of(network: Any) -> str:
     """Quantisation of a network's weights: ``"int8"`` or the name of the package; empty for full precision."""
     stored_as = getattr(network, "stored_as", "")
     if stored_as:
         return f"{GGUF} {stored_as.removeprefix(GGUF).split(',')[0].strip()}"
-    bits = {module.product.bits for module in network.modules() if isinstance(module, QuantisedLinear)}
-    if bits:
-        return f"int{min(bits)}"
+    bits = quantised_bits(network)
+    if bits is not None:
+        return f"int{bits}"
     config = getattr(network.config, "quantization_config", None)
     if config is None:
         return ""
@@ -124,7 +130,7 @@ class TargetParts:
 
     def __init__(self, model: LanguageModel) -> None:
         # A drafter of an inflated target was trained for the small model in it, and keeps using that.
-        network: Any = getattr(model, "small", getattr(model, "model", None))
+        network: Any = getattr(model, "small", model.model)
         if network is None or not model.capabilities.taps or network.get_output_embeddings() is None:
             raise CapabilityError(f"a trained drafter needs a target with hidden states, not {type(model).__name__}")
         if is_offloaded(network):
@@ -226,9 +232,12 @@ class TargetParts:
     def final_norm(self) -> torch.nn.Module:
         """The norm after the last layer, whose output the vocabulary projection reads."""
         decoder = find_decoder(self.network)[0]
+        norms = {name: child for name, child in decoder.named_children() if "norm" in type(child).__name__.lower()}
         for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm"):
-            if isinstance(getattr(decoder, name, None), torch.nn.Module):
-                return getattr(decoder, name)
+            if name in norms:
+                return norms[name]
+        if len(norms) == 1:  # LFM2 calls it embedding_norm
+            return next(iter(norms.values()))
         raise CapabilityError(f"{type(decoder).__name__} has no final norm with a known name")
 
     def normed(self, hidden: Tensor) -> Tensor:

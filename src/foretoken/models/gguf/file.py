@@ -108,14 +108,14 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
         name = PART.fullmatch(path.name)
         if name is None or int(name[2]) != 1:
             raise GgufError(f"{path} is one of {parts} parts: give the first, ...-00001-of-....gguf")
-        tensors.update(_part(path.with_name(f"{name[1]}{number:05}{name[3]}"), number, parts, tensors))
+        tensors.update(_read_shard(path.with_name(f"{name[1]}{number:05}{name[3]}"), number, parts, tensors))
     total = reader.whole(metadata, "split.tensors.count", len(tensors))
     if parts > 1 and total != len(tensors):
         raise GgufError(f"{path} and its parts have {len(tensors)} tensors of {total}: copy all {parts} parts again")
     return GgufFile(path, metadata, tensors)
 
 
-def _part(path: Path, number: int, parts: int, earlier: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
+def _read_shard(path: Path, number: int, parts: int, earlier: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
     reader = _GgufReader(path)
     metadata = reader.metadata()
     header = reader.whole(metadata, "split.no", number - 1) + 1, reader.whole(metadata, "split.count", 1)

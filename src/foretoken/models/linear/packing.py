@@ -103,14 +103,14 @@ def laid_out(weight: Tensor, layout: str) -> WeightLayout:
     """The weight in the given layout, or in its fastest one; plain if that is impossible."""
     usable = usable_layouts(weight.dtype, weight.device)
     if layout != "auto":
-        return _made(weight, layout if layout in usable else "plain") or PlainLayout(weight)
+        return _in_layout(weight, layout if layout in usable else "plain") or PlainLayout(weight)
     shape = (int(weight.shape[0]), int(weight.shape[1]))
-    fastest = _made(weight, fastest_layout(weight.dtype, [shape], usable))
+    fastest = _in_layout(weight, fastest_layout(weight.dtype, [shape], usable))
     unconditional = [name for name in usable if name != "half"]  # half depends on the weight's numbers
-    return fastest or _made(weight, fastest_layout(weight.dtype, [shape], unconditional)) or PlainLayout(weight)
+    return fastest or _in_layout(weight, fastest_layout(weight.dtype, [shape], unconditional)) or PlainLayout(weight)
 
 
-def _made(weight: Tensor, layout: str) -> WeightLayout | None:
+def _in_layout(weight: Tensor, layout: str) -> WeightLayout | None:
     try:
         return LAYOUTS[layout](weight)
     except ValueError:

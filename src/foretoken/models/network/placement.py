@@ -18,7 +18,7 @@ def device_of(model: Any) -> torch.device:
     device: torch.device = model.device
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules()) if device.type == "meta" else ()
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
-    return torch.device(next((found for found in devices if found is not None), device))
+    return torch.device(next((hooked for hooked in devices if hooked is not None), device))
 
 
 def is_offloaded(model: Any) -> bool:

@@ -20,11 +20,11 @@ from foretoken.models.base import (
     LanguageModel,
     Rows,
     SequenceState,
-    check_distinct,
 )
 from foretoken.models.other.branches import Branches, Removal
 from foretoken.models.other.llama_context import CACHE_TYPES, MOST_IDS, PIECE, LlamaContext
 from foretoken.models.other.llama_cpp import GgufError, Weights
+from foretoken.models.runner import check_distinct
 
 NO_LAYERS = "llama.cpp runs a file's layers as a whole and returns logits only"
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
-from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot, check_distinct
+from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.runner import PREFILL_CHUNK
+from foretoken.models.runner import PREFILL_CHUNK, check_distinct
 
 
 class PartLost(RuntimeError):

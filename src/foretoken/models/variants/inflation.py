@@ -220,9 +220,9 @@ class _Filler:
         attention, mlp = layer.self_attn, layer.mlp
         for owner, names in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
             for name in names:
-                self.reader(getattr(owner, name), _part(source, owner, layer, name))
-        self.writer(attention.o_proj, _part(source, attention, layer, "o_proj"))
-        self.writer(mlp.down_proj, _part(source, mlp, layer, "down_proj"))
+                self.reader(getattr(owner, name), _source_layer(source, owner, layer, name))
+        self.writer(attention.o_proj, _source_layer(source, attention, layer, "o_proj"))
+        self.writer(mlp.down_proj, _source_layer(source, mlp, layer, "down_proj"))
         for name in ("input_layernorm", "post_attention_layernorm"):
             self.norm(getattr(layer, name), None if source is None else getattr(source, name))
         for name in ("q_norm", "k_norm"):  # per head: width and epsilon do not change
@@ -266,7 +266,7 @@ class _Filler:
             norm.variance_epsilon = source.variance_epsilon
 
 
-def _part(source: Any | None, owner: Any, layer: Any, name: str) -> Any | None:
+def _source_layer(source: Any | None, owner: Any, layer: Any, name: str) -> Any | None:
     if source is None:
         return None
     return getattr(source.self_attn if owner is layer.self_attn else source.mlp, name)

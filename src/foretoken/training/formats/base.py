@@ -19,11 +19,18 @@ from foretoken.models.checks.finite import check_stored
 from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.registry import Spec
 from foretoken.training.formats.folders import NOTE, Found, write_json, write_tensors
+from foretoken.training.formats.quantised import dequantised
 from foretoken.training.formats.values import whole
 
 NOTE_VERSION = 1
 DTYPE = torch.bfloat16
 """Dtype of stored drafters."""
+EMBEDDING = "embed_tokens.weight"
+OWN_EMBEDDING = (
+    "the checkpoint has a token embedding of its own, which was kept: if few drafts are accepted, it is for another "
+    "--target"
+)
+"""Warning about an embedding that is not the target's."""
 
 
 @dataclass
@@ -77,10 +84,11 @@ class Target:
             torch.allclose(weight[:count].float(), embedding[:count].float(), rtol=2**-7, atol=1e-7)
         )
 
-    def check_embedding(self, embedding: Tensor | None) -> None:
-        """Raise ``ValueError`` for an embedding other than this target's, which our drafters use."""
-        if embedding is not None and not self.is_embedding(embedding):
-            raise ValueError("embed_tokens.weight is not the target's embedding: give the --target it was trained for")
+    def own_embedding(self, embedding: Tensor | None) -> Tensor | None:
+        """A checkpoint's embedding [V, D] without padding rows; ``None`` if it is this target's own."""
+        if embedding is None or self.is_embedding(embedding):
+            return None
+        return embedding[: self.parts.vocab_size].contiguous()
 
     def speculators_config(self, algorithm: str, **proposal: float) -> dict[str, Any]:
         """Serving settings of vllm-project/speculators for a drafter of this target with one greedy proposal method."""
@@ -147,6 +155,7 @@ class NetFormat(Format):
     net_config: ClassVar[type[Any]]
     net_class: ClassVar[type[Any]]
     weights: ClassVar[str] = WEIGHTS
+    config_file: ClassVar[str] = "config.json"
 
     @abstractmethod
     def write(self, trained: Trained, target: Target) -> Checkpoint:
@@ -164,24 +173,29 @@ class NetFormat(Format):
         load_weights(source, net)
         checkpoint = self.write(Trained(description["config"], stored(net)), target)
         write_tensors(folder / self.weights, checkpoint.tensors)
-        write_json(folder / "config.json", checkpoint.config)
+        write_json(folder / self.config_file, checkpoint.config)
         note = {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint)}
-        write_json(folder / NOTE, {**note, "measured": description["measured"]})
+        write_json(folder / NOTE, {**note, "measured": description["measured"], **self.noted(description["config"])})
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
-        source.check_whole()
+        source.check_whole(self.config_file)
         fingerprint = target.parts.fingerprint()
         measured = measured_for(source, self.method, fingerprint)
-        tensors = source.tensors()
+        tensors = unquantised(source, self.warnings)
         if any(value.is_floating_point() and value.dtype != DTYPE for value in tensors.values()):
             self.warnings.append("the weights were rounded to bfloat16")
-        trained = self.read(Checkpoint(source.config, tensors), target)
+        config = source.config if self.config_file == "config.json" else source.json(self.config_file)
+        trained = self.read(Checkpoint(config, tensors), target)
         net = self.network(trained.config)
         parameters = net.state_dict()
         check_stored(tensors.items(), source.path)
         net.load_state_dict({name: value.to(parameters[name].dtype) for name, value in trained.tensors.items()})
         save_drafter(folder, self.method, trained.config, net, fingerprint, measured)
         return f"{self.method}:{{}}"
+
+    def noted(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Facts of a configuration that the layout has no keys for; they are kept in the note beside an export."""
+        return {}
 
     def network(self, config: Mapping[str, Any]) -> nn.Module:
         """An untrained network of this shape."""
@@ -192,6 +206,15 @@ class NetFormat(Format):
         """Shapes of the network's tensors by our names."""
         with torch.device("meta"):
             return {name: tuple(value.shape) for name, value in self.network(config).state_dict().items()}
+
+
+def unquantised(source: Found, warnings: list[str]) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, in bfloat16 if they are quantised, with a warning.  Raises ``ValueError`` for a
+    quantisation that cannot be read."""
+    tensors, method = dequantised(source.config, source.tensors())
+    if method:
+        warnings.append(f"the weights are quantised with {method}, and were read as bfloat16")
+    return tensors
 
 
 def stored(net: nn.Module) -> dict[str, Tensor]:

@@ -16,6 +16,8 @@ from foretoken.training.formats.base import Target, check_sizes
 from foretoken.training.formats.llama_layer import layer_shape, refuse_others
 from foretoken.training.formats.values import MOST, class_of, flag, listed, number, positive, whole
 
+SINK = ".attention_sink_bias"
+
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config.json`` flattened: the layers' own configuration, the top level, and ``dflash_config`` over both, each a
@@ -33,13 +35,7 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by our names, with separate queries, keys and values.  Raises ``ValueError`` for a quantised
-    checkpoint."""
-    suffixes = (".weight_packed", ".weight_scale", ".qweight", ".scales")
-    if any(f".{name}".endswith(suffixes) for name in tensors) or config.get("quantization_config"):
-        quantisation = config.get("quantization_config")
-        kind = quantisation.get("quant_method", "") if isinstance(quantisation, Mapping) else ""
-        raise ValueError(f"the checkpoint is quantised ({kind or 'packed weights'}): import the unquantised one")
+    """Tensors by our names, with separate queries, keys and values."""
     renamed = {our_name(name): value for name, value in tensors.items()}
     for name in [name for name in renamed if name.endswith(".qkv_proj.weight")]:
         prefix, whole = name.removesuffix("qkv_proj.weight"), renamed.pop(name)
@@ -54,17 +50,18 @@ def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> di
     return renamed
 
 
-def in_halves(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
-    """Weights for rotary embeddings of interleaved pairs, permuted for ours, which rotate the two halves of a head.
+def in_halves(tensors: Mapping[str, Tensor], dim: int, rotated: int) -> dict[str, Tensor]:
+    """Weights for rotary embeddings of interleaved pairs, permuted for ours, which rotate the two halves of the first
+    ``rotated`` of a head's ``dim`` numbers.
 
     Attention scores do not depend on the order of a head's rows if queries and keys have the same.
     """
-    order = torch.cat([torch.arange(0, dim, 2), torch.arange(1, dim, 2)])
+    order = torch.cat([torch.arange(0, rotated, 2), torch.arange(1, rotated, 2), torch.arange(rotated, dim)])
 
     def moved(name: str, value: Tensor) -> Tensor:
         if name.endswith((".q_norm.weight", ".k_norm.weight")):
             return value[order]
-        if name.endswith((".q_proj.weight", ".k_proj.weight")):
+        if name.endswith((".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")):
             return value.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
         return value
 
@@ -85,9 +82,7 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
     Raises ``ValueError`` if a key is missing, is for another target, or requires features that our network lacks.
     """
     check_sizes(config, target)
-    refuse_others(
-        config, {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0, "hidden_act": "silu"}
-    )
+    refuse_others(config, {"hidden_act": "silu"})
     # 256 layers: more than any published drafter has
     layers = whole(config, "num_hidden_layers", most=256)
     return {
@@ -98,7 +93,7 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
         "block": whole(config, "block_size", least=-MOST),
         "mask_token": _mask_token(config, "mask_embedding" in tensors, target),
         "own_mask": "mask_embedding" in tensors,
-        "sinks": any(name.endswith(".attention_sink_bias") for name in tensors),
+        "sinks": _has_sinks(config, tensors),
         "input_scale": positive(config, "input_embedding_scale", default=1.0),
         **_attention(config, layers),
     }
@@ -122,6 +117,25 @@ def _mask_token(config: Mapping[str, Any], own_embedding: bool, target: Target) 
     return token
 
 
+def _has_sinks(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether attention has sinks, by the tensors.  Raises ``ValueError`` if ``config.json`` promises missing ones."""
+    sinks = any(name.endswith(SINK) for name in tensors)
+    if not sinks and flag(config, "dflash_attention_sink", "attention_sink"):
+        raise ValueError(f"the checkpoint lacks the tensor layers.0.self_attn{SINK}: it is incomplete")
+    return sinks
+
+
+def _mode(config: Mapping[str, Any]) -> bool | None:
+    """Whether ``attention_mode`` makes rows causal; ``None`` if it does not say.  Raises ``ValueError`` for attention
+    that is not over keys and values of heads."""
+    mode = config.get("attention_mode")
+    if mode is None or mode in ("gqa", "mqa", "mha"):
+        return None
+    if mode in ("causal", "bidirectional"):
+        return bool(mode == "causal")
+    raise ValueError(f"config.json has attention_mode {mode!r}, which this network does not have")
+
+
 def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
     """``reach`` and ``causal``; a sliding layer is causal by default."""
     kinds = listed(config, "layer_types") or ["full_attention"] * layers
@@ -135,7 +149,8 @@ def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
         raise ValueError("config.json has sliding layers and no sliding_window: the checkpoint is incomplete")
     # In Transformers the window is the distance to the farthest token; all others also count the token itself.
     reach = window if str(config.get("model_type", "")).endswith("_assistant") else window - 1
-    is_causal = flag(config, "is_causal", "causal", "causal_head")
+    mode, is_causal = _mode(config), flag(config, "is_causal", "causal", "causal_head")
+    is_causal = mode if is_causal is None else is_causal
     if config.get("dflash_draft_attention") is not None:
         is_causal = config["dflash_draft_attention"] == "causal"
     free = flag(config, "sliding_window_non_causal") or str(config.get("model_type", "")).endswith("_assistant")

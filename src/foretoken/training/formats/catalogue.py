@@ -60,6 +60,7 @@ LAYOUTS: tuple[Layout, ...] = (
     ),
     Layout("medusa", "original", "medusa:MedusaOriginal", "FasterDecoding/Medusa"),
     Layout("pard", "plain", "model:PardFolder", "AMD's PARD: a Hugging Face folder with a pard_token", {"vllm": ""}),
+    Layout("uno", "peft", "uno:UnoPeft", "a PEFT adapter, as UNO's are published"),
     Layout("model", "plain", "model:ModelFolder", "a Hugging Face folder", dict.fromkeys(ENGINES, "")),
     Layout("early_exit", "plain", "own_layers:EarlyExit", "the exit layer, as JSON", {"huggingface": ""}),
     Layout("layer_skip", "plain", "own_layers:LayerSkip", "the skipped sublayers, as JSON"),

@@ -15,7 +15,15 @@ from foretoken.core.io.drafter_folders import block_kind
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
 from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
-from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, renamed
+from foretoken.training.formats.base import (
+    EMBEDDING,
+    OWN_EMBEDDING,
+    Checkpoint,
+    NetFormat,
+    Target,
+    Trained,
+    renamed,
+)
 from foretoken.training.formats.block_layout import (
     by_our_names,
     check_scales,
@@ -26,11 +34,12 @@ from foretoken.training.formats.block_layout import (
 )
 from foretoken.training.formats.eagle3 import KEY, VERSION, vocabulary
 from foretoken.training.formats.folders import Found
-from foretoken.training.formats.llama_layer import layer_keys
+from foretoken.training.formats.llama_layer import layer_keys, length_warning, with_biases
 from foretoken.training.formats.values import flag, whole
 
 CODEBOOK = "candidate_selector.predecessor_codebook"
 W1 = "markov_head.markov_w1.weight"
+CONFIDENCE = "confidence_head.proj.weight"
 
 
 class DflashPlain(NetFormat):
@@ -51,14 +60,18 @@ class DflashPlain(NetFormat):
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         """Rename the tensors; a projection equal to the target's is shared."""
         config = nested(checkpoint.config)
-        tensors = by_our_names(checkpoint.tensors, config)
-        shape = {**shape_of(config, tensors, target), **self.extras(config, tensors)}
+        biases, tensors = with_biases(config, by_our_names(checkpoint.tensors, config))
+        shape = {**shape_of(config, tensors, target), **biases, **self.extras(config, tensors)}
         check_scales(config, target)
         if is_interleaved(config):
-            tensors = in_halves(tensors, shape["head_dim"])
+            share = (shape["rope"] or {}).get("partial_rotary_factor", 1.0)
+            tensors = in_halves(tensors, shape["head_dim"], int(shape["head_dim"] * share))
         if "mask_embedding" in tensors:
             tensors["mask_embedding"] = tensors["mask_embedding"].flatten()
-        target.check_embedding(tensors.pop("embed_tokens.weight", None))
+        embedding = target.own_embedding(tensors.pop(EMBEDDING, None))
+        if embedding is not None:
+            tensors[EMBEDDING] = embedding
+            self.warnings.append(OWN_EMBEDDING)
         maps = vocabulary(tensors, whole(config, "draft_vocab_size", default=0, least=0), target)
         tensors = {name: value for name, value in tensors.items() if name not in maps}
         ids = maps["d2t"] + torch.arange(len(maps["d2t"]))
@@ -68,7 +81,9 @@ class DflashPlain(NetFormat):
         if head is not None and not own_head:
             del tensors["lm_head.weight"]
         shape |= {"draft_vocab": len(ids) if reduced else 0, "own_head": own_head}
+        shape["own_embedding"] = embedding is not None
         shapes = self.shapes(shape)
+        self.warnings += length_warning(self.net_config(**shape))
         names = {name: name for name in shapes if name not in maps}
         return Trained(shape, {**renamed(tensors, shapes, names), **(maps if reduced else {})})
 
@@ -210,7 +225,9 @@ class DsparkPlain(DflashPlain):
         if stated != head:
             raise ValueError(f"config.json says markov_head_type {stated!r}, and the tensors are those of {head!r}")
         rank = whole(config, "markov_rank", default=tensors[W1].shape[-1])
-        reader, confidence = tensors.get("confidence_head.proj.weight"), ""
+        reader, confidence = tensors.get(CONFIDENCE), ""
+        if reader is None and flag(config, "enable_confidence_head"):
+            raise ValueError(f"the checkpoint lacks the tensor {CONFIDENCE}: it is incomplete")
         if reader is not None:
             confidence = "both" if reader.shape[-1] == rank + whole(config, "hidden_size") else "state"
         return {

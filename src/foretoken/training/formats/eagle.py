@@ -9,11 +9,20 @@ import torch
 from torch import Tensor
 
 from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
-from foretoken.training.formats.base import DTYPE, Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
+from foretoken.training.formats.base import (
+    DTYPE,
+    EMBEDDING,
+    Checkpoint,
+    NetFormat,
+    Target,
+    Trained,
+    check_sizes,
+    renamed,
+)
 from foretoken.training.formats.folders import Found
-from foretoken.training.formats.llama_layer import layer_config, layer_keys, layer_names
+from foretoken.training.formats.llama_layer import layer_config, layer_keys, layer_names, length_warning, with_biases
+from foretoken.training.formats.values import number
 
-NAMES = {"fc.weight": "fc.weight", "fc.bias": "fc.bias", **layer_names("layer", "layers.0")}
 LAYER = "layers.0.self_attn"
 
 
@@ -35,23 +44,36 @@ class EaglePlain(NetFormat):
         )
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
-        config = {"architectures": [self.architecture], **layer_keys(EagleConfig(**trained.config), target)}
-        return Checkpoint(config, {theirs: trained.tensors[ours] for ours, theirs in NAMES.items()})
+        shape = EagleConfig(**trained.config)
+        config = {"architectures": [self.architecture], **layer_keys(shape, target)}
+        return Checkpoint(config, {theirs: trained.tensors[ours] for ours, theirs in names(shape).items()})
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         check_sizes(checkpoint.config, target)
-        config, tensors = layer_config(checkpoint.config), dict(checkpoint.tensors)
+        if number(checkpoint.config, "num_hidden_layers", default=1) != 1:
+            count = checkpoint.config["num_hidden_layers"]
+            raise ValueError(f"the checkpoint has {count} layers, and this network has one")
+        biases, tensors = with_biases(checkpoint.config, checkpoint.tensors)
+        config = {**layer_config(checkpoint.config), **biases}
+        shape = EagleConfig(**config)
+        self.warnings += length_warning(shape)
         tensors.setdefault("fc.bias", torch.zeros(config["hidden_size"]))
         check_borrowed(tensors, target)
         # Some checkpoints hold these: no reader uses the norm, and the others are the target's.
-        ignored = ("layers.0.input_layernorm.weight", "embed_tokens.weight", "lm_head.weight")
-        return Trained(config, renamed(tensors, self.shapes(config), NAMES, ignored))
+        ignored = ("layers.0.input_layernorm.weight", EMBEDDING, "lm_head.weight")
+        return Trained(config, renamed(tensors, self.shapes(config), names(shape), ignored))
+
+
+def names(shape: EagleConfig) -> dict[str, str]:
+    """Their names by ours."""
+    return {"fc.weight": "fc.weight", "fc.bias": "fc.bias", **layer_names("layer", "layers.0", shape)}
 
 
 def check_borrowed(tensors: dict[str, Tensor], target: Target) -> None:
     """Raise ``ValueError`` for an embedding or a head other than the target's, which our drafters use."""
     head = tensors.get("lm_head.weight")
-    target.check_embedding(tensors.get("embed_tokens.weight"))
+    if target.own_embedding(tensors.get(EMBEDDING)) is not None:
+        raise ValueError(f"{EMBEDDING} is not the target's embedding, and an EAGLE head uses the target's")
     if head is not None and not target.is_head(head[: target.parts.vocab_size]):
         raise ValueError("lm_head.weight is not the target's projection, and an EAGLE head uses the target's")
 
@@ -75,25 +97,33 @@ class EagleVllm(EaglePlain):
         plain = super().write(trained, target)
         bias = plain.tensors.pop("fc.bias")
         if bool(bias.any()):
-            plain.tensors[f"{LAYER}.o_proj.bias"] = bias
-            plain.tensors.update(folded(bias, plain.tensors))
+            biases = {f"{LAYER}.o_proj.bias": bias, **folded(bias, plain.tensors)}
+            for name, value in biases.items():  # beside those of the layer's own, if it has any
+                own = plain.tensors.get(name, torch.zeros(()))
+                plain.tensors[name] = (own.float() + value.float()).to(DTYPE)
             plain.config["attention_bias"] = True
         return plain
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
-        """Move the bias after the attention back to ``fc``.  Raises ``ValueError`` for biases that are not folded
-        ones."""
+        """Move the bias after the attention back to ``fc``, if the others are what it was folded into; else they are
+        the attention's own."""
         tensors = dict(checkpoint.tensors)
-        if tensors.get(f"{LAYER}.o_proj.bias") is None:
+        bias = tensors.pop(f"{LAYER}.o_proj.bias", None)
+        if bias is None or not _are_folded(bias, tensors):
             return super().read(checkpoint, target)
-        bias = tensors.pop(f"{LAYER}.o_proj.bias")
-        for name, expected in folded(bias, tensors).items():
-            have = tensors.pop(name, torch.zeros(0))
-            scale = float(expected.abs().max()) + 1e-6
-            if have.shape != expected.shape or not torch.allclose(have.float(), expected.float(), atol=scale / 64):
-                raise ValueError(f"{name} is a bias, and this layer has none")
+        for name in folded(bias, tensors):
+            del tensors[name]
         tensors["fc.bias"] = bias
         return super().read(Checkpoint({**checkpoint.config, "attention_bias": False}, tensors), target)
+
+
+def _are_folded(bias: Tensor, tensors: dict[str, Tensor]) -> bool:
+    for name, expected in folded(bias, tensors).items():
+        have = tensors.get(name, torch.zeros(0))
+        scale = float(expected.abs().max()) + 1e-6
+        if have.shape != expected.shape or not torch.allclose(have.float(), expected.float(), atol=scale / 64):
+            return False
+    return True
 
 
 def folded(bias: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

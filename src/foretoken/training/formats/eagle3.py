@@ -6,22 +6,34 @@ Li et al. 2025 (arXiv 2503.01840).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
-from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
+from foretoken.methods.drafters.nets.eagle3 import LAST, Eagle3Config, Eagle3Net
+from foretoken.training.formats.base import (
+    EMBEDDING,
+    OWN_EMBEDDING,
+    Checkpoint,
+    NetFormat,
+    Target,
+    Trained,
+    check_sizes,
+    renamed,
+)
 from foretoken.training.formats.engines import DEPTH
 from foretoken.training.formats.folders import Found
-from foretoken.training.formats.llama_layer import layer_config, layer_keys, layer_names
-from foretoken.training.formats.values import listed, whole
+from foretoken.training.formats.llama_layer import layer_config, layer_keys, layer_names, length_warning, with_biases
+from foretoken.training.formats.values import flag, listed, whole
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-OFF = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Variants that our network does not support."""
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Switches of the network's norms."""
+NUMBERED = re.compile(r"layers\.(\d+)\.")
+UNREAD = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.weight")
 KEY = "speculators_model_type"
 READ = ("eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark")
 """Supported types of speculators checkpoints."""
@@ -36,6 +48,8 @@ class Eagle3Plain(NetFormat):
     net_config: ClassVar[type[Eagle3Config]] = Eagle3Config
     net_class: ClassVar[type[Eagle3Net]] = Eagle3Net
     layer = "midlayer"
+    learns_embedding: ClassVar[bool] = False
+    """Whether training changes the embedding, as a rule."""
 
     def recognises(self, source: Found) -> bool:
         norms = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}
@@ -47,56 +61,88 @@ class Eagle3Plain(NetFormat):
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
         """``config.json``. vLLM counts the layers that have run; SGLang gives the index of the last of them."""
-        ids = layer_ids(shape)
-        return {
+        config = {
             "architectures": ["LlamaForCausalLMEagle3"],
-            **layer_keys(shape, target),
+            **layers_of(shape, target),
             "draft_vocab_size": shape.guessed,
             "target_hidden_size": shape.hidden_size,
-            "num_aux_hidden_states": len(ids),
-            IDS: ids,
-            "eagle_config": {"use_aux_hidden_state": True, IDS: [number - 1 for number in ids]},
-            **dict.fromkeys(OFF, False),
+            **{key: getattr(shape, key) for key in NORMS},
         }
+        if shape.layers == LAST:
+            return {**config, "eagle_config": {"use_aux_hidden_state": False}}
+        ids = layer_ids(shape)
+        inner = {"use_aux_hidden_state": True, IDS: [number - 1 for number in ids]}
+        return {**config, "num_aux_hidden_states": len(ids), IDS: ids, "eagle_config": inner}
 
     def tensors(self, shape: Eagle3Config, trained: Trained, target: Target) -> dict[str, Tensor]:
         """Tensors by their names; without vocabulary maps if the draft vocabulary is the whole one."""
-        tensors = {theirs: trained.tensors[ours] for ours, theirs in names(self.layer).items()}
+        layer = self.layer if shape.num_layers == 1 else "layers.0"
+        tensors = {theirs: trained.tensors[ours] for ours, theirs in self.names(shape, layer).items()}
         rows = trained.tensors["d2t"] + torch.arange(shape.guessed)
         tensors["lm_head.weight"] = target.head(rows) if shape.share_head else trained.tensors["lm_head.weight"]
         if shape.guessed < shape.vocab_size:
             tensors["d2t"], tensors["t2d"] = trained.tensors["d2t"], trained.tensors["t2d"]
         return tensors
 
+    def names(self, shape: Any, layer: str) -> dict[str, str]:
+        """Their names by ours, except for the head and the vocabulary maps; ``layer`` is theirs of the wide layer."""
+        outer = ["norm.weight", *["fc.weight"] * (shape.layers != LAST), *[EMBEDDING] * shape.own_embedding]
+        names = {name: name for name in outer}
+        if shape.norm_before_fc:
+            names["fused_norms.0.weight"] = "input_norm.weight"
+        if shape.fc_norm:
+            names |= {f"fused_norms.{i}.weight": f"fc_norm.{i}.weight" for i in range(len(shape.taps))}
+        names |= {f"{name}.weight": f"{layer}.{name}.weight" for name in ("input_layernorm", "hidden_norm")}
+        names |= layer_names("midlayer", layer, shape, shape.head_norms)
+        for index in range(1, shape.num_layers):
+            ours, theirs = f"layers.{index - 1}", f"layers.{index}"
+            names[f"{ours}.input_layernorm.weight"] = f"{theirs}.input_layernorm.weight"
+            names |= layer_names(ours, theirs, shape, shape.head_norms)
+        return names
+
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
-        """Rename the tensors; a head equal to the target's is shared again."""
-        check_variant(checkpoint.config, target)
-        tensors = dict(checkpoint.tensors)
-        target.check_embedding(tensors.pop("embed_tokens.weight", None))
+        """Rename the tensors; a head or an embedding equal to the target's is shared again."""
+        check_target(checkpoint.config, target)
+        # vLLM makes this norm for every layer, and reads only that of the wide one.
+        tensors = {name: value for name, value in checkpoint.tensors.items() if not UNREAD.fullmatch(name)}
+        biases, tensors = with_biases(checkpoint.config, tensors)
         layer = next((name for name in ("midlayer", "layers.0") if f"{name}.hidden_norm.weight" in tensors), self.layer)
+        embedding = self._embedding(tensors.pop(EMBEDDING, None), checkpoint.config, target)
+        if embedding is not None:
+            tensors[EMBEDDING] = embedding
         maps = vocabulary(tensors, whole(checkpoint.config, "draft_vocab_size", default=0, least=0), target)
         guessed = len(maps["d2t"])
-        rows = maps["d2t"] + torch.arange(guessed)
         head = tensors.get("lm_head.weight")
         config = {
             **layer_config(checkpoint.config),
+            **biases,
+            **variant(checkpoint.config, tensors),
+            **self.more(checkpoint.config, target),
             "vocab_size": target.parts.vocab_size,
             "draft_vocab": 0 if guessed == target.parts.vocab_size else guessed,
-            "layers": ",".join(map(str, fused_layers(checkpoint.config, tensors, target))),
-            "share_head": head is not None and target.is_head(head, rows),
+            "layers": fused(checkpoint.config, tensors, target),
+            "share_head": head is not None and target.is_head(head, maps["d2t"] + torch.arange(guessed)),
+            "own_embedding": embedding is not None,
         }
+        shape = self.net_config(**config)
+        self.warnings += length_warning(shape)
         weights = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
-        theirs = {**names(layer), "lm_head.weight": "lm_head.weight"}
+        theirs = {**self.names(shape, layer), "lm_head.weight": "lm_head.weight"}
         converted = renamed(weights, self.shapes({**config, "share_head": False}), theirs)
-        if config["share_head"]:
+        if shape.share_head:
             del converted["lm_head.weight"]
         return Trained(config, {**converted, **maps})
 
+    def more(self, config: Mapping[str, Any], target: Target) -> dict[str, Any]:
+        """Further arguments of the network's configuration."""
+        return {}
 
-def names(layer: str) -> dict[str, str]:
-    """Their names by ours, except for the head and the vocabulary maps."""
-    norms = {f"{name}.weight": f"{layer}.{name}.weight" for name in ("input_layernorm", "hidden_norm")}
-    return {"fc.weight": "fc.weight", "norm.weight": "norm.weight", **norms, **layer_names("midlayer", layer)}
+    def _embedding(self, weight: Tensor | None, config: Mapping[str, Any], target: Target) -> Tensor | None:
+        """A checkpoint's own embedding, with a warning unless it was learned."""
+        own = target.own_embedding(weight)
+        if own is not None and not (self.learns_embedding or flag(config, "embed_requires_grad")):
+            self.warnings.append(OWN_EMBEDDING)
+        return own
 
 
 def layer_ids(shape: Eagle3Config) -> list[int]:
@@ -104,28 +150,42 @@ def layer_ids(shape: Eagle3Config) -> list[int]:
     return [int(part) for part in shape.layers.split(",")]
 
 
-def check_variant(config: Mapping[str, Any], target: Target) -> None:
-    """Raise ``ValueError`` for other sizes and variants of the network."""
+def check_target(config: Mapping[str, Any], target: Target) -> None:
+    """Raise ``ValueError`` for other sizes than the target's."""
     check_sizes(config, target)
-    inner = config.get("eagle_config")
-    nested = inner if isinstance(inner, dict) else {}
-    for key in OFF:
-        if config.get(key) or nested.get(key):
-            raise ValueError(f"the checkpoint has {key}, a variant of EAGLE-3 that is not supported")
-    if nested.get("use_aux_hidden_state", True) is False:
-        raise ValueError(
-            "the checkpoint reads the last hidden state only (use_aux_hidden_state is false), which is not supported"
-        )
     size = config.get("target_hidden_size") or target.parts.hidden_size
     if size != target.parts.hidden_size:
         raise ValueError(f"the checkpoint is for a target of hidden size {size}, not {target.parts.hidden_size}")
 
 
+def variant(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Number of layers, and the norms of a variant of the network.  Raises ``ValueError`` for another number of layers
+    than in ``config.json``."""
+    count = 1 + max((int(match[1]) for name in tensors if (match := NUMBERED.match(name))), default=0)
+    stated = whole(config, "num_hidden_layers", default=count)
+    if stated != count:
+        raise ValueError(f"the checkpoint has tensors of {count} layers, and config.json says {stated}")
+    nested = nested_config(config)
+    norms = {key: bool(flag(config, key)) or bool(flag(nested, key)) for key in NORMS}
+    return {"num_layers": count, "head_norms": any(name.endswith(".q_norm.weight") for name in tensors), **norms}
+
+
+def nested_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("eagle_config")
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def fused(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> str:
+    """The value of ``layers``."""
+    if flag(nested_config(config), "use_aux_hidden_state") is False or flag(config, "use_aux_hidden_state") is False:
+        return LAST
+    return ",".join(map(str, fused_layers(config, tensors, target)))
+
+
 def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> Sequence[int]:
     """Fused depths: vLLM's numbers, else SGLang's plus one, else the paper's.  Raises ``ValueError`` for depths that
     the target does not have, and if ``fc`` reads another number of them."""
-    count, inner = target.parts.num_layers, config.get("eagle_config")
-    nested = listed(inner, IDS) if isinstance(inner, dict) else None
+    count, nested = target.parts.num_layers, listed(nested_config(config), IDS)
     depths = listed(config, IDS) or [i + 1 if type(i) is int else i for i in nested or ()] or [2, count // 2, count - 3]
     if not all(type(i) is int and 0 <= i <= count for i in depths):
         raise ValueError(f"the checkpoint fuses the layers {depths}, and the target has depths 0 to {count}")
@@ -158,6 +218,12 @@ def vocabulary(tensors: Mapping[str, Tensor], guessed: int, target: Target) -> d
     return {"d2t": offsets, "t2d": is_guessed}
 
 
+def layers_of(shape: Eagle3Config, target: Target) -> dict[str, Any]:
+    """The decoder layers in Llama's keys, or in Qwen3's if their heads have norms."""
+    kind = "qwen3" if shape.head_norms else "llama"
+    return {**layer_keys(shape, target), "model_type": kind, "num_hidden_layers": shape.num_layers}
+
+
 class Eagle3Speculators(Eagle3Plain):
     """The layout of vllm-project/speculators: one ``config.json`` with serving settings, ``layers.0``.
 
@@ -175,6 +241,9 @@ class Eagle3Speculators(Eagle3Plain):
         return kind == "eagle3"
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
+        """``config.json``.  Raises ``ValueError`` for a network that fuses no depths."""
+        if shape.layers == LAST:
+            raise ValueError("a network that reads the last state only (layers=last) has no place in this format")
         return {
             "architectures": ["Eagle3Speculator"],
             KEY: "eagle3",
@@ -182,12 +251,12 @@ class Eagle3Speculators(Eagle3Plain):
             "speculators_config": target.speculators_config(
                 "eagle3", speculative_tokens=DEPTH, verifier_accept_k=1, accept_tolerance=0.0
             ),
-            "transformer_layer_config": layer_keys(shape, target),
+            "transformer_layer_config": layers_of(shape, target),
             "draft_vocab_size": shape.guessed,
             "target_hidden_size": shape.hidden_size,
             IDS: layer_ids(shape),
-            **dict.fromkeys(OFF, False),
-            "embed_requires_grad": False,
+            **{key: getattr(shape, key) for key in NORMS},
+            "embed_requires_grad": shape.own_embedding,
             "tie_word_embeddings": False,
             "torch_dtype": "bfloat16",
         }

@@ -17,6 +17,7 @@ from foretoken.core.io.drafter_folders import OURS
 from foretoken.core.io.files import replacing
 from foretoken.loading import PICKLES
 from foretoken.models.checks.finite import check_finite
+from foretoken.training.formats.quantised import unpacked_name
 
 NOTE = "foretoken.json"
 """File beside an export with its target and measurements, for which public layouts have no place."""
@@ -99,7 +100,8 @@ class Found:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of all tensors.  Raises ``ValueError`` for a damaged file, or if there are only pickled weights."""
+        """Names of all tensors, of packed matrices those of whole ones.  Raises ``ValueError`` for a damaged file, or
+        if there are only pickled weights."""
         names: set[str] = set()
         for file in self._files:
             try:
@@ -107,7 +109,7 @@ class Found:
                     names.update(opened.keys())
             except (SafetensorError, OSError):
                 raise ValueError(f"{file} is damaged or half-written: copy it again") from None
-        return frozenset(names)
+        return frozenset(unpacked_name(name) for name in names)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by their stored names.  Raises ``ValueError`` for a damaged file, and for numbers that are not
@@ -122,10 +124,10 @@ class Found:
             tensors.update(loaded)
         return tensors
 
-    def check_whole(self) -> None:
+    def check_whole(self, config_file: str = "config.json") -> None:
         """Raise ``ValueError`` for a folder without configuration or weights, or with pickled or damaged ones."""
-        if not (self.path / "config.json").exists():
-            raise ValueError(f"{self.path} has no config.json: copy it from the source of the weights")
+        if not (self.path / config_file).exists():
+            raise ValueError(f"{self.path} has no {config_file}: copy it from the source of the weights")
         if not self.names:
             raise ValueError(f"{self.path} holds no *.safetensors weights: the checkpoint is incomplete")
 

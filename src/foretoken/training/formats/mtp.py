@@ -22,10 +22,18 @@ from foretoken.loading import has_drafter, read_head, resolve
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.methods.drafters.nets.store import WEIGHTS, load_weights, read_description, save_drafter
-from foretoken.models.checks.finite import check_stored
 from foretoken.models.forward.heads.mtp import QWEN, TARGETS_OWN, native_module
 from foretoken.registry import Spec
-from foretoken.training.formats.base import DTYPE, NOTE_VERSION, Format, Target, check_sizes, measured_for, stored
+from foretoken.training.formats.base import (
+    DTYPE,
+    NOTE_VERSION,
+    Format,
+    Target,
+    check_sizes,
+    measured_for,
+    stored,
+    unquantised,
+)
 from foretoken.training.formats.eagle3 import KEY, VERSION
 from foretoken.training.formats.engines import DEPTH
 from foretoken.training.formats.folders import NOTE, Found, write_json, write_tensors
@@ -93,8 +101,7 @@ class MtpSpeculators(Format):
         if not isinstance(inner, dict):
             raise ValueError("config.json lacks transformer_layer_config")
         check_sizes(inner, target)
-        tensors = ours_of(source.tensors())
-        check_stored(tensors.items(), source.path)
+        tensors = ours_of(unquantised(source, self.warnings))
         module = native_module(target.parts.network, tensors)
         if any(tensor.is_floating_point() and tensor.dtype != DTYPE for tensor in tensors.values()):
             self.warnings.append("the weights were rounded to bfloat16")

@@ -235,6 +235,10 @@ class Recipe(ABC):
         """Measurements on held-out text for drafting, stored with the weights."""
         return {}
 
+    def reported(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+        """The part of these measurements that stands in the report of the run, too."""
+        return {}
+
     def stored_config(self) -> dict[str, Any]:
         """The network's shape as stored: only the fields that it needs."""
         config = asdict(self.config)

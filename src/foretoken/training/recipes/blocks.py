@@ -21,7 +21,7 @@ from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.training.mask_rows import additive
 from foretoken.training.recipes.base import SHAPE, Batch, Recipe, check_depths, cross_entropies, mean_of
-from foretoken.training.recipes.features import some_rows, texts_of
+from foretoken.training.recipes.features import NOT_SHAPE, some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, mask_of
 
 
@@ -88,7 +88,7 @@ class BlockRecipe(Recipe):
     """Every position of a block learns the target's distribution there."""
 
     config_class: ClassVar[type[Any]] = BlockSettings
-    fixed = ("hidden_size", "vocab_size", "eps", "rope_theta", "draft_vocab", "own_head", "input_scale")
+    fixed = ("vocab_size", *NOT_SHAPE, "draft_vocab", "own_head", "own_embedding", "input_scale")
     target_defaults = (*SHAPE, "taps")
     drafter_class: ClassVar[type[BlockDrafter]]
     lr = 3e-3

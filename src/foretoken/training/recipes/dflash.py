@@ -6,23 +6,29 @@ DFlash is arXiv 2602.06036.  DFlash2 adds the selector's loss over each position
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.dflash import DflashDrafter
 from foretoken.methods.drafters.dflash2 import Dflash2Drafter
 from foretoken.methods.drafters.dspark import DsparkDrafter
 from foretoken.methods.drafters.nets.block import BlockConfig
 from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
 from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
+from foretoken.training.calibration import calibration_errors, fit_temperatures
 from foretoken.training.recipes.base import Batch, cross_entropies
 from foretoken.training.recipes.blocks import BlockRecipe, BlockSettings, PositionLosses
 from foretoken.training.recipes.features import texts_of
-from foretoken.training.recipes.labels import Labels
+from foretoken.training.recipes.labels import Labels, mask_of
+
+CALIBRATED = 256
+"""Blocks of a held-out text by which the confidence head is calibrated."""
 
 
 class DflashRecipe(BlockRecipe):
@@ -87,9 +93,29 @@ class DsparkSettings(BlockSettings, DsparkConfig):
             raise ValueError(f"entropy must be from 0 to 1, not {self.entropy}")
 
 
+class _Position(NamedTuple):
+    """One position of m blocks.
+
+    Attributes:
+        log_guess: [m, V_d] log-probabilities of the corrected draft.
+        targets: [m, V_d] the target's distributions.
+        counted: [m] positions that count, or ``None`` for all.
+        accepted: [m] acceptance probabilities of a drawn draft token.
+        odds: [m] log-odds of the confidence head, or ``None`` without it.
+        memory: for the next position.
+    """
+
+    log_guess: Tensor
+    targets: Tensor
+    counted: Tensor | None
+    accepted: Tensor
+    odds: Tensor | None
+    memory: Any
+
+
 class DsparkRecipe(BlockRecipe):
     """Positions are corrected by the text's own tokens; the confidence head learns the acceptance probability of a
-    draft token."""
+    draft token, and is calibrated on held-out text."""
 
     method = "dspark"
     config_class: ClassVar[type[Any]] = DsparkSettings
@@ -101,17 +127,70 @@ class DsparkRecipe(BlockRecipe):
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
     ) -> PositionLosses:
         """Cross-entropy with and distance to the target's distribution, and the confidence head's cross-entropy."""
+        at, entropy = self._position(batch, labels, states, columns, memory), self.config.entropy
+        entropies = -(at.targets * at.log_guess).sum(-1)
+        losses = entropy * entropies + (1 - entropy) * (at.targets - at.log_guess.exp()).abs().sum(-1)
+        if at.odds is not None:
+            losses = losses + F.binary_cross_entropy_with_logits(at.odds.float(), at.accepted, reduction="none")
+        return PositionLosses(losses, entropies, at.counted, at.memory)
+
+    def _position(self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any) -> _Position:
         before, states = batch.tokens.gather(1, columns).flatten(), states.flatten(0, 1)
         query, memory = self.net.query(before, states, memory)
         rows = self.net.successors if self.frequent is None else self.net.successors[self.frequent]
         logits = self.parts.logits(states, self.frequent) + F.linear(query, rows.to(query.dtype))
         targets, counted = labels.of(texts_of(columns), columns.flatten())
         log_guess = torch.log_softmax(logits.float(), -1)
-        probabilities, entropy = log_guess.exp(), self.config.entropy
-        entropies = -(targets * log_guess).sum(-1)
-        losses = entropy * entropies + (1 - entropy) * (targets - probabilities).abs().sum(-1)
-        odds = self.net.confidences(before, states)
-        if odds is not None:
-            accepted = torch.minimum(targets, probabilities).sum(-1).detach().clamp(0, 1)
-            losses = losses + F.binary_cross_entropy_with_logits(odds.float(), accepted, reduction="none")
-        return PositionLosses(losses, entropies, counted, memory)
+        accepted = torch.minimum(targets, log_guess.exp()).sum(-1).detach().clamp(0, 1)
+        return _Position(log_guess, targets, counted, accepted, self.net.confidences(before, states), memory)
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        drafter = self.drafter_class.of(self.net, self.parts, self.target, self.frequent)
+        drafter.start_from(measured)
+        return drafter
+
+    @torch.no_grad()
+    def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """The confidence head's temperatures, and its calibration error by position without and with them."""
+        if not self.config.confidence or not batches:
+            return {}
+        parts = [self._rounds(batch) for batch in batches if batch.length > self.config.drafts]
+        log_odds = torch.cat([odds for odds, _ in parts]) if parts else torch.zeros(0, self.config.drafts)
+        survived = torch.cat([survived for _, survived in parts]) if parts else log_odds
+        if not len(log_odds):
+            return {}
+        temperatures = fit_temperatures(log_odds, survived)
+        return {
+            "confidence_temperatures": temperatures,
+            "calibration": {
+                "rounds": len(log_odds),
+                "before": calibration_errors(log_odds, survived, [1.0] * len(temperatures)),
+                "after": calibration_errors(log_odds, survived, temperatures),
+            },
+        }
+
+    def _rounds(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Rounds along a text: the head's log-odds [n, drafts], and the probabilities [n, drafts] that a draft is
+        accepted so far.  Rounds with a token that is not learned are left out."""
+        drafts, texts = self.config.drafts, len(batch.tokens)
+        last = batch.length - drafts
+        anchors = torch.linspace(1, last, min(last, CALIBRATED)).long().to(batch.tokens.device).expand(texts, -1)
+        states = self.states(batch, anchors)
+        columns = anchors[..., None] + torch.arange(drafts, device=anchors.device)
+        rows = texts_of(columns.flatten(1))
+        labels = Labels(batch, mask_of(batch, rows, columns.flatten()), self.frequent)
+        odds, accepted, memory = [], [], None
+        for position in range(drafts):
+            at = self._position(batch, labels, states[:, :, position], columns[..., position], memory)
+            # With a draft vocabulary a position does not count if the target's likeliest token is outside of it.
+            outside = 1.0 if self.frequent is None or at.counted is None else at.counted
+            odds.append(torch.zeros_like(at.accepted) if at.odds is None else at.odds.float())
+            accepted.append(at.accepted * outside)
+            memory = at.memory
+        survived = torch.stack(accepted, -1).cumprod(-1)
+        learned = batch.counted(rows, columns.flatten())
+        kept = slice(None) if learned is None else learned.view(-1, drafts).all(-1)
+        return torch.stack(odds, -1)[kept].cpu(), survived[kept].cpu()
+
+    def reported(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: measured[key] for key in ("confidence_temperatures", "calibration") if key in measured}

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.eagle3 import Eagle3Drafter, draft_logits
-from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, default_layers
+from foretoken.methods.drafters.nets.eagle3 import LAST, Eagle3Config, Eagle3Net, default_layers
 from foretoken.training.recipes.base import Batch, check_depths, token_counts
 from foretoken.training.recipes.features import FeatureRecipe, TopKSettings
 
@@ -64,14 +65,27 @@ class Eagle3Recipe(FeatureRecipe):
 
     def configure(self, settings: Mapping[str, str]) -> Any:
         config: Eagle3Settings = super().configure(settings)
-        check_depths("layers", config.layers, self.parts.num_layers)
+        if config.layers != LAST:
+            check_depths("layers", config.layers, self.parts.num_layers)
         return config
+
+    @property
+    def num_layers(self) -> int:
+        return self.net.num_layers
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """By the network's own embedding if it has one."""
+        own = self.net.embed_tokens
+        return super().embedded(ids) if own is None else F.embedding(ids, own.weight)
 
     def build(self) -> nn.Module:
         """A new network over the first tokens, started as the target's own head on its deepest fused state."""
         net: Any = super().build()
         size = self.config.hidden_size
-        net.fc.weight.data.mul_(0.1)[:, -size:] += torch.eye(size)
+        if net.fc is not None:
+            net.fc.weight.data.mul_(0.1)[:, -size:] += torch.eye(size)
+        if net.embed_tokens is not None:
+            net.embed_tokens.weight.data.copy_(self.parts.embed.weight.detach()[: self.config.vocab_size].float())
         weight = getattr(self.parts.final_norm, "weight", None)
         if isinstance(weight, Tensor):
             net.norm.weight.data.copy_(weight.detach())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +16,11 @@ from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.training.mask_rows import additive
-from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.recipes.base import SHAPE, Batch, Recipe
 from foretoken.training.recipes.labels import Labels, mask_of
+
+NOT_SHAPE = tuple(name for name in LayerConfig.__dataclass_fields__ if name not in SHAPE)
+"""Settings of a layer that are the target's or a plain one's."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +71,18 @@ class FeatureRecipe(Recipe):
         """
         b, count = rows.shape
         modules = self.modules[:steps]
-        cached: list[tuple[Tensor, Tensor]] = []
+        cached: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-        def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            cached.append((key, value))
-            return torch.cat([key for key, _ in cached], 2), torch.cat([value for _, value in cached], 2)
+        def stored(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            pairs = cached.setdefault(layer, [])
+            pairs.append((key, value))
+            return torch.cat([key for key, _ in pairs], 2), torch.cat([value for _, value in pairs], 2)
 
+        keep = stored if self.num_layers > 1 else partial(stored, 0)
         whole = features
         for step, module in enumerate(modules):
             cached.clear()
-            embeddings = self.parts.embedding(batch.tokens[:, 1 + step :]).to(features.dtype)
+            embeddings = self.embedded(batch.tokens[:, 1 + step :]).to(features.dtype)
             n = embeddings.shape[1]
             positions = torch.arange(n, device=rows.device)
             causal = additive(positions <= positions[:, None])
@@ -86,10 +92,19 @@ class FeatureRecipe(Recipe):
         before = additive(positions <= rows[:, None, :, None])
         diagonal = additive(torch.eye(count, dtype=torch.bool, device=rows.device)).expand(b, 1, count, count)
         for step in range(len(modules), steps):
-            embeddings = self.parts.embedding(batch.tokens.gather(1, rows + 1 + step)).to(features.dtype)
+            embeddings = self.embedded(batch.tokens.gather(1, rows + 1 + step)).to(features.dtype)
             mask = torch.cat([before, *[diagonal] * (step - len(modules) + 1)], -1)
             output = modules[-1](embeddings, output, rows + step, mask, keep)
             yield output
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers with keys and values."""
+        return 1
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., D] of ids."""
+        return self.parts.embedding(ids)
 
     def unrolled_loss(
         self, batch: Batch, features: Tensor, steps: int, decay: float, generator: torch.Generator

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.nets.peagle import PeagleConfig, PeagleNet
@@ -16,7 +15,7 @@ from foretoken.methods.drafters.peagle import PeagleDrafter
 from foretoken.training.mask_rows import KEEP, LEAST, additive, mask_ids, mask_rows, rows_mask, with_text
 from foretoken.training.recipes.base import SHAPE, Batch
 from foretoken.training.recipes.eagle3 import Eagle3Recipe
-from foretoken.training.recipes.features import texts_of
+from foretoken.training.recipes.features import NOT_SHAPE, texts_of
 from foretoken.training.recipes.labels import Labels, mask_of
 
 
@@ -50,7 +49,7 @@ class PeagleRecipe(Eagle3Recipe):
 
     method = "peagle"
     config_class: ClassVar[type[Any]] = PeagleSettings
-    fixed = ("hidden_size", "vocab_size", "eps", "rope_theta")
+    fixed = ("vocab_size", *NOT_SHAPE)
     target_defaults = (*Eagle3Recipe.target_defaults, *SHAPE)
     net_config = PeagleConfig
     net_class = PeagleNet
@@ -62,8 +61,6 @@ class PeagleRecipe(Eagle3Recipe):
         """A new network, started like EAGLE-3's; the hidden state of masks starts as noise."""
         net: Any = super().build()
         net.mask_hidden.data.normal_(std=0.1)
-        if net.embed_tokens is not None:
-            net.embed_tokens.weight.data.copy_(self.parts.embed.weight.detach().float())
         return net
 
     @property
@@ -105,11 +102,6 @@ class PeagleRecipe(Eagle3Recipe):
         visible = additive(rows_mask(anchors, depths).to(device))[None, None]
         whole = torch.cat([features, masks.to(features.dtype)], 1)
         return net(self.embedded(ids).to(features.dtype), whole, positions, visible)
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        """Embeddings [b, m, D] of ids, by the network's own embedding if it has one."""
-        embedding = self.net.embed_tokens
-        return self.parts.embedding(ids) if embedding is None else F.embedding(ids, embedding.weight)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         return PeagleDrafter.of(self.net, self.parts, self.target)

@@ -20,7 +20,7 @@ from foretoken.lab.report.show import page, picture
 from foretoken.lab.report.show.run import Shown, shown_run
 from foretoken.lab.report.show.texts import token_text, visible
 from foretoken.lab.report.show.tree import draw_tree
-from foretoken.lab.report.show.why import deciding_tests, passed, statuses
+from foretoken.lab.report.show.why import nodes_of, own_tests, passed, statuses
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.lookahead import LookaheadDrafter
 from foretoken.methods.drafters.model import ModelDrafter
@@ -106,7 +106,7 @@ def test_statuses_are_what_the_trace_says(case: str) -> None:
 @pytest.mark.parametrize("case", ["rejection", "multi_round", "without_replacement", "kseq", "point"])
 def test_every_test_finds_its_node(case: str) -> None:
     for round_ in run_of(case, 60).rounds:
-        tests = deciding_tests(round_.trace)
+        tests = own_tests(round_.trace)
         assert list(tests.values()) == round_.trace.tests  # all of them, in order
         status = statuses(round_.trace)
         for node, toss in tests.items():
@@ -116,6 +116,53 @@ def test_every_test_finds_its_node(case: str) -> None:
         for node in round_.nodes:
             if node.status == "rejected":
                 assert "u = " in node.why and "≥" in node.why, node
+
+
+def chain_of(rule: str, tests: list[tuple[float, float, int | None]]) -> RoundTrace:
+    """A chain of three, whose first draft token was rejected."""
+    return RoundTrace(
+        0, [7, 1, 2, 3], [-1, 0, 1, 2], [None] * 4, [None] * 4, [], 9, False, "model", verifier=rule,
+        tests=[{"u": u, "chance": chance, "node": node} for u, chance, node in tests],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["rejection", "lenient", "mine"])
+def test_tokens_behind_a_rejection_were_not_reached_whatever_the_rule_is_called(rule: str) -> None:
+    _, first, *others = nodes_of(chain_of(rule, [(0.9, 0.1, 1)]), str)
+    assert first.status == "rejected" and first.why.startswith("rejected: u = 0.9 ≥ ")
+    assert [(node.status, node.why) for node in others] == [
+        ("untried", "not reached: '1' was not accepted"),
+        ("untried", "not reached: '2' was not accepted"),
+    ]
+
+
+@pytest.mark.parametrize("tests", [[(0.9, 0.1, None)], []], ids=["a test without its node", "no test"])
+def test_a_rule_from_outside_need_not_name_its_nodes(tests: list[tuple[float, float, int | None]]) -> None:
+    _, first, *others = nodes_of(chain_of("mine", tests), str)
+    assert (first.status, first.why) == ("rejected", "rejected: the token that the target took is '9'")
+    assert [node.status for node in others] == ["untried", "untried"]
+
+
+def test_lenient_is_a_rule_of_single_tokens() -> None:
+    target, draft = tables()
+    runner = engine(target, ModelDrafter(draft, k=3), make("verifier", "lenient"), allow_lossy=True)
+    (run,) = serve(runner, [Request(PROMPT, SamplingParams(1.0), 40, explain=True)])
+    rounds = [nodes_of(trace, str) for trace in run.rounds if len(trace.tokens) > 1]
+    assert {"accepted", "rejected", "untried"} <= {node.status for nodes in rounds for node in nodes}
+    for node in (node for nodes in rounds for node in nodes[1:]):
+        assert node.why.startswith({"untried": "not reached"}.get(node.status, f"{node.status}: "))
+        assert node.status == "untried" or "its chance" in node.why
+
+
+def test_an_equal_draft_is_tested_once_by_the_point_rule() -> None:
+    trace = RoundTrace(
+        0, [7, 1, 1], [-1, 0, 0], [None] * 3, [None] * 3, [], 9, False, "ngram", verifier="point",
+        tests=[{"u": 0.9, "chance": 0.1, "node": 1}],
+    )  # fmt: skip
+    assert [node.why for node in nodes_of(trace, str)][1:] == [
+        "rejected: u = 0.9 ≥ its share of what is left = 0.1",
+        "not tried: an equal draft was",
+    ]
 
 
 def test_reasons_are_true() -> None:
@@ -191,7 +238,7 @@ def test_the_best_round_has_accepted_and_rejected_tokens() -> None:
 
 def test_boxes_do_not_overlap() -> None:
     for round_ in run_of("traversal").rounds:
-        drawn = draw_tree(round_.nodes, round_.next_token).markup
+        drawn = draw_tree(round_.nodes, round_.next_token, round_.origin).markup
         matches = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', drawn)
         boxes = [tuple(map(float, box)) for box in matches]
         assert len(boxes) == len(round_.nodes) + 1
@@ -202,7 +249,8 @@ def test_boxes_do_not_overlap() -> None:
 
 def test_lines_of_a_tree() -> None:
     trace = RoundTrace(
-        0, [7, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [None] * 5, [None] * 5, [1], 9, False, "model", verifier="greedy"
+        0, [7, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [None] * 5, [None] * 5, [1], 9, False, "model", verifier="greedy",
+        decides_by="choices",
     )  # fmt: skip
     out = Output("", [1, 9], "length", None, ["accepted", "recovered"], rounds=[trace])  # type: ignore[arg-type]
     (round_,) = shown_run(out, None, "", ()).rounds
@@ -214,6 +262,21 @@ def test_lines_of_a_tree() -> None:
         ("└─ 2", "rejected"),
     ]
     assert round_.caption.startswith("model: 4 drafted, 1 accepted; recovered: '9' in place")
+
+
+def test_a_long_chain_is_printed_too() -> None:
+    """Deeper than Python's stack, as a prediction's draft may be."""
+    depth = 1500
+    trace = RoundTrace(
+        0, [7, *range(depth)], [-1, *range(depth)], [None] * (depth + 1), [None] * (depth + 1),
+        list(range(1, depth + 1)), 9, True, "prediction", verifier="greedy",
+    )  # fmt: skip
+    text = [*range(depth), 9]
+    out = Output("", text, "length", None, ["accepted"] * depth + ["bonus"], rounds=[trace])  # type: ignore[arg-type]
+    (round_,) = shown_run(out, None, "", ()).rounds
+    lines = lines_of(round_)
+    assert [line.text for line in lines] == [str(token) for token in (7, *text)]
+    assert lines[-1].branch == "   " * depth + "└─ " and lines[-1].kind == "bonus"
 
 
 def test_tokens_are_shown_as_they_are() -> None:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.io.checkpoints import is_builtin
+from foretoken.core.io.checkpoints import is_builtin, is_gguf
 from foretoken.lab.bench.results import interval
 from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
 from foretoken.lab.bench.summary import BenchResult
@@ -18,7 +18,8 @@ from foretoken.lab.parity.weights import Checksums, drafter_checksums, model_che
 from foretoken.lab.report.cards.card import COUNTS, Card
 from foretoken.registry import parse_spec
 
-_PATH = re.compile(r"[^\s:=,()|]*/[^\s:=,()|]*")
+_PATH = re.compile(r"[^:=,()|]*/[^:=,()|]*")
+"""A path in a spec, blanks included."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -46,9 +47,9 @@ def origin(source: str, options: Mapping[str, str | None], arms: Sequence[str]) 
     """
     if all(arm in ("none", PLAIN) for arm in arms):
         raise ValueError("a card compares a drafter with plain decoding: give --drafter")
-    kind = "built-in" if is_builtin(source) else "gguf" if source.endswith(".gguf") else "transformers"
+    kind = "built-in" if is_builtin(source) else "gguf" if is_gguf(source) else "transformers"
     model = {
-        "name": without_folders(source).removesuffix(".gguf"),
+        "name": _without_folder(source).removesuffix(".gguf"),
         "kind": kind,
         "fingerprint": fingerprint(model_checksums(source)),
         **options,
@@ -70,15 +71,15 @@ def fingerprint(checksums: Checksums) -> str:
 
 
 def without_folders(text: str) -> str:
-    """A spec or path with each local path shortened to its last name; hub ids are kept."""
+    """A spec with each local path shortened to its last name; hub ids are kept."""
 
-    def short(match: re.Match[str]) -> str:
-        path = match[0]
-        if _HUB_ID.fullmatch(path) and not Path(path).exists():
-            return path
-        return Path(path).name
+    return _PATH.sub(lambda match: _without_folder(match[0]), text)
 
-    return _PATH.sub(short, text)
+
+def _without_folder(path: str) -> str:
+    if _HUB_ID.fullmatch(path) and not Path(path).exists():
+        return path
+    return Path(path).name
 
 
 def card_of(result: BenchResult, about: Origin) -> Card:

@@ -74,7 +74,7 @@ def _ribbon(run: Shown) -> Markup:
 
 
 def _section(i: int, round_: Round, most_reasons: int = 16) -> Markup:
-    tree = draw_tree(round_.nodes, round_.next_token)
+    tree = draw_tree(round_.nodes, round_.next_token, round_.origin)
     label = f"token tree of round {i + 1}: {round_.caption}"
     picture = tag("svg", tree.markup, width=f"{tree.width:.0f}", height=f"{tree.height:.0f}", role="img",
                   aria_label=label)  # fmt: skip

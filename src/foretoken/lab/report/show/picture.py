@@ -31,7 +31,7 @@ def render(run: Shown, round_index: int) -> str:
     if not 0 <= round_index < len(run.rounds):
         raise ValueError(f"round {round_index + 1} does not exist: the run has {len(run.rounds)}")
     round_ = run.rounds[round_index]
-    tree = draw_tree(round_.nodes, round_.next_token)
+    tree = draw_tree(round_.nodes, round_.next_token, round_.origin)
     wide = max(LEAST, tree.width + 2 * MARGIN + 16)
     y = MARGIN + 12
     parts = [text(MARGIN, y, " · ".join(value for _, value in run.facts), "soft")]

@@ -30,13 +30,15 @@ class Round:
 
     Attributes:
         trace: the engine's record of the round.
-        next_token: the target's own token; ``why`` begins with its origin and a colon.
+        next_token: the target's own token.
+        origin: its origin: ``recovered``, ``bonus`` or ``plain``.
         words: its output tokens, truncated at the end of the text.
     """
 
     trace: RoundTrace
     nodes: Sequence[TraceNode]
     next_token: TraceNode
+    origin: str
     words: Sequence[Word]
 
     @property
@@ -100,7 +102,7 @@ def shown_run(output: Output, tokenizer: Any, prompt: str, facts: Sequence[tuple
 
 
 def own_meaning(origin: str, text: str, p: float | None) -> str:
-    """A description of the target's own token that begins with ``origin`` and a colon."""
+    """A description of the target's own token."""
     meaning = {
         "recovered": "recovered: {} in place of what was rejected",
         "bonus": "bonus: {} on top, every draft of the path was accepted",
@@ -120,7 +122,7 @@ def _round(trace: RoundTrace, tokenizer: Any, words: Sequence[Word]) -> Round:
     nodes = nodes_of(trace, text)
     if trace.verifier == "greedy":  # one-hot distributions: p of 0 or 1 adds nothing to the colour
         nodes = [replace(node, p=None) for node in nodes]
-    return Round(trace, nodes, next_node, words)
+    return Round(trace, nodes, next_node, origin, words)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _round_fields(round_: Round) -> dict[str, Any]:
         "ids": [node.token for node in (*round_.nodes, next_token)],
         "next": next_token.text,
         "next_p": _short(next_token.p),
-        "origin": next_token.why.partition(":")[0],
+        "origin": round_.origin,
         "text": [word.text for word in round_.words],
         "draft_ms": _short(1000 * trace.draft_s),
         "target_ms": _short(1000 * trace.target_s),

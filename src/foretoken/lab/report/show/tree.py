@@ -33,10 +33,10 @@ class Drawn:
     height: float
 
 
-def draw_tree(nodes: Sequence[TraceNode], next_token: TraceNode) -> Drawn:
+def draw_tree(nodes: Sequence[TraceNode], next_token: TraceNode, origin: str) -> Drawn:
     """A round: its nodes, root first, with the target's own token after the last accepted one.
 
-    The token's status is ignored; its ``why`` gives the origin.
+    The token's status is ignored; its ``origin`` gives the colour.
     """
     last = max((n.index for n in nodes if n.status == "accepted"), default=0)
     own = 1 << 20  # an index after those of all nodes
@@ -45,7 +45,7 @@ def draw_tree(nodes: Sequence[TraceNode], next_token: TraceNode) -> Drawn:
     boxes = _boxes(everyone)
     edges = [_edge(boxes[n.parent], boxes[n.index], n.status == "accepted") for n in everyone[1:]]
     shapes = [_node(n, boxes[n.index], n.status) for n in nodes]
-    shapes.append(_node(next_node, boxes[next_node.index], next_node.why.split(":")[0], round_corners=True))
+    shapes.append(_node(next_node, boxes[next_node.index], origin, round_corners=True))
     right = max(box.x + box.width for box in boxes.values())
     bottom = max(box.y for box in boxes.values()) + HEIGHT
     return Drawn(join(*edges, *shapes), right + 4, bottom + 4)

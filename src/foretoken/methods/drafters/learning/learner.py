@@ -330,15 +330,15 @@ class Learner:
     def _restore(self) -> None:
         """Reset the student to the served weights, with a fresh optimizer."""
         with torch.no_grad():
-            for mine, good in zip(self.student.parameters(), self.served.model.parameters(), strict=True):
-                mine.copy_(good)
+            for weight, served in zip(self.student.parameters(), self.served.model.parameters(), strict=True):
+                weight.copy_(served)
         self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=self.config.lr, weight_decay=0.0)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def _save(self, made: HuggingFaceModel) -> None:
+    def _save(self, model: HuggingFaceModel) -> None:
         try:
-            save_model(made.model, self.tokenizer, Path(self.folder).expanduser())
+            save_model(model.model, self.tokenizer, Path(self.folder).expanduser())
         except OSError as error:  # a full disk must not stop the serving
             warnings.warn(f"the learnt draft model was not saved: {error}", stacklevel=2)
 

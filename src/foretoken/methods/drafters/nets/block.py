@@ -38,6 +38,7 @@ class BlockConfig(LayerConfig):
         draft_vocab: V_d, size of the draft vocabulary; 0 means all.
         own_head: whether it has a vocabulary projection instead of the target's.
         input_scale: factor of the embeddings.
+        own_embedding: whether it has a token embedding instead of the target's.
     """
 
     vocab_size: int = 0
@@ -53,6 +54,7 @@ class BlockConfig(LayerConfig):
     draft_vocab: int = 0
     own_head: bool = False
     input_scale: float = 1.0
+    own_embedding: bool = False
 
     def __post_init__(self) -> None:
         # More than any published network has, fewer than the scratch of a sequence holds.
@@ -110,12 +112,12 @@ class BlockAttention(nn.Module):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        size, dim = config.hidden_size, config.head_dim
+        size, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.config = config
-        self.q_proj = nn.Linear(size, config.heads * dim, bias=False)
-        self.k_proj = nn.Linear(size, config.kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(size, config.kv_heads * dim, bias=False)
-        self.o_proj = nn.Linear(config.heads * dim, size, bias=False)
+        self.q_proj = nn.Linear(size, config.heads * dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.heads * dim, size, bias=bias)
         self.q_norm, self.k_norm = RmsNorm(dim, config.eps), RmsNorm(dim, config.eps)
         self.attention_sink_bias = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
 
@@ -144,9 +146,10 @@ class BlockAttention(nn.Module):
 class BlockMlp(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.ffn, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.ffn, bias=False)
-        self.down_proj = nn.Linear(config.ffn, config.hidden_size, bias=False)
+        bias = config.mlp_bias
+        self.gate_proj = nn.Linear(config.hidden_size, config.ffn, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.ffn, bias=bias)
+        self.down_proj = nn.Linear(config.ffn, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -189,6 +192,7 @@ class BlockNet(nn.Module):
         self.hidden_norm, self.norm = RmsNorm(size, config.eps), RmsNorm(size, config.eps)
         self.layers = nn.ModuleList(self.layer(config) for _ in range(config.layers))
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if config.own_mask else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
         self.lm_head = nn.Linear(size, config.guessed, bias=False) if config.own_head else None
         if config.draft_vocab:
             self.register_buffer("d2t", torch.zeros(config.guessed, dtype=torch.int64))
@@ -216,12 +220,14 @@ class BlockNet(nn.Module):
 
     def keys(self, context: Tensor, positions: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values [b, H', n, d] of fused states [b, n, D] at positions [b, n]."""
-        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, context)
+        cos, sin = rotary(positions, self.config, context)
         attention: BlockAttention = self.layers[layer].self_attn  # type: ignore[assignment]
         return attention.keys(context, cos, sin)
 
     def embedded(self, tokens: Tensor, embedding: Tensor) -> Tensor:
-        """Embeddings [..., D] of a block's ids, by the target's embedding [V, D]."""
+        """Embeddings [..., D] of a block's ids, by the target's embedding [V, D] if the network has none."""
+        if self.embed_tokens is not None:
+            embedding = self.embed_tokens.weight
         rows = F.embedding(tokens, embedding.detach()).to(self.fc.weight.dtype) * self.config.input_scale
         if self.mask_embedding is None:
             return rows
@@ -242,7 +248,7 @@ class BlockNet(nn.Module):
             positions: [b, n].
             masks: per layer, additive [b, 1, n, m].
         """
-        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, x)
+        cos, sin = rotary(positions, self.config, x)
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, masks[index], lambda key, value, i=index: keep(i, key, value))
         return self.norm(x)

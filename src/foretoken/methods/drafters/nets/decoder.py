@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.models.forward.heads.lean import HeadRun
+from foretoken.models.network.frequencies import rotary_frequencies
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Stores new keys and values [b, H, n, d] and returns all visible ones [b, H, m, d]."""
@@ -33,6 +34,9 @@ class LayerConfig:
         ffn: width of the MLP.
         rope_theta: base of the rotary embedding.
         eps: of the norms.
+        rope: Transformers' parameters of a scaled or partial rotary embedding; ``None``: a plain one.
+        attention_bias: whether the projections of the attention have biases.
+        mlp_bias: whether those of the MLP have biases.
     """
 
     hidden_size: int
@@ -42,6 +46,9 @@ class LayerConfig:
     ffn: int
     rope_theta: float = 10000.0
     eps: float = 1e-6
+    rope: Mapping[str, Any] | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -52,6 +59,8 @@ class LayerConfig:
             raise ValueError(
                 f"head_dim must be even and at least 2, and ffn at least 1, not {self.head_dim} and {self.ffn}"
             )
+        if self.rope is not None:
+            rotary_frequencies(self.head_dim, self.rope_theta, self.rope)
 
     @classmethod
     def of_target(cls, config: Any) -> LayerConfig:
@@ -81,16 +90,18 @@ class Attention(nn.Module):
 
     Args:
         wide: whether queries, keys and values read two states side by side (EAGLE-3).
+        head_norms: whether every head of the queries and keys is normed (Qwen3).
     """
 
-    def __init__(self, config: LayerConfig, wide: bool = False) -> None:
+    def __init__(self, config: LayerConfig, wide: bool = False, head_norms: bool = False) -> None:
         super().__init__()
         size, width = config.hidden_size, config.hidden_size * (2 if wide else 1)
-        self.config = config
-        self.q_proj = nn.Linear(width, config.heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.heads * config.head_dim, size, bias=False)
+        self.config, bias, dim = config, config.attention_bias, config.head_dim
+        self.q_proj = nn.Linear(width, config.heads * dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.heads * dim, size, bias=bias)
+        self.q_norm, self.k_norm = (RmsNorm(dim, config.eps) if head_norms else None for _ in range(2))
 
     def mixed(self, inputs: Tensor, positions: Tensor, mask: Mask, keep: Keep | None = None) -> Tensor:
         """[b, n, D] of normalised inputs [b, n, width]; other arguments as in :class:`DecoderLayer`."""
@@ -108,7 +119,9 @@ class Attention(nn.Module):
         query = self.q_proj(inputs).view(b, n, -1, dim).transpose(1, 2)
         key = self.k_proj(inputs).view(b, n, -1, dim).transpose(1, 2)
         value = self.v_proj(inputs).view(b, n, -1, dim).transpose(1, 2)
-        cos, sin = rotary(positions, dim, self.config.rope_theta, query)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        cos, sin = rotary(positions, self.config, query)
         return turned(query, cos, sin), turned(key, cos, sin), value
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, causal: bool) -> Tensor:
@@ -129,15 +142,17 @@ class DecoderLayer(Attention):
 
     Args:
         input_norm: whether the attention's input is normalised (EAGLE-1 omits this).
-        wide: whether queries, keys and values read two states side by side (EAGLE-3).
+        wide, head_norms: as for :class:`Attention`.
     """
 
-    def __init__(self, config: LayerConfig, input_norm: bool = True, wide: bool = False) -> None:
-        super().__init__(config, wide)
-        size = config.hidden_size
-        self.gate_proj = nn.Linear(size, config.ffn, bias=False)
-        self.up_proj = nn.Linear(size, config.ffn, bias=False)
-        self.down_proj = nn.Linear(config.ffn, size, bias=False)
+    def __init__(
+        self, config: LayerConfig, input_norm: bool = True, wide: bool = False, head_norms: bool = False
+    ) -> None:
+        super().__init__(config, wide, head_norms)
+        size, bias = config.hidden_size, config.mlp_bias
+        self.gate_proj = nn.Linear(size, config.ffn, bias=bias)
+        self.up_proj = nn.Linear(size, config.ffn, bias=bias)
+        self.down_proj = nn.Linear(config.ffn, size, bias=bias)
         self.input_layernorm = RmsNorm(size, config.eps) if input_norm else None
         self.post_attention_layernorm = RmsNorm(size, config.eps)
         for linear in (self.o_proj, self.down_proj):
@@ -165,15 +180,18 @@ class DecoderLayer(Attention):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rotary(positions: Tensor, dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [b, 1, n, dim] of positions [b, n]."""
-    exponents = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim
-    angles = positions[..., None].float() * theta**-exponents
+def rotary(positions: Tensor, config: LayerConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [b, 1, n, r] of positions [b, n], for the r numbers of a head that are rotated."""
+    frequencies, scale = rotary_frequencies(config.head_dim, config.rope_theta, config.rope, positions.device)
+    angles = positions[..., None].float() * frequencies
     both = torch.cat([angles, angles], -1)[:, None]
-    return both.cos().to(like.dtype), both.sin().to(like.dtype)
+    return (both.cos() * scale).to(like.dtype), (both.sin() * scale).to(like.dtype)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [b, H, n, d] (halves, as Transformers stores them)."""
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat([turned(x[..., :size], cos, sin), x[..., size:]], -1)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, Mask, RmsNorm
 from foretoken.models.forward.heads.pieces import HeadParts
+
+LAST = "last"
+"""Value of ``layers`` for the target's state after its final norm."""
 
 
 @dataclass(frozen=True)
@@ -21,25 +25,48 @@ class Eagle3Config(LayerConfig):
         draft_vocab: size V_d of the draft vocabulary, the most frequent tokens of the training text; 0 means all, and
             the default is 4,096.
         layers: depths of the target that are fused, joined by commas; k is the output of the first k layers, 0 the
-            embedding.  By default 2, L // 2 and L - 3.
+            embedding.  By default 2, L // 2 and L - 3.  ``last``: the state after the final norm, as it is.
         share_head: use the rows of the draft vocabulary in the target's projection instead of a separate one.
+        num_layers: decoder layers, of which only the first one reads the embedding.
+        norm_before_residual: whether the residual stream begins with the normed feature.
+        norm_before_fc: whether the fused states are normed side by side, with one norm.
+        fc_norm: whether they are normed one by one, each with its own norm.
+        norm_output: whether a step passes its state to the next one behind the last norm (EAGLE-3.1).
+        head_norms: whether every head of the queries and keys is normed (Qwen3).
+        own_embedding: whether it has a token embedding, trained with the rest, instead of the target's (P-EAGLE's paper
+            trains one).
     """
 
     vocab_size: int = 0
     draft_vocab: int = 0
     layers: str = ""
     share_head: bool = False
+    num_layers: int = 1
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    head_norms: bool = False
+    own_embedding: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.vocab_size < 1 or not 0 <= self.draft_vocab <= self.vocab_size:
             raise ValueError(f"eagle3 needs draft_vocab from 0 (all) to {self.vocab_size}, not {self.draft_vocab}")
-        if not all(part.isdecimal() for part in self.layers.split(",")):
+        if self.layers != LAST and not all(part.isdecimal() for part in self.layers.split(",")):
             raise ValueError(f"layers={self.layers!r} must be depths of the target joined by commas, for example 2,4,5")
+        if self.num_layers < 1:
+            raise ValueError(f"eagle3 needs num_layers >= 1, not {self.num_layers}")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are two norms in one place: set one of them")
+        if self.layers == LAST and (self.norm_before_fc or self.fc_norm):
+            raise ValueError("norm_before_fc and fc_norm need fused depths: layers=last has no fc")
 
     @property
     def taps(self) -> tuple[str, ...]:
         """Names of the fused hidden states; a depth may occur twice."""
+        if self.layers == LAST:
+            return (LAST,)
         return tuple(f"layer:{int(part)}" for part in self.layers.split(","))
 
     @property
@@ -68,10 +95,16 @@ class Eagle3Net(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         size = config.hidden_size
-        self.config = config
-        self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
+        self.config, count = config, len(config.taps)
+        # One norm of all fused states, or one of each
+        widths = [count * size] * config.norm_before_fc + [size] * count * config.fc_norm
+        self.fused_norms = nn.ModuleList(RmsNorm(width, config.eps) for width in widths)
+        self.fc = None if config.layers == LAST else nn.Linear(count * size, size, bias=False)
         self.input_layernorm, self.hidden_norm = RmsNorm(size, config.eps), RmsNorm(size, config.eps)
-        self.midlayer = DecoderLayer(config, input_norm=False, wide=True)
+        self.midlayer = DecoderLayer(config, input_norm=False, wide=True, head_norms=config.head_norms)
+        further = range(1, config.num_layers)
+        self.layers = nn.ModuleList(DecoderLayer(config, head_norms=config.head_norms) for _ in further)
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
         self.norm = RmsNorm(size, config.eps)
         self.lm_head = None if config.share_head else nn.Linear(size, config.guessed, bias=False)
         self.register_buffer("d2t", torch.zeros(config.guessed, dtype=torch.int64))
@@ -100,24 +133,56 @@ class Eagle3Net(nn.Module):
         """[V_d] target ids of the draft vocabulary."""
         return self.target_ids(torch.arange(self.config.guessed, device=self.d2t.device))
 
+    @property
+    def num_layers(self) -> int:
+        return 1 + len(self.layers)
+
+    def normed(self, states: Tensor) -> Tensor:
+        """Concatenated hidden states [..., n D] of the target, as ``fc`` reads them."""
+        if not self.fused_norms:
+            return states
+        parts = states.chunk(len(self.fused_norms), -1)
+        return torch.cat([norm(part) for norm, part in zip(self.fused_norms, parts, strict=True)], -1)
+
     def fuse(self, taps: list[Tensor]) -> Tensor:
         """Features [..., D] from the target's hidden states at all depths, each [..., D]."""
-        return self.fc(torch.cat(taps, -1))
+        states = self.normed(torch.cat(taps, -1))
+        return states if self.fc is None else self.fc(states)
 
     def forward(
-        self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Mask = None, keep: Keep | None = None
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Mask = None, keep: Any = None
     ) -> Tensor:
         """Embeddings of tokens t + 1 and features of tokens t, both [b, n, D] -> features of tokens t + 1 [b, n, D].
 
-        Features are fused ones or earlier outputs; the residual stream carries them unchanged.
+        Features are fused ones or earlier outputs; the residual stream carries them, unchanged or normed.
+
+        Args:
+            keep: a ``Keep``, or a ``LayerKeep`` if there are several layers.
         """
-        beside = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(features)], -1)
-        return self.midlayer(features, positions, mask, keep, beside)
+        normed = self.hidden_norm(features)
+        beside = torch.cat([self.input_layernorm(embeddings), normed], -1)
+        stream = normed if self.config.norm_before_residual else features
+        x: Tensor = self.midlayer(stream, positions, mask, self._of_layer(keep, 0), beside)
+        for index, layer in enumerate(self.layers, 1):
+            x = layer(x, positions, mask, self._of_layer(keep, index))
+        return self.norm(x) if self.config.norm_output else x
+
+    def _of_layer(self, keep: Any, index: int) -> Keep | None:
+        return keep if keep is None or self.num_layers == 1 else partial(keep, index)
 
     def head_state(self, output: Tensor) -> Tensor:
         """Input [..., D] of the vocabulary projection."""
-        return self.norm(output)
+        return output if self.config.norm_output else self.norm(output)
 
     def pieces(self) -> HeadParts:
-        norms: dict[str, Any] = {"of_beside": self.input_layernorm, "of_state": self.hidden_norm, "last": self.norm}
-        return HeadParts(self.midlayer, wide=True, fuse=self.fc, **norms)
+        config = self.config
+        norms: dict[str, Any] = {"of_beside": self.input_layernorm, "last": self.norm}
+        norms["before_all" if config.norm_before_residual else "of_state"] = self.hidden_norm
+        return HeadParts(
+            self.midlayer,
+            wide=True,
+            further=list(self.layers),
+            fuse=self.fc,
+            hands_on_normed=config.norm_output,
+            **norms,
+        )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.cache.masks import LayerMask, RowPlan
@@ -46,7 +47,6 @@ class HeadForward:
 
     context_why = ""
     rotary: ChangingRotary | None = None
-    num_layers = depth = 1
     spared: int | None = SPARED
     skips_masked = False
     dtype = torch.float32
@@ -61,6 +61,7 @@ class HeadForward:
         self.layer_masks: Mapping[str, LayerMask] = {"": getattr(net, "mask", LayerMask())}
         self.head = LeanHead.of(self.model)
         self.name = "public" if self.head is None else "lean"
+        self.num_layers = self.depth = int(getattr(net, "num_layers", 1))
 
     @property
     def run_dtype(self) -> torch.dtype:
@@ -88,11 +89,14 @@ class HeadForward:
         return [logits[start:end] for start, end in spans], {"state": layout.padded(output)}
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """Float32 [.., D] of ids."""
-        return self.parts.embedding(ids).float()
+        """Float32 [.., D] of ids, by the network's own embedding if it has one."""
+        own = getattr(self.model, "embed_tokens", None)
+        return self.parts.embedding(ids).float() if own is None else F.embedding(ids, own.weight.detach()).float()
 
     def _keep(self, call: NetworkCall) -> Any:
-        """Storage of keys and values for the network's own forward."""
+        """Storage of keys and values for the network's own forward, by layer if it has several."""
+        if self.num_layers > 1:
+            return lambda layer, key, value: call.cache.update(key, value, layer)
         return partial(call.cache.update, layer_idx=0)
 
     def _run_module(self, call: NetworkCall) -> Outputs:
@@ -135,7 +139,7 @@ class FeatureModel(TreeRunner):
 
     def _native(self) -> Any:
         """The network in our library.  Raises ``NotCoveredError`` if unsupported."""
-        return NativeHead(self.model, self.parts, self.project)
+        return NativeHead(self.model, self.forwards.embedded, self.project)
 
     @property
     def forward_name(self) -> str:  # type: ignore[override]
@@ -188,9 +192,12 @@ class FeatureModel(TreeRunner):
 
     @torch.inference_mode()
     def fused(self, states: Tensor) -> Tensor:
-        """One state [n, D] from concatenated hidden states of several depths [n, k D], by the network's ``fc``."""
+        """One state [n, D] from concatenated hidden states of several depths [n, k D], by the network's ``fc``; without
+        ``fc``, the only one."""
         self._renew_native()
         self._is_renewed = True  # fused states are read next
+        if self.model.fc is None:
+            return states.float()
         if self.native is None or self.native.fuse is None:
             return self.model.fc(states.float())
         return self.native.fuse(states.to(torch.bfloat16))

@@ -21,6 +21,7 @@ from foretoken.models.linear.packing import Packing, has_bfloat16
 from foretoken.models.linear.product_costs import step_s
 from foretoken.models.native import attention as native
 from foretoken.models.network.call import NetworkCall
+from foretoken.models.network.frequencies import rotary_frequencies
 from foretoken.models.network.watch import num_writes
 
 
@@ -39,8 +40,9 @@ class LeanHead:
         self.weights = list(module.parameters())
         device = self.weights[0].device
         self.dtype = torch.bfloat16 if self._gains() else self.weights[0].dtype
-        exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
-        self.rotary = Rotary(config.rope_theta**-exponents, 1.0, self.dtype)
+        self.rotary = Rotary(
+            *rotary_frequencies(config.head_dim, config.rope_theta, config.rope, device), dtype=self.dtype
+        )
         self._layer: LeanLayer | None = None
         self._state: tuple[int, ...] = ()
 

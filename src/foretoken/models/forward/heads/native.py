@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foretoken.models.base import Feed, Rows
 from foretoken.models.cache.masks import LayerMask, RowPlan, row_allowed
@@ -24,7 +24,6 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.native_rows import NativeRows, stacked_mask
 from foretoken.models.forward.heads.pieces import HeadParts
 from foretoken.models.forward.native_parts import BestTokens, Description, watched
-from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.draft_packing import packed
 from foretoken.models.native import forward as native
 from foretoken.models.native import why_not
@@ -51,17 +50,21 @@ class HeadRows(Rows):
 
 
 class NativeHead(NativeRows):
-    """A head's network in our library, described by its :class:`HeadParts` (``pieces``)."""
+    """A head's network in our library, described by its :class:`HeadParts` (``pieces``).
+
+    Args:
+        embedded: embeddings [n, D] of ids, as the network reads them.
+    """
 
     name = "native"
 
-    def __init__(self, net: Any, parts: TargetParts, project: Any) -> None:
+    def __init__(self, net: Any, embedded: Callable[[Tensor], Tensor], project: Any) -> None:
         reason = why_not()
         if reason is not None:
             raise NotCoveredError(reason)
         if not hasattr(net, "pieces"):
             raise NotCoveredError("its network is of an unsupported kind")
-        self.net, self.parts, self.project = net, parts, project
+        self.net, self.embedded, self.project = net, embedded, project
         super().__init__(net.pieces().layer.config)
         self.describe()
 
@@ -71,19 +74,19 @@ class NativeHead(NativeRows):
         pieces: HeadParts = self.net.pieces()
         self._watch, self._description = watched(self.net), Description()
         norm, product = self._description.norm, self._description.product
-        layer = self._layer(pieces)
-        layers = self._description.keep(native.array(native.LayerStruct, [layer]))
+        described = [self._layer(pieces.layer, pieces.before), *map(self._layer, pieces.further)]
+        layers, self.num_layers = self._description.keep(native.array(native.LayerStruct, described)), len(described)
         self.width = int(pieces.layer.config.hidden_size)
         head = native.ProductStruct(None, 0)
         if pieces.predicts:
             head = product(self._projection())
         begins = native.WIDE if pieces.wide else native.ALONE if pieces.entry is None else native.JOINED
         entry = native.ProductStruct(None, 0) if pieces.entry is None else product(packed(pieces.entry))
-        self.fuse = None if pieces.fuse is None else packed(pieces.fuse)
+        self.fuse, self.before_all = None if pieces.fuse is None else packed(pieces.fuse), pieces.before_all
         self.has_mlp = hasattr(pieces.layer, "down_proj")
         self.hands_on_normed, self.predicts, self.reads_tokens = pieces.hands_on_normed, pieces.predicts, bool(begins)
         self._model = native.ModelStruct(
-            *(ctypes.addressof(layers), 1, self.width, *self.size, norm(pieces.last), head),
+            *(ctypes.addressof(layers), self.num_layers, self.width, *self.size, norm(pieces.last), head),
             *(begins, norm(pieces.of_beside), norm(pieces.of_state), entry),
         )
 
@@ -95,15 +98,15 @@ class NativeHead(NativeRows):
         self.ids = None if ids is None else ids.tolist()
         return product
 
-    def _layer(self, pieces: HeadParts) -> native.LayerStruct:
-        layer, norm, product = pieces.layer, self._description.norm, self._description.product
-        before = getattr(layer, "input_layernorm", None) or pieces.before
+    def _layer(self, layer: Any, before: nn.Module | None = None) -> native.LayerStruct:
+        norm, product = self._description.norm, self._description.product
+        before = getattr(layer, "input_layernorm", None) or before
         after, mlp = None, (native.ProductStruct(None, 0), native.ProductStruct(None, 0))
         if hasattr(layer, "down_proj"):
             after = layer.post_attention_layernorm
             mlp = product(packed(layer.gate_proj, layer.up_proj)), product(packed(layer.down_proj))
         return native.LayerStruct(
-            *(norm(module) for module in (before, None, after, None, None, None)),
+            *(norm(module) for module in (before, None, after, None, layer.q_norm, layer.k_norm)),
             *(product(packed(layer.q_proj, layer.k_proj, layer.v_proj)), product(packed(layer.o_proj)), *mlp),
             *(self.size[2] ** -0.5, 1.0, 0, 0, 0, native.SILU),
         )
@@ -135,22 +138,24 @@ class NativeHead(NativeRows):
         rows = sum(counts)
         states: list[Any] = [feeds[i].states for i in order]
         x = (states[0] if len(states) == 1 else torch.cat(states)).to(torch.bfloat16).contiguous()
+        if self.before_all is not None:  # the library has no place for it
+            x = self.before_all(x)
         beside = None
         if self.reads_tokens:
             ids = torch.tensor([token for i in order for token in feeds[i].tokens])
-            beside = self.parts.embedding(ids).to(torch.bfloat16).contiguous()
+            beside = self.embedded(ids).to(torch.bfloat16).contiguous()
         output = x.new_empty(rows, self.width)
         num_scored, scored = self._scored_rows(feeds, order, counts)
         cos, sin = self.turns([plans[i] for i in order])
         logits, best, scale = x.new_empty(len(scored), self.num_tokens if scored else 0), None, self.project.scale
         if top and scored and scale is not None:
             best = BestTokens(len(scored), min(top, self.num_tokens), scale)
-        tapped = native.pointers([None, None if self.hands_on_normed else output])
+        tapped = native.pointers([None] * self.num_layers + [None if self.hands_on_normed else output])
         numbers = native.numbers(scored)
         turns = (ctypes.c_void_p(cos.data_ptr()), ctypes.c_void_p(sin.data_ptr()))
         call = native.CallStruct(
-            *(rows, len(groups), ctypes.addressof(groups), x.data_ptr(), 0, 1),
-            *(b"\0", b"\0" if self.has_mlp else b"\1", 1, cos.shape[1]),
+            *(rows, len(groups), ctypes.addressof(groups), x.data_ptr(), 0, self.num_layers),
+            *(b"\0" * self.num_layers, (b"\0" if self.has_mlp else b"\1") * self.num_layers, 1, cos.shape[1]),
             *(ctypes.addressof(turns[0]), ctypes.addressof(turns[1]), ctypes.addressof(tapped)),
             *(output.data_ptr() if self.hands_on_normed else None, len(scored), ctypes.addressof(numbers), None),
             *(logits.data_ptr(), None if beside is None else beside.data_ptr()),

@@ -18,6 +18,7 @@ from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.native import attention
 from foretoken.models.native import forward as native
 from foretoken.models.native.library import NotCoveredError
+from foretoken.models.network.frequencies import rotary_frequencies
 from foretoken.models.network.watch import Watch
 
 Masks = Callable[[Sequence[int], Sequence[RowPlan], int], Sequence[Tensor | None]]
@@ -29,7 +30,7 @@ class NativeRows(ABC):
     """A network in the library, with its caches and rotary embeddings; it follows the weights.
 
     Args:
-        config: configuration with ``heads``, ``kv_heads``, ``head_dim`` and ``rope_theta``.
+        config: configuration with ``heads``, ``kv_heads``, ``head_dim``, ``rope_theta`` and ``rope``.
 
     Raises:
         NotCoveredError: the library does not support the network; also when it is described again.
@@ -41,8 +42,7 @@ class NativeRows(ABC):
         self.size = (config.heads, config.kv_heads, config.head_dim)
         if not attention.fits(torch.bfloat16, config.head_dim):
             raise NotCoveredError(f"attention with head dimension {config.head_dim} is not supported")
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.frequencies = config.rope_theta**-exponents
+        self.frequencies, self.turn_scale = rotary_frequencies(config.head_dim, config.rope_theta, config.rope)
         self._table = self._turned(torch.arange(0))
         self.like = torch.empty(config.kv_heads, 1, config.head_dim, dtype=torch.bfloat16)
 
@@ -98,7 +98,7 @@ class NativeRows(ABC):
         return keys, values
 
     def turns(self, plans: Sequence[RowPlan]) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [n, d] of the rows' positions."""
+        """Cosines and signed sines [n, r] of the rows' positions."""
         positions = [
             plan.first_position + depth for plan in plans for depth in plan.depths[len(plan.depths) - plan.new :]
         ]
@@ -112,7 +112,7 @@ class NativeRows(ABC):
 
     def _turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * self.turn_scale, angles.sin() * self.turn_scale
         return torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)
 
 

@@ -19,7 +19,9 @@ class HeadParts:
         entry: projection from embedding and state (concatenated) to the layer's input; ``None``: the state alone is the
             input.
         of_beside, of_state: norms of the embedding and the state.
+        before_all: norm of the state in its place, for the residual stream too.
         wide: whether attention reads both concatenated, with the state as residual stream.
+        further: decoder layers after ``layer``.
         last: norm before the vocabulary projection.
         hands_on_normed: whether the next step reads the state after that norm.
         fuse: projection from the target's hidden states of several depths to one state.
@@ -31,7 +33,9 @@ class HeadParts:
     entry: nn.Linear | None = None
     of_beside: nn.Module | None = None
     of_state: nn.Module | None = None
+    before_all: nn.Module | None = None
     wide: bool = False
+    further: Sequence[Any] = ()
     last: nn.Module | None = None
     hands_on_normed: bool = False
     fuse: nn.Linear | None = None
@@ -79,8 +83,8 @@ class BlockNetParts:
     """A network over blocks of rows after a text that every layer holds as keys and values.
 
     Attributes:
-        config: heads, ``kv_heads``, ``head_dim``, ``rope_theta``, ``hidden_size``, and per layer ``reaches`` and
-            ``causals``.
+        config: heads, ``kv_heads``, ``head_dim``, ``rope_theta``, ``rope``, ``hidden_size``, and per layer ``reaches``
+            and ``causals``.
         last: norm before the vocabulary projection.
         fuse: projection from the target's hidden states of several depths to one state.
         not_covered: reason why the library cannot run it; empty if it can.

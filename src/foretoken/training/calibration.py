@@ -1,0 +1,60 @@
+"""Calibration of predicted survival: sequential temperature scaling (STS) of a confidence head, arXiv 2607.05147.
+
+A round's survival at position k is the probability that the draft is accepted up to it, the product of ``sigmoid(z_j /
+T_j)`` over the positions j <= k.  Position by position, the temperature with the smallest calibration error is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BINS = 15
+GRID = tuple(sorted((2.0 ** (step / 8) for step in range(-24, 25)), key=lambda t: abs(t - 1.0)))
+"""Temperatures from 1/8 to 8, the nearest to 1 first, which wins a tie."""
+LEAST_ROUNDS = 100
+"""Rounds without which nothing is fitted."""
+
+
+def calibration_error(predicted: Tensor, outcomes: Tensor) -> float:
+    """Expected calibration error: the mean distance between prediction and outcome over bins of equal width.
+
+    Args:
+        predicted: [n] probabilities.
+        outcomes: [n] of 0 and 1, or expectations of them.
+    """
+    bins = (predicted * BINS).long().clamp(0, BINS - 1)
+    surplus = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, (predicted - outcomes).double())
+    return float(surplus.abs().sum()) / max(len(predicted), 1)
+
+
+def survivals(log_odds: Tensor, temperatures: list[float]) -> Tensor:
+    """Predicted survival [n, b] of rounds with these log-odds [n, b] of acceptance at every position."""
+    return torch.sigmoid(log_odds / torch.tensor(temperatures, dtype=log_odds.dtype)).cumprod(-1)
+
+
+def fit_temperatures(log_odds: Tensor, survived: Tensor) -> list[float]:
+    """One temperature for each position, in order; ones if there are too few rounds.
+
+    Args:
+        log_odds: [n, b] of acceptance at every position, given that those before it are accepted.
+        survived: [n, b], whether, or with which probability, the draft was accepted up to each position.
+    """
+    log_odds, survived = log_odds.double().cpu(), survived.double().cpu()
+    temperatures: list[float] = []
+    if len(log_odds) < LEAST_ROUNDS:
+        return [1.0] * log_odds.shape[1]
+    before = torch.ones(len(log_odds), dtype=torch.float64)
+    for position in range(log_odds.shape[1]):
+        odds, outcome = log_odds[:, position], survived[:, position]
+        errors = {t: calibration_error(before * torch.sigmoid(odds / t), outcome) for t in GRID}
+        temperatures.append(min(GRID, key=errors.__getitem__))
+        before = before * torch.sigmoid(odds / temperatures[-1])
+    return temperatures
+
+
+def calibration_errors(log_odds: Tensor, survived: Tensor, temperatures: list[float]) -> list[float]:
+    """The error of the predicted survival at every position."""
+    predicted = survivals(log_odds.double().cpu(), temperatures)
+    outcomes = survived.double().cpu()
+    return [calibration_error(predicted[:, k], outcomes[:, k]) for k in range(predicted.shape[1])]
