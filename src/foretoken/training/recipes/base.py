@@ -82,13 +82,14 @@ class Recipe(ABC):
 
     Attributes:
         config_class: dataclass of the settings; its fields are the options of ``--set``.
-        net_config: dataclass of the fields that the network needs; ``None``: all.
-        net_class: class of the network.
+        drafter_class: class of the drafter, which has the method's name, and if it has a network its class
+            (``net_class``) and the dataclass of its shape (``net_config``; ``None``: all settings).
         lr: default learning rate.
         target_lr: learning rate of the target's weights relative to ``lr``, if they are trained too.
     """
 
     method: ClassVar[str]
+    drafter_class: ClassVar[type[Any]]
     config_class: ClassVar[type[Any]]
     net_config: ClassVar[type[Any] | None] = None
     net_class: ClassVar[type[nn.Module]] = nn.Module
@@ -103,6 +104,13 @@ class Recipe(ABC):
     """For a method that runs the target's layers: a capability of the target, if any, and the requirement in words."""
     frequent: Tensor | None = None
     """[V_d] the frequent tokens, the most frequent one first; ``None``: the drafter predicts all tokens."""
+
+    def __init_subclass__(cls) -> None:
+        drafter = vars(cls).get("drafter_class")
+        if drafter is not None:
+            cls.method = drafter.name
+            cls.net_config = getattr(drafter, "net_config", None)
+            cls.net_class = getattr(drafter, "net_class", nn.Module)
 
     def __init__(self, target: LanguageModel, parts: TargetParts, settings: Mapping[str, str], seed: int = 0) -> None:
         self.target, self.parts = target, parts

@@ -115,8 +115,7 @@ class BlockRecipe(Recipe):
 
     def build(self) -> nn.Module:
         """A new network, whose last norm starts as the target's, because the target's projection reads it."""
-        kind = self.drafter_class
-        net = kind.net_class(kind.net_config(**self.stored_config()))
+        net: Any = super().build()
         weight = getattr(self.parts.final_norm, "weight", None)
         if isinstance(weight, Tensor) and weight.shape == net.norm.weight.shape:
             net.norm.weight.data.copy_(weight.detach())

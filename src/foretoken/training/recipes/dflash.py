@@ -18,7 +18,6 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.dflash import DflashDrafter
 from foretoken.methods.drafters.dflash2 import Dflash2Drafter
 from foretoken.methods.drafters.dspark import DsparkDrafter
-from foretoken.methods.drafters.nets.block import BlockConfig
 from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
 from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.training.calibration import calibration_errors, fit_temperatures
@@ -34,8 +33,6 @@ CALIBRATED = 256
 class DflashRecipe(BlockRecipe):
     """The loss of the block alone."""
 
-    method = "dflash"
-    net_config = BlockConfig
     drafter_class = DflashDrafter
 
 
@@ -47,9 +44,7 @@ class Dflash2Settings(BlockSettings, Dflash2Config):
 class Dflash2Recipe(BlockRecipe):
     """The selector learns to choose among the candidates after the text's own token."""
 
-    method = "dflash2"
     config_class: ClassVar[type[Any]] = Dflash2Settings
-    net_config = Dflash2Config
     drafter_class = Dflash2Drafter
     net: Dflash2Net
 
@@ -117,9 +112,7 @@ class DsparkRecipe(BlockRecipe):
     """Positions are corrected by the text's own tokens; the confidence head learns the acceptance probability of a
     draft token, and is calibrated on held-out text."""
 
-    method = "dspark"
     config_class: ClassVar[type[Any]] = DsparkSettings
-    net_config = DsparkConfig
     drafter_class = DsparkDrafter
     net: DsparkNet
 

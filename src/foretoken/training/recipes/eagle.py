@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.methods.drafters.eagle import EagleDrafter
-from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.methods.drafters.nets.eagle import EagleConfig
 from foretoken.training.recipes.base import Batch, mean_of
 from foretoken.training.recipes.features import FeatureRecipe, TopKSettings, at_rows, some_rows, texts_of
 
@@ -40,10 +40,7 @@ class EagleSettings(TopKSettings, EagleConfig):
 class EagleRecipe(FeatureRecipe):
     """One step per position from true features, with noise in place of the errors of drafting."""
 
-    method = "eagle"
     config_class: ClassVar[type[Any]] = EagleSettings
-    net_config = EagleConfig
-    net_class = EagleNet
     drafter_class = EagleDrafter
     reduces = True  # it uses the target's projection
     config: EagleSettings

@@ -40,12 +40,9 @@ class Eagle3Settings(TopKSettings, Eagle3Config):
 class Eagle3Recipe(FeatureRecipe):
     """Training-time test: the network is trained on its own outputs, as in drafting."""
 
-    method = "eagle3"
     config_class: ClassVar[type[Any]] = Eagle3Settings
     fixed = (*FeatureRecipe.fixed, "vocab_size")
     target_defaults: ClassVar[tuple[str, ...]] = ("draft_vocab", "layers")
-    net_config = Eagle3Config
-    net_class: ClassVar[type[nn.Module]] = Eagle3Net
     drafter_class: ClassVar[type[Any]] = Eagle3Drafter
     config: Eagle3Settings
     net: Eagle3Net

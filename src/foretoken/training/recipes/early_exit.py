@@ -75,7 +75,7 @@ class EarlyExitSettings:
 class EarlyExitRecipe(TargetRecipe):
     """Trains the target itself; the same final norm and head read every exit."""
 
-    method = "early_exit"
+    drafter_class = EarlyExitDrafter
     config_class: ClassVar[type[Any]] = EarlyExitSettings
     fixed = ("num_layers",)
     needs = LAYER_WINDOWS

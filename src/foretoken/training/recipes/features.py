@@ -40,7 +40,6 @@ class FeatureRecipe(Recipe):
     """Trains a network that maps (embedding of the next token, feature) to the next feature."""
 
     fixed = tuple(LayerConfig.__dataclass_fields__)
-    net_config: ClassVar[type[Any]]
     drafter_class: ClassVar[type[FeatureDrafter]]
     lr = 3e-3
 

@@ -55,7 +55,7 @@ class JacobiRecipe(TargetRecipe):
     guess.
     """
 
-    method = "jacobi"
+    drafter_class = JacobiDrafter
     config_class: ClassVar[type[Any]] = JacobiSettings
     fixed = ()
     needs = ("tree_mask", "a target that takes trees, and {} does not")

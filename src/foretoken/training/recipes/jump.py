@@ -49,10 +49,8 @@ class JumpSettings(JumpConfig):
 class JumpRecipe(Recipe):
     """Trains the predictor and the readout; the drafting layers are the target's and stay frozen."""
 
-    method = "jump"
+    drafter_class = JumpDrafter
     config_class: ClassVar[type[Any]] = JumpSettings
-    net_config = JumpConfig
-    net_class = JumpNet
     fixed = ("hidden_size",)
     target_defaults = ("start", "stop", "state")
     needs = LAYER_WINDOWS

@@ -21,9 +21,8 @@ from foretoken.training.recipes.base import LAYER_WINDOWS, Batch, Recipe, soft_c
 class KangarooRecipe(Recipe):
     """The adapter reads the exit states of whole texts; the target stays frozen."""
 
-    method = "kangaroo"
+    drafter_class = KangarooDrafter
     config_class: ClassVar[type[Any]] = KangarooConfig
-    net_class = KangarooNet
     fixed = tuple(LayerConfig.__dataclass_fields__)
     target_defaults = ("layer",)
     needs = LAYER_WINDOWS
