@@ -260,7 +260,7 @@ def test_seeds_and_predictions_of_numpy_and_torch(model: Any, kind: Any) -> None
     request = llm.request([5, 3, 9], temperature=1.0, seed=np.int64(3), max_new_tokens=6)
     (emission,) = llm.calls.finish([request])
     assert emission.seed == 3 and type(emission.seed) is int
-    with pytest.raises(ValueError, match="a prediction must be text or token ids"):
+    with pytest.raises(ValueError, match="prediction must be a list of token ids, not 3"):
         sample(prediction=kind(3))
 
 
@@ -392,6 +392,24 @@ def test_a_prediction_is_drafted_first(model: Any) -> None:
     assert torch.equal(output.sequences, plain)
 
 
+@pytest.mark.parametrize(
+    ("prediction", "message"),
+    [
+        ([[8], [3]], "2 predictions for 3 prompts"),
+        ([None, ["a"], [3]], "must hold token ids"),
+        (["ab"] * 3, "tokenizer"),
+    ],
+)
+def test_predictions_are_those_of_a_request(model: Any, prediction: Any, message: str) -> None:
+    """One per row may be missing, and a text is one, not a list of letters."""
+    options = {"attention_mask": MASK, "max_new_tokens": 8, "custom_generate": ft.custom_generate, "drafter": None}
+    plain = model.generate(THREE, attention_mask=MASK, max_new_tokens=8)
+    output = model.generate(THREE, **options, prediction=[None, plain[1, 6:].tolist(), [8]])
+    assert torch.equal(output, plain)
+    with pytest.raises(ValueError, match=message):
+        model.generate(THREE, **options, prediction=prediction)
+
+
 @pytest.mark.parametrize("exact", ["distribution", "bitwise"])
 def test_exact_and_profile_are_handed_on(model: Any, exact: str, tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
@@ -419,7 +437,7 @@ def test_exact_and_profile_are_handed_on(model: Any, exact: str, tmp_path: Path)
         ({"seed": [1, 2]}, "2 seeds for 1 rows"),
         ({"max_new_tokens": 500}, "max_new_tokens=500"),
         ({"drafter": llama(vocab=4096)}, "vocabulary"),
-        ({"prediction": [[1], [2]]}, "2 predictions for 1 rows"),
+        ({"prediction": [[1], [2]]}, "2 predictions for 1 prompts"),
         ({"prediction": "text"}, "needs the model's tokenizer"),
         ({"exact": "nearly"}, "exact"),
     ],

@@ -30,6 +30,7 @@ from foretoken.loading.prepared import Prepared, prepared_of
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.network.alone import lock_of
+from foretoken.options import prediction_ids, predictions_of
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -56,7 +57,7 @@ def custom_generate(
     allow_lossy: bool = False,
     seed: int | Sequence[int] | None = None,
     token_streamer: BaseStreamer | None = None,
-    prediction: str | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    prediction: str | Sequence[int] | Sequence[Any] | None = None,
     exact: str = "distribution",
     profile: str | Path | None = None,
     **model_kwargs: Any,
@@ -82,8 +83,8 @@ def custom_generate(
         seed: fixes sampled output, whatever the drafts; one per row, or the first of consecutive ones. Without a seed,
             random numbers come from torch's generator, so that ``torch.manual_seed`` works.
         token_streamer: another name of ``streamer``.
-        prediction: the caller's expected answer, as in :meth:`foretoken.llm.Llm.generate`: text or token ids
-            for all rows, or ids for each.
+        prediction: the caller's expected answer, as in :meth:`foretoken.llm.Llm.generate`: text or token ids for all
+            rows, or a list with one (or ``None``) for each.
         model_kwargs: arguments of the model's forward. ``attention_mask`` marks padding. A cache that is not empty,
             positions that do not count from 0, embeddings and other arguments that would change the output are refused
             by name.
@@ -96,37 +97,13 @@ def custom_generate(
             not on the left, inputs that would be dropped (see ``model_kwargs``), a model whose inputs PEFT's prompt
             learning prepares, or an error of :func:`foretoken.load`.
     """
-    call = caller_of_generate(model)
-    knows_prompt = call.get("streamer") is not None  # generate has passed the prompt to it
-    streamer = call["streamer"] if knows_prompt else streamer
-    with _ended(streamer, token_streamer):
-        check_supported(model, input_ids, generation_config, logits_processor, synced_gpus, model_kwargs, call)
-        rows = _rows(input_ids, model_kwargs.get("attention_mask"), _streamer(streamer, token_streamer), knows_prompt)
-        lengths = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
-        room = min(lengths, default=input_ids.shape[1] + 20) - input_ids.shape[1]
-        tell_row_by_row([*logits_processor, *stopping_criteria], len(rows))
-        seeds = _seeds(seed, len(rows))
-        predictions = _predictions(model, prediction, len(rows))
-        with _undisturbed(model, _draft_models(drafter)):
-            is_reused = isinstance(drafter, CustomGenerate)
-            custom = (
-                drafter if is_reused else CustomGenerate(drafter, verifier, controller, allow_lossy, exact, profile)
-            )
-            llm = custom.llm(model, prediction is not None)
-            requests = [
-                Request(
-                    row.full[row.padding :],
-                    params_of(logits_processor, i, row.padding, generation_config, len(rows)),
-                    room,
-                    (),
-                    seeds[i],
-                    predictions[i],
-                    True,
-                )
-                for i, row in enumerate(rows)
-            ]
-            _run(llm, requests, rows, stopping_criteria, input_ids.device)
-        return _result(rows, input_ids, generation_config)
+    if isinstance(drafter, CustomGenerate):
+        generate = drafter
+    else:
+        generate = CustomGenerate(drafter, verifier, controller, allow_lossy, exact, profile)
+    extra: dict[str, Any] = {"seed": seed, "token_streamer": token_streamer, "prediction": prediction, **model_kwargs}
+    inputs = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+    return generate(model, *inputs, **extra)
 
 
 class CustomGenerate:
@@ -158,15 +135,46 @@ class CustomGenerate:
         self,
         model: Any,
         input_ids: Tensor,
-        *args: Any,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
         seed: int | Sequence[int] | None = None,
         token_streamer: BaseStreamer | None = None,
-        prediction: str | Sequence[int] | Sequence[Sequence[int]] | None = None,
-        **options: Any,
+        prediction: str | Sequence[int] | Sequence[Any] | None = None,
+        **model_kwargs: Any,
     ) -> Tensor | SpeculativeOutput:
         """Called by :meth:`generate` of a Transformers model, which reads these parameter names."""
-        extra: dict[str, Any] = {"seed": seed, "token_streamer": token_streamer, "prediction": prediction}
-        return custom_generate(model, input_ids, *args, drafter=self, **extra, **options)  # type: ignore[misc]
+        call = caller_of_generate(model)
+        knows_prompt = call.get("streamer") is not None  # generate has passed the prompt to it
+        streamer = call["streamer"] if knows_prompt else streamer
+        with _ended(streamer, token_streamer):
+            check_supported(model, input_ids, generation_config, logits_processor, synced_gpus, model_kwargs, call)
+            rows = _rows(
+                input_ids, model_kwargs.get("attention_mask"), _streamer(streamer, token_streamer), knows_prompt
+            )
+            lengths = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
+            room = min(lengths, default=input_ids.shape[1] + 20) - input_ids.shape[1]
+            tell_row_by_row([*logits_processor, *stopping_criteria], len(rows))
+            seeds = _seeds(seed, len(rows))
+            predictions = _predictions(model, prediction, len(rows))
+            with _undisturbed(model, _draft_models(self.drafter)):
+                llm = self.llm(model, prediction is not None)
+                requests = [
+                    Request(
+                        row.full[row.padding :],
+                        params_of(logits_processor, i, row.padding, generation_config, len(rows)),
+                        room,
+                        (),
+                        seeds[i],
+                        predictions[i],
+                        True,
+                    )
+                    for i, row in enumerate(rows)
+                ]
+                _run(llm, requests, rows, stopping_criteria, input_ids.device)
+            return _result(rows, input_ids, generation_config)
 
     def llm(self, model: Any, predicted: bool = False) -> Llm:
         """The engine for a model.
@@ -257,31 +265,20 @@ def _seeds(seed: Any, count: int) -> Sequence[int | None]:
     return seeds_of(list(seed), count)
 
 
-def _predictions(model: Any, prediction: Any, count: int) -> Sequence[Sequence[int] | None]:
-    prediction = plain(prediction)
-    if prediction is None:
-        return [None] * count
-    if isinstance(prediction, str):
-        tokenizer = load_tokenizer(model)
-        if tokenizer is None:
-            raise ValueError("a text prediction needs the model's tokenizer, which was not found: give token ids")
-        prediction = tokenizer.encode(prediction, add_special_tokens=False)
-    if not isinstance(prediction, Sequence):
-        raise ValueError(f"a prediction must be text or token ids, for all rows or for each, not {prediction!r}")
-    ids = [plain(part) for part in prediction]  # numbers, or those of each row
-    if not ids or isinstance(ids[0], int):
-        return [ids] * count
-    if len(ids) != count:
-        raise ValueError(f"{len(ids)} predictions for {count} rows: give one per row, or one for all")
-    return [[plain(token) for token in row] for row in ids]
+def _predictions(model: Any, prediction: Any, count: int) -> list[list[int] | None]:
+    """The predicted tokens of each row."""
+    given = predictions_of(prediction, count, single=False)
+    is_text = any(isinstance(part, str) for part in given)
+    tokenizer = load_tokenizer(model) if is_text else None
+    if is_text and tokenizer is None:
+        raise ValueError("a text prediction needs the model's tokenizer, which was not found: give token ids")
+    return [prediction_ids(part, tokenizer) for part in given]
 
 
 def _draft_models(drafter: Any) -> list[nn.Module]:
     """The caller's draft networks that loading puts into eval mode."""
-    drafters = drafter.drafter if isinstance(drafter, CustomGenerate) else drafter
-    return [
-        part for part in (drafters if isinstance(drafters, list | tuple) else [drafters]) if isinstance(part, nn.Module)
-    ]
+    drafters = drafter if isinstance(drafter, list | tuple) else [drafter]
+    return [part for part in drafters if isinstance(part, nn.Module)]
 
 
 @contextmanager

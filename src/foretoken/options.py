@@ -239,7 +239,7 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
         stop_token_ids=frozenset(ids_of("stop_token_ids", () if stops is None else stops)),
         allowed_token_ids=None if allowed is None else frozenset(ids_of("allowed_token_ids", allowed)),
         bad_words=_spelled(texts_of("bad_words", values.get("bad_words"), "word"), tokenizer),
-        prediction=_prediction(values.get("prediction"), tokenizer),
+        prediction=prediction_ids(values.get("prediction"), tokenizer),
         constraint=None if isinstance(rule, FiniteLanguage) else rule,
         language=rule if isinstance(rule, FiniteLanguage) else None,
         **{name: value for name, value in as_given.items() if not FIELDS[name].sampling},
@@ -306,7 +306,7 @@ def _spelled(words: Sequence[str], tokenizer: Any | None) -> list[list[int]]:
     return [_ids(form, tokenizer, "bad_words") for word in words for form in (word, f" {word.lstrip()}")]
 
 
-def _prediction(prediction: Prediction | None, tokenizer: Any | None) -> list[int] | None:
+def prediction_ids(prediction: Prediction | None, tokenizer: Any | None) -> list[int] | None:
     """Token ids of a predicted text, without special tokens; ``None`` for an empty prediction."""
     if prediction is None:
         return None

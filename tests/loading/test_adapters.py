@@ -217,6 +217,19 @@ def test_an_update_of_a_narrower_model(adapter: Path, tmp_path: Path) -> None:
         load_model(adapter)
 
 
+def test_an_update_of_a_projection_that_is_the_embedding_too(tmp_path: Path) -> None:
+    factors = {"lm_head": (torch.ones(2, 32), torch.ones(64, 2))}
+    for tied in (True, False):
+        base = save_base(tmp_path / f"base-{tied}", tie_word_embeddings=tied)
+        save_adapter(tmp_path / f"adapter-{tied}", factors, str(base), torch.float32)
+    with pytest.raises(LoadError, match=r"updates lm_head, whose weight is also the input embedding of .*base-True"):
+        load_model(tmp_path / "adapter-True")
+    network = load_model(tmp_path / "adapter-False", lean=False).model  # type: ignore[attr-defined]
+    plain = LlamaForCausalLM.from_pretrained(tmp_path / "base-False")
+    assert torch.equal(network.model.embed_tokens.weight, plain.model.embed_tokens.weight)
+    assert torch.allclose(network.lm_head.weight, plain.lm_head.weight + 2.0)
+
+
 def test_an_update_of_an_update(adapter: Path, base: Path, tmp_path: Path) -> None:
     save_adapter(tmp_path / "second", factors_for(base), str(adapter), torch.float32)
     with pytest.raises(LoadError, match="is an adapter itself: merge that one first"):

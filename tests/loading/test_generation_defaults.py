@@ -136,6 +136,8 @@ def test_a_model_that_is_handed_in_brings_its_own(folder: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(folder)
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.5)
     assert ft.load(model, drafter=None, tokenizer=tokenizer()).defaults.sampling == {"temperature": 0.5}
+    wrapped = ft.load(torch.nn.DataParallel(model), drafter=None, tokenizer=tokenizer())
+    assert wrapped.defaults.sampling == {"temperature": 0.5}
     assert ft.load(ft.load(folder).target, drafter=None).defaults == GenerationDefaults()
     model.generation_config.temperature = -1.0
     with pytest.raises(LoadError, match=r"LlamaForCausalLM.s generation_config: temperature is -1\.0"):

@@ -288,6 +288,8 @@ def test_bad_specs(good: Path, spec: str, message: str) -> None:
         ({"profile": 5}, "profile must be the path of a JSON file, not 5"),
         ({"tensor_parallel": "2"}, "tensor_parallel must be a whole number, not '2'"),
         ({"tensor_parallel": True}, "tensor_parallel must be a whole number, not True"),
+        ({"tensor_parallel": 2, "backend": "foo"}, "backend must be one of auto, native, llama.cpp, not 'foo'"),
+        ({"pack": 1}, "pack must be 'auto', True or False, not 1"),
     ],
 )
 def test_options_of_the_wrong_kind(wrong: dict[str, Any], message: str) -> None:

@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.core.sampling import SamplingParams
-from foretoken.engine.request import Request
-from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.drafters.nets.block_model import BlockModel
 from foretoken.models.base import Feed
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch
-from foretoken.training.recipes.blocks import BlockRecipe, default_taps
-from toys import engine, llama, serve
+from foretoken.training.recipes.blocks import BlockRecipe, PositionLosses, default_taps, pace, paced_mean
+from toys import llama
 
 METHODS = ("dflash", "dflash2", "dspark")
 SHAPES: list[dict[str, str]] = [{}, {"causal": "1,0", "reach": "0,3"}, {"from_anchor": "true", "own_mask": "false"}]
@@ -92,6 +89,8 @@ def test_default_depths() -> None:
     [
         ({"taps": "1,3"}, "taps=1,3 reach to 3, and the target has 2"),
         ({"gamma": "0"}, "gamma must be above 0"),
+        ({"weights": "pace"}, "weights must be decay or dpace, not 'pace'"),
+        ({"smoothing": "1.5"}, "smoothing must be from 0 to 1, not 1.5"),
         ({"block": "1"}, "a block has 2 to 256 rows"),
         ({"hidden_size": "4"}, "unknown setting"),
         ({"mask_token": "32"}, "mask_token must be a token of the target"),
@@ -102,61 +101,56 @@ def test_bad_settings(settings: dict[str, str], words: str) -> None:
         toy_recipe("dflash", settings)
 
 
+# -- D-PACE ------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_of_dpace_by_hand() -> None:
+    """Confidences .5, .25 and 1 give s = .75, .625 and 1; the prefixes are accepted with .75, .46875 and .46875."""
+    weights = pace(torch.tensor([[0.5, 0.25, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]), 0.5)
+    assert weights.tolist() == [[1.6875, 0.9375, 0.46875], [0.875, 0.375, 0.125], [3.0, 2.0, 1.0]]
+    assert pace(torch.tensor([[0.5, 0.25, 1.0]]), 0.0).tolist() == [[0.75, 0.25, 0.125]]
+    assert pace(torch.rand(2, 3), 1.0).tolist() == [[3.0, 2.0, 1.0]] * 2
+
+
+def test_the_loss_of_dpace_by_hand() -> None:
+    """Two blocks of two positions with confidences .5 and .25, and .25 and 1, whose last one does not count."""
+    losses = [torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0, 4.0], requires_grad=True)]
+    entropies = [torch.tensor([0.5, 0.25]).log().neg().requires_grad_(), torch.tensor([0.25, 1.0]).log().neg()]
+    counted = [None, torch.tensor([1.0, 0.0])]
+    mean = paced_mean([PositionLosses(*parts) for parts in zip(losses, entropies, counted, strict=True)], 0.5)
+    # s: .75 and .625; .625 and .5.  Weights: 1.21875 and .46875; .9375 and 0
+    assert float(mean) == pytest.approx((1.21875 * 1 + 0.46875 * 3 + 0.9375 * 2) / (1.21875 + 0.46875 + 0.9375))
+    mean.backward()
+    assert losses[0].grad is not None and float(losses[0].grad[0]) == pytest.approx(1.21875 / 2.625)
+    assert entropies[0].grad is None  # no gradient through the weights
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_dpace_weighs_what_the_recipe_computes(method: str) -> None:
+    """Equal weights of all positions (smoothing 1) are those of decay without end, up to D-PACE's slope."""
+    recipe = toy_recipe(method, {"weights": "dpace", "smoothing": "1"})
+    parts = []
+    compute = recipe.position_losses
+    recipe.position_losses = lambda *given: parts.append(compute(*given)) or parts[-1]
+    loss = recipe.loss(toy_batch(recipe), torch.Generator().manual_seed(0))
+    assert len(parts) == recipe.config.drafts
+    slope = list(range(len(parts), 0, -1))
+    means = [float(part.losses.mean()) for part in parts]
+    assert float(loss) == pytest.approx(sum(w * m for w, m in zip(slope, means, strict=True)) / sum(slope), rel=1e-5)
+
+
+@pytest.mark.parametrize(("anchors", "blocks"), [("0", 9), ("4", 4), ("50", 9)])
+def test_anchors_of_a_text(anchors: str, blocks: int) -> None:
+    """By default as many as there are, up to about 512 positions."""
+    recipe = toy_recipe("dflash", {"anchors": anchors})
+    seen: list[Any] = []
+    compute = recipe.states
+    recipe.states = lambda batch, rows: seen.append(rows) or compute(batch, rows)
+    recipe.loss(toy_batch(recipe), torch.Generator().manual_seed(0))
+    assert seen[0].shape == (2, blocks)
+
+
 def test_texts_that_are_too_short() -> None:
     recipe = toy_recipe("dflash", {"block": "8"})
     with pytest.raises(ValueError, match="too short for 7 steps: use a larger --context"):
         recipe.loss(toy_batch(recipe, 6), torch.Generator())
-
-
-LEARNT = {
-    "peagle": {"places": "3", "num_layers": "1", "draft_vocab": "0"},
-    "jump": {},
-    "uno": {"places": "3", "rank": "8", "noise": "random"},
-}
-"""Settings of recipes without blocks."""
-
-# -- learning ----------------------------------------------------------------------------------------------------------
-
-
-def learnt(method: str, settings: dict[str, str], steps: int) -> tuple[Any, HuggingFaceModel]:
-    """A drafter for a random target, trained on what that target writes."""
-    target = HuggingFaceModel(llama(dtype=torch.float32))
-    settings = {**LEARNT.get(method, {"block": "4"}), **settings}
-    recipe: Any = find_recipe(method)(target, TargetParts(target), settings, 0)
-    recipe.parts.network.requires_grad_(False)
-    generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(32, (96, 2), generator=generator).tolist()
-    runs = serve(
-        engine(target), [Request(p, SamplingParams(temperature=0.3), 46, seed=i) for i, p in enumerate(prompts)]
-    )
-    texts = torch.tensor([prompt + run.output for prompt, run in zip(prompts, runs, strict=True)])
-    optimizer = torch.optim.AdamW(recipe.net.parameters(), lr=5e-3)
-    recipe.net.train()
-    for step in range(steps):
-        with torch.enable_grad():
-            tokens = texts[torch.randint(len(texts), (8,), generator=generator)]
-            batch = Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts, step, steps)
-            recipe.loss(batch, generator).backward()
-        torch.nn.utils.clip_grad_norm_(recipe.net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    recipe.net.eval()
-    return recipe.drafter({}), target
-
-
-def acceptance(drafter: Any, target: HuggingFaceModel) -> float:
-    """Mean acceptance length of chains of greedy requests."""
-    prompts = torch.randint(32, (12, 2), generator=torch.Generator().manual_seed(9)).tolist()
-    drafter.width = 1
-    runs = serve(
-        engine(target, drafter, None, ConstantController(k=3)),
-        [Request(prompt, SamplingParams(), 40, seed=i) for i, prompt in enumerate(prompts)],
-    )
-    return sum(len(run.output) for run in runs) / sum(run.stats.num_drafts for run in runs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [*METHODS, *LEARNT])
-def test_it_learns_on_an_unseen_target(method: str) -> None:
-    fresh = acceptance(*learnt(method, {}, 0))
-    assert acceptance(*learnt(method, {}, 300)) >= max(1.3, fresh + 0.1)

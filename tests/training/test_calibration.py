@@ -99,8 +99,8 @@ def teach_confidence(recipe: Any, batch: Batch, anchors: Tensor) -> None:
         optimizer.zero_grad()
         states, memory, total = recipe.states(batch, anchors), None, torch.zeros(())
         for position in range(drafts):
-            part, memory = recipe.position_loss(batch, labels, states[:, :, position], columns[..., position], memory)
-            total = total + part
+            part = recipe.position_losses(batch, labels, states[:, :, position], columns[..., position], memory)
+            total, memory = total + part.losses.mean(), part.memory
         total.backward()
         return total
 

@@ -412,6 +412,19 @@ def test_the_target_answers_every_turn_and_a_stopped_run_goes_on(target: Path, t
     assert file is not None and file.read_text() == answers.file.read_text()
 
 
+def test_a_finished_file_that_lost_its_end_is_completed(target: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "questions.jsonl", QUESTIONS)
+    llm = load(str(target), drafter=None)
+    answers, config = answer_file(target, data, tmp_path)
+    answers.write(llm, config)
+    whole = answers.file.read_text()
+    answers.file.write_text("".join(whole.splitlines(keepends=True)[:-2]) + '{"id": 6, "mess')
+    for stop, file in ((stop_after(3), None), (stop_after(1000), answers.file)):  # stopped again before the end
+        answers, config = answer_file(target, data, tmp_path)
+        assert answers.write(llm, config, stop=stop) == file
+    assert answers.file.read_text() == whole and not answers.part.exists()
+
+
 def test_greedy_answers_are_what_the_target_says(target: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "questions.jsonl", [{"prompt": "ab"}])
     llm = load(str(target), drafter=None)

@@ -121,7 +121,43 @@ def test_the_mask_is_a_new_token_or_a_spare_one(tmp_path: Path) -> None:
     assert mask_token(load_model(tmp_path)) == 63
 
 
+def test_distinct_masks_are_consecutive_tokens(tmp_path: Path) -> None:
+    """One for each position after the first: new ones, spare ones, those of the configuration, and those that draft."""
+    config = DistillConfig(places=4, distinct_masks=True)
+    new, spare = deepcopy(llama(32)), deepcopy(llama(32))
+    assert teach_mask(new, config, 32) == 61 and (new.config.vocab_size, new.config.pard_tokens) == (64, 3)
+    assert teach_mask(spare, config, 29) == 29 and spare.config.vocab_size == 32
+    assert teach_mask(spare, DistillConfig(places=4), 29) == 29  # as configured
+    with pytest.raises(ValueError, match="must be one of the draft model's 32 tokens, not 30"):
+        teach_mask(spare, DistillConfig(places=4, distinct_masks=True, mask_token=30), 29)
+    new.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    drafter = PardDrafter(model, k=6)
+    assert (drafter.mask, drafter.num_masks) == (61, 3)
+    assert list(drafter._feed(model.open(), [5, 6], 6).tokens) == [5, 6, 61, 62, 63, 63, 63]
+    assert list(PardDrafter(model, k=3, mask=9)._feed(model.open(), [5], 3).tokens) == [5, 9, 9]
+
+
+def test_distinct_masks_of_training_are_those_of_drafting(tmp_path: Path) -> None:
+    """The ids that the student reads, by depth; only their rows and those of the text get a gradient."""
+    target = HuggingFaceModel(llama(32, dtype=torch.float32))
+    student = deepcopy(llama(32, seed=1, dtype=torch.float32))
+    worker = distiller(target, student, tmp_path, known=29, distinct_masks=True)
+    read: list[Tensor] = []
+    student.model.register_forward_pre_hook(lambda _, __, given: read.append(given["input_ids"]), with_kwargs=True)
+    tokens = torch.randint(29, (1, 13), generator=torch.Generator().manual_seed(2))
+    with torch.enable_grad():
+        worker.mask_loss(tokens, torch.ones(1, 12), 0).backward()
+    generator = torch.Generator().manual_seed(0)
+    _, depths = mask_rows(torch.ones(12, dtype=torch.bool), 3, generator)
+    assert read[0][0, 12:].tolist() == [28 + depth for depth in depths.tolist()] and set(depths.tolist()) == {1, 2, 3}
+    gradients = student.get_input_embeddings().weight.grad.abs().amax(-1)
+    assert bool((gradients[29:] > 0).all())
+
+
 def test_settings() -> None:
+    with pytest.raises(ValueError, match="distinct_masks goes with places above 2, and without taps"):
+        DistillConfig(places=2, distinct_masks=True)
     with pytest.raises(ValueError, match="goes with places above 1"):
         DistillConfig(mask_token=3)
     with pytest.raises(ValueError, match="places must be at least 1, not 0"):
@@ -155,11 +191,11 @@ def test_without_masks_the_loss_is_the_plain_one(tmp_path: Path) -> None:
     assert float(worker.mask_loss(tokens, weights, 0)) == pytest.approx(plain, rel=1e-2)
 
 
-def learnt(tmp_path: Path, steps: int) -> tuple[PardDrafter, HuggingFaceModel]:
+def learnt(tmp_path: Path, steps: int, **changes: Any) -> tuple[PardDrafter, HuggingFaceModel]:
     """A draft model of a random target that learns from what that target writes."""
     target = HuggingFaceModel(llama(dtype=torch.float32))
     student = deepcopy(llama(seed=1, dtype=torch.float32))
-    worker = distiller(target, student, tmp_path, context=46)
+    worker = distiller(target, student, tmp_path, context=46, **changes)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(32, (96, 2), generator=generator).tolist()
     runs = serve(
@@ -184,9 +220,10 @@ def acceptance(drafter: PardDrafter, target: HuggingFaceModel) -> float:
 
 
 @pytest.mark.slow
-def test_masks_learn(tmp_path: Path) -> None:
-    fresh = acceptance(*learnt(tmp_path, 0))
-    drafter, target = learnt(tmp_path, 250)
+@pytest.mark.parametrize("distinct_masks", [False, True])
+def test_masks_learn(tmp_path: Path, distinct_masks: bool) -> None:
+    fresh = acceptance(*learnt(tmp_path, 0, distinct_masks=distinct_masks))
+    drafter, target = learnt(tmp_path, 250, distinct_masks=distinct_masks)
     length = acceptance(drafter, target)
     assert length >= max(1.3, fresh + 0.1)
     drafter.max_depth = 1

@@ -20,6 +20,7 @@ import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.cli.train_drafter import _loaded, needs
 from foretoken.loading import build_drafter, load_model
+from foretoken.models.base import CapabilityError
 from foretoken.models.forward.parts import TargetParts
 from foretoken.registry import rows
 from foretoken.training.config import LmConfig, TrainConfig
@@ -333,6 +334,13 @@ def test_nothing_held_out_is_no_error(target: Path, tmp_path: Path) -> None:
     assert report["acceptance"] == {}
 
 
+@pytest.mark.parametrize("method", ["early_exit", "jump", "kangaroo"])
+def test_a_target_whose_layers_run_only_together_is_refused_before_any_text_is_read(method: str) -> None:
+    model = load_model("builtin:hybrid")
+    with pytest.raises(CapabilityError, match=f"{method} needs a target whose layers can be run one by one"):
+        find_recipe(method)(model, TargetParts(model), {}, 0)
+
+
 def test_features_from_disk_are_the_features(data: Path, target: Path, tmp_path: Path) -> None:
     """The same weights with and without a store; a second method adds no shard that is there already."""
     store = tmp_path / "store"
@@ -354,6 +362,20 @@ def test_features_from_disk_are_the_features(data: Path, target: Path, tmp_path:
     first.write_bytes(first.read_bytes()[:-9])
     with pytest.raises(ValueError, match="damaged: delete it"):
         new_trainer("medusa", target, data, tmp_path / "e", features=store).run()
+
+
+def test_features_of_text_that_the_target_wrote_are_kept_by_row(data: Path, target: Path, tmp_path: Path) -> None:
+    """Every pass after the first reads from disk; a folder of an earlier version, by step, is refused."""
+    run: dict[str, Any] = {"text": "target", "written_blocks": 6, "steps": 40}
+    kept = new_trainer("medusa", target, data, tmp_path / "a", features=tmp_path / "store", **run)
+    fresh = new_trainer("medusa", target, data, tmp_path / "b", **run)
+    for step in range(40):
+        assert torch.equal(kept._batch(step).taps["last"], fresh._batch(step).taps["last"])
+    assert len(list((tmp_path / "store" / "last").iterdir())) == 1
+    card = tmp_path / "store" / "features.json"
+    card.write_text(json.dumps({key: value for key, value in json.loads(card.read_text()).items() if key != "by_row"}))
+    with pytest.raises(ValueError, match="contains features of another version: use another folder"):
+        new_trainer("medusa", target, data, tmp_path / "a", features=tmp_path / "store", **run)
 
 
 def test_features_of_other_text_or_another_dtype_are_not_read(data: Path, target: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -392,6 +393,14 @@ def test_a_tokenizer_that_does_not_fit(
     assert "--vocab 300 is too small" in command(
         capsys, data, tmp_path / "b", "--tokenizer-from", str(tmp_path / "large")
     )
+
+
+def test_a_run_whose_tokenizer_is_gone(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    train_lm([data], out, replace(TINY, steps=2), save_every=1)
+    shutil.rmtree(out / "tokenizer")
+    with pytest.raises(ValueError, match=f"{out} holds a checkpoint and no tokenizer: copy its folder back"):
+        train_lm([data], out, replace(TINY, steps=3))
 
 
 def test_a_damaged_checkpoint(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,9 @@ def boost_command(
     # Omitted: settings of student-written text and of masks
     config: Annotated[
         DistillConfig,
-        FromOptions(omit=("mix", "refresh", "places", "mask_token", "taps"), fixed={"text": "teacher"}),
+        FromOptions(
+            omit=("mix", "refresh", "places", "mask_token", "distinct_masks", "taps"), fixed={"text": "teacher"}
+        ),
     ],
     corpus: Corpus = None,
     intervals: Annotated[Intervals, FromOptions()],

@@ -86,16 +86,22 @@ def read_adapter(folder: Path) -> AdapterConfig:
 
 
 @torch.no_grad()
-def merge_adapter(network: nn.Module, folder: Path, config: AdapterConfig) -> None:
+def merge_adapter(network: Any, folder: Path, config: AdapterConfig) -> None:
     """Merge a stored adapter into the weights of its base model.  Raises ``LoadError`` if it does not fit."""
     factors = _read_factors(folder / WEIGHTS)
     layers = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    embedding = network.get_input_embeddings().weight
     for name, pair in sorted(factors.items()):
         if name not in layers:
             raise LoadError(f"{folder} updates {name}, which {config.base} does not have: it is for another model")
         if not is_plain(layers[name]):
             raise LoadError(f"{folder} updates {config.base}, whose weights are quantised: use the full model as base")
         weight = layers[name].weight
+        if weight is embedding:
+            raise LoadError(
+                f"{folder} updates {name}, whose weight is also the input embedding of {config.base}: that would "
+                "change too; as base, save that model with tie_word_embeddings=false and a weight for each"
+            )
         a, b = pair["A"].to(weight.device), pair["B"].to(weight.device)
         if a.ndim != 2 or b.shape != (len(weight), len(a)) or a.shape[1] != weight.shape[1]:
             raise LoadError(

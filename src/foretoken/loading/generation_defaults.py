@@ -15,6 +15,7 @@ from typing import Any
 from foretoken.core.io.checkpoints import LoadError, is_adapter, is_builtin, location_of, resolve
 from foretoken.loading.adapters import read_adapter
 from foretoken.loading.gguf import is_gguf
+from foretoken.loading.handed import unwrapped
 from foretoken.models.base import LanguageModel
 from foretoken.options import FIELDS, FILTERS
 
@@ -69,6 +70,7 @@ def read_defaults(source: Any) -> GenerationDefaults:
     An adapter has those of its base model.  Raises ``LoadError`` if the file is damaged, a value is impossible or the
     hub does not answer.
     """
+    source = unwrapped(source)
     if isinstance(source, LanguageModel) or is_gguf(source):
         return GenerationDefaults()
     if not isinstance(source, str | Path):

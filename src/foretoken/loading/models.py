@@ -61,15 +61,15 @@ def load_model(
     """
     source = unwrapped(source)
     check_handed_in(source)
-    if pack not in ("auto", True, False):
+    if pack != "auto" and not isinstance(pack, bool):
         raise ValueError(f"pack must be 'auto', True or False, not {pack!r}")
     check_counts({"tensor_parallel": tensor_parallel}, 1)
+    check_backend(backend, source)
     if tensor_parallel != 1:
         from foretoken.loading.parallel import load_parallel
 
         others = {"inflate": inflate, "quantize": quantize, "pack": pack}
         return load_parallel(source, tensor_parallel, dtype=dtype, device=device, exact=exact, **others)
-    check_backend(backend, source)
     auto = quantize == "auto" and role == "draft"
     quantize = None if auto else quantize
     packs = pack is True or (pack == "auto" and exact != "approximate")

@@ -162,9 +162,13 @@ class AnswerFile:
     def rows(self) -> dict[int, dict[str, Any]]:
         """The stored rows by number.  An incomplete last line, left by a kill, is cut off.  Raises ``ValueError`` for a
         damaged file."""
-        file = self.file if self.file.exists() else self.part
-        if not file.exists():
-            return {}
+        rows: dict[int, dict[str, Any]] = {}
+        for file in (self.file, self.part):
+            if file.exists():
+                rows |= self._rows_of(file)
+        return rows
+
+    def _rows_of(self, file: Path) -> dict[int, dict[str, Any]]:
         data = file.read_bytes()
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
@@ -197,7 +201,7 @@ class AnswerFile:
                         on_progress(AnswerProgress(len(rows), len(self.dialogues), rate))
         if len(rows) < len(self.dialogues):
             return None
-        if not self.file.exists():
+        if open_dialogues or not self.file.exists():  # a finished file may have lost its last line
             with replacing(self.file) as draft:
                 lines = [json.dumps(rows[number], ensure_ascii=False) + "\n" for number in sorted(rows)]
                 draft.write_text("".join(lines), encoding="utf-8")

@@ -1,8 +1,8 @@
 """Hidden states of a target on disk: memory-mapped safetensors shards, computed once and shared by runs.
 
 A run's blocks are a pure function of (seed, step), so a shard is identified by its number.  Every tap has its own
-shards, so a run with one more tap adds only that tap's.  Conversations are packed into rows once; their states are
-stored by row, so that every pass after the first reads from disk.
+shards, so a run with one more tap adds only that tap's.  Conversations, packed into rows once, and text that the target
+wrote are a fixed number of rows; their states are stored by row, so that every pass after the first reads from disk.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from foretoken.core.io.files import replacing, write_json
 from foretoken.models.forward.parts import TargetParts
-from foretoken.training.chat import ChatBlocks, RowBlocks
+from foretoken.training.chat import RowBlocks
 from foretoken.training.corpus import BlockSampler
 
 STEPS = 16
-"""Steps per shard; rows, for conversations."""
+"""Steps per shard; rows, for text of a fixed number of rows."""
 NAMED = {
     "target": "another target",
     "dtype": "a target of another dtype (--precision)",
@@ -59,7 +59,7 @@ class FeatureStore:
             "text": dict(text),
             "blocks": [sampler.block, sampler.batch, sampler.seed],
             "steps_per_shard": STEPS,
-            **({"written": list(writing)} if writing else {}),
+            **({"written": list(writing), "by_row": True} if writing else {}),
         }
         card = folder / "features.json"
         stored = json.loads(card.read_text(encoding="utf-8")) if card.exists() else identity
@@ -71,7 +71,7 @@ class FeatureStore:
     def features(self, step: int, taps: Sequence[str]) -> dict[str, Tensor]:
         """Hidden states [b, n, D] of the blocks of ``step``, by tap.  A missing shard is computed whole.  Raises
         ``ValueError`` for a damaged one."""
-        if not isinstance(self.sampler, ChatBlocks):
+        if not isinstance(self.sampler, RowBlocks):
             return self._entry(step, taps)
         rows = [self._entry(row, taps) for row in self.sampler.chosen(step)]
         return {tap: torch.cat([row[tap] for row in rows]) for tap in taps}
@@ -93,7 +93,7 @@ class FeatureStore:
 
     def _tokens(self, index: int) -> Tensor:
         sampler = self.sampler
-        rows = sampler.rows[index][None] if isinstance(sampler, ChatBlocks) else sampler(index)
+        rows = sampler.rows[index][None] if isinstance(sampler, RowBlocks) else sampler(index)
         return torch.from_numpy(rows[:, :-1]).to(self.parts.device)
 
     def _file(self, tap: str, number: int) -> Path:
@@ -101,7 +101,7 @@ class FeatureStore:
 
     def _capture(self, number: int, taps: Sequence[str]) -> None:
         end = (number + 1) * STEPS
-        if isinstance(self.sampler, ChatBlocks):
+        if isinstance(self.sampler, RowBlocks):
             end = min(end, self.sampler.num_blocks)
         steps = [self.parts.features(self._tokens(index), taps) for index in range(number * STEPS, end)]
         for tap in taps:
@@ -114,6 +114,8 @@ class FeatureStore:
 def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """Descriptions of how the stored features differ from the run's; empty if they are the same."""
     differences = [words for key, words in NAMED.items() if stored.get(key) != present.get(key)]
+    if stored.get("written") and stored.get("written") == present.get("written") and not stored.get("by_row"):
+        differences.append(NAMED["steps_per_shard"])
     then, blocks = stored.get("blocks", []), present["blocks"]
     pairs = zip(("--context", "--batch-size", "--seed"), then, blocks, strict=False)
     return differences + [f"{option} {old}, not {new}" for option, old, new in pairs if old != new]

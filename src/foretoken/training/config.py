@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foretoken.core.settings import setting
+from foretoken.core.settings import flag, setting
 from foretoken.methods.drafters.learning.losses import check_loss
 
 BLOCK_TEXTS = ("fixed", "target")
@@ -110,6 +110,8 @@ class DistillConfig(RunConfig):
         taps: hidden states of the target that the student reads beside the tokens (PARD-2), in Transformers' numbering,
             joined by ``+``; ``usual`` for those of the published models; empty for none.
         mask_token: id of the mask; -1: the id in the student's configuration, else a new token after its vocabulary.
+        distinct_masks: whether every position after the first has a mask of its own (SpecDec, arXiv 2203.16487), with
+            consecutive ids, instead of one for all.
     """
 
     batch_size: int = setting(4, "Rows per step.", 1)
@@ -125,6 +127,7 @@ class DistillConfig(RunConfig):
     refresh: int = setting(8, "Steps between two writings of the student.", 1)
     places: int = setting(1, "Draft this many tokens in one pass, by masks (PARD: 8).", 1)
     mask_token: int = setting(-1, "Id of the mask; -1: as configured, else a new token.")
+    distinct_masks: bool = flag("With --places: a mask of its own for every position (SpecDec).")
     taps: str = setting("", "With --places: hidden states of the target read beside the tokens (PARD-2): usual.")
 
     def __post_init__(self) -> None:
@@ -139,6 +142,8 @@ class DistillConfig(RunConfig):
             raise ValueError("mask_token must be a token's id, and goes with places above 1")
         if self.taps and self.layers and self.places == 1:  # a run without taps is checked without importing PyTorch
             raise ValueError("taps, the target's states beside the tokens, go with places above 1")
+        if self.distinct_masks and (self.places < 3 or self.taps):
+            raise ValueError("distinct_masks goes with places above 2, and without taps")
         if self.places >= self.context:
             raise ValueError(f"places={self.places} must be fewer than the {self.context} tokens of a row")
         for name in ("steps", "batch_size", "written", "refresh", "places"):

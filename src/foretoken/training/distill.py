@@ -20,7 +20,7 @@ from foretoken.core.io.files import replacing, save_model
 from foretoken.core.io.quiet import ERRORS_ONLY
 from foretoken.loading import BUILTIN
 from foretoken.methods.drafters.learning.divergences import divergence
-from foretoken.methods.drafters.pard import MASK
+from foretoken.methods.drafters.pard import MASK, MASKS
 from foretoken.methods.drafters.target_states import FILE, NAME
 from foretoken.models.forward.parts import weights_digest
 from foretoken.models.network.taps import recording
@@ -153,6 +153,7 @@ class Distiller:
             target_logits = self.shop.parts.network(input_ids=inputs, use_cache=False).logits
         with torch.autocast(device.type, dtype=torch.bfloat16):
             ids = mask_ids(inputs, len(anchors) - n, self.mask)
+            ids[:, n:] += (depths[n:] - 1).clamp_max(getattr(self.student.config, MASKS, 1) - 1).to(device)
             read = {"input_ids": ids}
             if self.states is not None:
                 read = {"inputs_embeds": self.states.embedded(ids, hidden, anchors.to(device), generator)}
@@ -220,24 +221,29 @@ class Distiller:
 
 
 def teach_mask(student: Any, config: DistillConfig, vocabulary: int) -> int:
-    """The id of the student's mask, which is written into its configuration.
+    """The id of the student's mask, the first of consecutive ones if they are distinct; its configuration gets the id
+    and their number.
 
-    It is the run's id, else that of the configuration, else the last row of an embedding wider than the tokenizer, else
-    a new row, drawn around the mean of the others with the run's seed.  Raises ``ValueError`` for an id outside of the
-    vocabulary.
+    It is the run's id, else that of the configuration, else the last rows of an embedding wider than the tokenizer,
+    else new rows, drawn around the mean of the others with the run's seed.  Raises ``ValueError`` for an id outside of
+    the vocabulary.
     """
     text_config = student.config.get_text_config()
-    mask = config.mask_token if config.mask_token >= 0 else getattr(student.config, MASK, None)
+    known, configured = getattr(student.config, MASK, None), getattr(student.config, MASKS, 1)
+    count = config.places - 1 if config.distinct_masks else configured
+    mask = config.mask_token if config.mask_token >= 0 else known if count == configured else None
     if mask is None:
-        if text_config.vocab_size <= vocabulary:
+        if text_config.vocab_size < vocabulary + count:
             # Transformers logs a long message about drawing the new rows around the mean.
             with ERRORS_ONLY.changed(), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(config.seed)
-                student.resize_token_embeddings(-(-(vocabulary + 1) // WIDTH) * WIDTH, mean_resizing=True)
-        mask = text_config.vocab_size - 1
-    if not 0 <= mask < text_config.vocab_size:
+                student.resize_token_embeddings(-(-(vocabulary + count) // WIDTH) * WIDTH, mean_resizing=True)
+        mask = text_config.vocab_size - count
+    if not 0 <= mask <= text_config.vocab_size - count:
         raise ValueError(f"the mask token must be one of the draft model's {text_config.vocab_size} tokens, not {mask}")
     setattr(student.config, MASK, mask)
+    if count > 1:
+        setattr(student.config, MASKS, count)
     return int(mask)
 
 

@@ -228,6 +228,10 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
     elif not (folder / "tokenizer.json").exists():
         folder = folder / "tokenizer"  # an unfinished run
         if not (folder / "tokenizer.json").exists():
+            if source is None:
+                raise ValueError(
+                    f"{out} holds a checkpoint and no tokenizer: copy its folder back, or give another --out"
+                )
             raise ValueError(f"{source} holds no tokenizer.json: give the --out of another run, or a model folder")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     check_end_of_text(tokenizer)

@@ -114,6 +114,30 @@ def true_features(recipe: FeatureRecipe, batch: Batch) -> Tensor:
     return batch.taps["last"]
 
 
+@pytest.mark.parametrize("kind", [Eagle3Recipe, EagleRecipe])
+@torch.no_grad()
+def test_top_k_distillation_by_hand(kind: type[FeatureRecipe]) -> None:
+    """HASS adds the cross-entropy over the target's two most likely tokens, not renormalised, to the loss."""
+    plain, with_top = toy_recipe(kind), toy_recipe(kind, top_k="2", top_weight="0.5")
+    batch = toy_batch(plain)
+    rows = torch.tensor([[0, 3], [2, 5]])
+    labels = with_top.labels(batch, rows, 1)
+    output = torch.randn(2, 2, plain.parts.hidden_size, generator=torch.Generator().manual_seed(3))
+    logits = with_top.draft_logits(output.flatten(0, 1))
+    expected = []
+    for i, (text, row) in enumerate([(0, 0), (0, 3), (1, 2), (1, 5)]):
+        (target,), counted = labels.of(torch.tensor([text]), torch.tensor([row + 1]))
+        if counted is None or bool(counted):
+            first, second = target.argsort(descending=True)[:2].tolist()
+            log_draft = logits[i].log_softmax(-1)
+            expected.append(-float(target[first] * log_draft[first] + target[second] * log_draft[second]))
+    added = with_top.agreement(labels, output, rows + 1) - plain.agreement(labels, output, rows + 1)
+    assert len(expected) > 1
+    assert float(added) == pytest.approx(0.5 * sum(expected) / len(expected), rel=1e-4)
+    seeds = (torch.Generator().manual_seed(0) for _ in range(2))
+    assert float(with_top.loss(batch, next(seeds))) > float(plain.loss(batch, next(seeds)))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_learn(variant: str) -> None:
     """Every weight has a part in the loss, but for the embedding's rows of other tokens."""

@@ -142,3 +142,23 @@ def test_what_this_layout_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has 2 prediction modules, and this layout holds one"):
         export_drafter("mtp", tmp_path / "out", target=tmp_path / "target")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_for_another_target_of_the_same_shape_is_refused(tmp_path: Path) -> None:
+    save_family(tmp_path / "target", "glm4_moe")
+    export_drafter("mtp", tmp_path / "out", target=tmp_path / "target")
+    other, _ = save_family(tmp_path / "other", "glm4_moe")
+    with torch.no_grad():
+        other.model.layers[0].self_attn.o_proj.weight.add_(0.5)
+    other.save_pretrained(tmp_path / "other")
+    refused(tmp_path / "out", tmp_path / "other", tmp_path / "back", "was made for another target: ")
+
+
+def test_an_incomplete_folder_and_8_bit_weights_are_refused(tmp_path: Path) -> None:
+    save_family(tmp_path / "target", "glm4_moe")
+    export_drafter("mtp", tmp_path / "out", target=tmp_path / "target")
+    name = "mtp_layers.0.input_proj.weight"
+    changed(tmp_path / "out", {name: torch.ones(32, 64, dtype=torch.int8)})
+    refused(tmp_path / "out", tmp_path / "target", tmp_path / "back", "is quantised with 8-bit weights")
+    (tmp_path / "out/model.safetensors").unlink()
+    refused(tmp_path / "out", tmp_path / "target", tmp_path / "back", r"holds no \*.safetensors weights")

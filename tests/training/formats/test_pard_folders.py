@@ -47,6 +47,13 @@ def test_a_tree_of_levels_is_refused(pard: Path, target: Path) -> None:
     assert isinstance(foretoken.load(target, drafter=f"model:{pard},tree=2x2,parallel=false").drafter, ModelDrafter)
 
 
+def test_distinct_masks_have_no_place_in_the_layout(target: Path, tmp_path: Path) -> None:
+    wide = save_target(tmp_path / "wide", vocab_size=VOCAB + 8)
+    distinct = with_mask(tmp_path / "distinct", wide, pard_token=VOCAB + 1, pard_tokens=7)
+    with pytest.raises(ValueError, match=r"has distinct masks \(pard_tokens\), and this layout has one"):
+        export_drafter(f"pard:{distinct}", tmp_path / "out", target=target)
+
+
 def test_there_and_back(pard: Path, target: Path, tmp_path: Path) -> None:
     report = export_drafter(f"pard:{pard}", tmp_path / "theirs", target=target, engine="vllm")
     assert report["method"] == "pard"

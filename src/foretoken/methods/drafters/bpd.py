@@ -33,6 +33,8 @@ class BpdDrafter(BatchDrafter):
     """
 
     name = "bpd"
+    net_config = BpdConfig
+    net_class = BpdHeads
     taps = ("last",)
     traits = Traits(prefers_noise=True, learns=False)
 
@@ -47,7 +49,7 @@ class BpdDrafter(BatchDrafter):
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> BpdDrafter:
         """Build from a spec ``bpd[:FOLDER]``."""
-        heads, parts, _ = load_net(context, cls.name, path, BpdConfig, BpdHeads)
+        heads, parts, _ = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         return cls(heads, parts, **options)
 
     def cost_beside(self, target_bytes: int) -> float:

@@ -20,12 +20,14 @@ class EagleDrafter(FeatureDrafter):
     """Drafts a dynamic tree of the head's predictions."""
 
     name = "eagle"
+    net_config = EagleConfig
+    net_class = EagleNet
 
     @classmethod
     def build(
         cls, path: str | None, context: BuildContext, *, nodes: int | None = None, vocab: str = "", **options: Any
     ) -> EagleDrafter:
         """Build from a spec ``eagle[:FOLDER]``."""
-        net, parts, measured = load_net(context, cls.name, path, EagleConfig, EagleNet)
+        net, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
         return cls.sized(FeatureModel(net, parts, context.target, head), context.target, nodes, options)

@@ -29,6 +29,8 @@ class Eagle3Drafter(FeatureDrafter):
     """
 
     name = "eagle3"
+    net_config = Eagle3Config
+    net_class = Eagle3Net
 
     @property
     def net(self) -> Eagle3Net:
@@ -47,7 +49,7 @@ class Eagle3Drafter(FeatureDrafter):
         Args:
             vocab: draft vocabulary, of the trained one: its N lowest ids, or those in a JSON file; by default all.
         """
-        net, parts, _ = load_net(context, cls.name, path, Eagle3Config, Eagle3Net)
+        net, parts, _ = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         trained = net.vocabulary.tolist()
         ids = chosen_ids(vocab, context, parts.vocab_size, trained) if vocab else None
         model = FeatureModel(net, parts, context.target, vocabulary_head(net, parts, ids))

@@ -38,6 +38,8 @@ class JumpDrafter(OwnLayersDrafter):
     """
 
     name = "jump"
+    net_config = JumpConfig
+    net_class = JumpNet
     head: DraftHead
 
     def __init__(
@@ -68,7 +70,7 @@ class JumpDrafter(OwnLayersDrafter):
         Args:
             vocab: as for :class:`~foretoken.methods.drafters.features.FeatureDrafter`.
         """
-        net, parts, measured = load_net(context, cls.name, path, JumpConfig, JumpNet)
+        net, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
         return cls(context.target, net, head=head, **options)
 

@@ -43,6 +43,8 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
     """
 
     name = "kangaroo"
+    net_config = KangarooConfig
+    net_class = KangarooNet
     traits = replace(OwnLayersDrafter.traits, learns=True)
     reader: ExitReader
 
@@ -72,7 +74,7 @@ class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> KangarooDrafter:
         """Build from a spec ``kangaroo[:FOLDER]``."""
-        net, parts, _ = load_net(context, cls.name, path, KangarooConfig, KangarooNet)
+        net, parts, _ = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
         built = cls(context.target, FeatureModel(net, parts, context.target, head), **options)
         built.head = head  # the head of the adapter's logits

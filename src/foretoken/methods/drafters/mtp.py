@@ -15,7 +15,7 @@ from torch import nn
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.features import FeatureDrafter
-from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
+from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet, module_for
 from foretoken.methods.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL
@@ -53,6 +53,8 @@ class MtpDrafter(FeatureDrafter):
     """
 
     name = "mtp"
+    net_config = MtpConfig
+    net_class = MtpNet
     chain = MappingProxyType({})  # it is one unless a spec asks for more
     traits = replace(FeatureDrafter.traits, free_for=has_head)
 

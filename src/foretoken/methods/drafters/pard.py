@@ -2,7 +2,8 @@
 
 PARD, An et al. 2025 (arXiv 2504.18583); with the target's states beside the tokens PARD-2 (2605.08632).  The unread
 tokens are followed by k - 1 mask tokens, under the usual causal mask: the last token's row predicts the first position,
-every mask's row the next one.
+every mask's row the next one.  With distinct masks, one per position, it is the independent parallel drafter of SpecDec
+(Xia et al. 2022, arXiv 2203.16487), whose positions have learned queries of their own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 
 MASK = "pard_token"
 """Key of the mask token in a model's configuration."""
+MASKS = "pard_tokens"
+"""Key of the number of distinct masks, with consecutive ids from the mask token on; one without it."""
 TRAINED = 8
 """Number of positions that published PARD models were trained to predict."""
 
@@ -59,7 +62,8 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
     Args:
         k: tokens predicted in one pass, the longest path of a tree.  Quality drops beyond the trained number (8 for
             published models).
-        mask: id of the mask token; -1: the one in the model's configuration (``pard_token``).
+        mask: id of the mask token of all positions; -1: the one in the model's configuration (``pard_token``), or those
+            from it on if the configuration has distinct ones (``pard_tokens`` of them; later positions share the last).
         target: the target model; its vocabulary may be padded to another width than the draft model's.
         taps: let a draft model that was trained with the target's states (PARD-2) read them.
     """
@@ -85,7 +89,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
         self.traits = replace(self.traits, learns=False)
         check_growth(model, branches=False)
         self.model = model
-        self.mask = _mask_of(model, mask)
+        self.mask, self.num_masks = _masks_of(model, mask)
         self.target_bytes = 0 if target is None else target.weight_bytes
         self.vocab_size = model.vocab_size if target is None else target.vocab_size
         if taps and target is not None:
@@ -169,7 +173,8 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
 
     def _feed(self, sequence: SequenceState, tokens: Sequence[int], depth: int) -> Feed:
         unread = self.model.catch_up(sequence, tokens)
-        return Feed(sequence, [*unread, *[self.mask] * (depth - 1)], wanted=depth)
+        masks = [self.mask + min(place, self.num_masks - 1) for place in range(depth - 1)]
+        return Feed(sequence, [*unread, *masks], wanted=depth)
 
     def _guess(self, context: Context, logits: Tensor) -> Predictions:
         cut = self.ids.cut(logits)
@@ -178,18 +183,22 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
 
 def mask_token(model: LanguageModel) -> int | None:
     """The mask token in a draft model's configuration; ``None`` if it was not trained to fill masks."""
-    config = getattr(model.model, "config", None)
-    mask = getattr(config, MASK, None)
-    return mask if isinstance(mask, int) and not isinstance(mask, bool) else None
+    return _configured(model, MASK)
 
 
-def _mask_of(model: LanguageModel, option: int) -> int:
-    mask = mask_token(model) if option == -1 else option
+def _configured(model: LanguageModel, key: str) -> int | None:
+    value = getattr(getattr(model.model, "config", None), key, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _masks_of(model: LanguageModel, option: int) -> tuple[int, int]:
+    """The first mask token and the number of distinct ones."""
+    mask, count = (mask_token(model), _configured(model, MASKS) or 1) if option == -1 else (option, 1)
     if mask is None:
         raise ValueError(
             f"this draft model was not trained on mask tokens: its configuration has no {MASK}; give mask=ID, "
             "or draft token by token with model:PATH"
         )
-    if not 0 <= mask < model.vocab_size:
+    if not 0 <= mask <= model.vocab_size - count:
         raise ValueError(f"the mask token must be one of the draft model's {model.vocab_size} tokens, not {mask}")
-    return mask
+    return mask, count

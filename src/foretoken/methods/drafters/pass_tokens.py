@@ -98,6 +98,8 @@ class PassTokensDrafter(Drafter):
     """
 
     name = "pass_tokens"
+    net_config = PassTokensConfig
+    net_class = PassTokens
 
     def __init__(self, net: PassTokens, target: LanguageModel, k: int = 0, draw: str = "iid", groups: int = 0) -> None:
         learned = len(net.rows)
@@ -117,7 +119,7 @@ class PassTokensDrafter(Drafter):
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> PassTokensDrafter:
         """Build from a spec ``pass_tokens[:FOLDER]``."""
-        net, _, measured = load_net(context, cls.name, path, PassTokensConfig, PassTokens)
+        net, _, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         accuracies = measured.get("accuracies") or (0.5, 0.4, 0.3, 0.25)  # typical ones if training did not measure
         costs = quick_costs(context.target)
         sizes = options.get("k", 0), options.get("groups", 0)

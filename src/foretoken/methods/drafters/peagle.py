@@ -36,6 +36,8 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
     """
 
     name = "peagle"
+    net_config = PeagleConfig
+    net_class = PeagleNet
     model: PeagleModel
 
     def __init__(
@@ -66,7 +68,7 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
         Args:
             vocab: as for :class:`~foretoken.methods.drafters.eagle3.Eagle3Drafter`.
         """
-        net, parts, _ = load_net(context, cls.name, path, PeagleConfig, PeagleNet)
+        net, parts, _ = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         ids = chosen_ids(vocab, context, parts.vocab_size, net.vocabulary.tolist()) if vocab else None
         head = vocabulary_head(net, parts, ids)
         return cls.sized(context.target, nodes, PeagleModel(net, parts, context.target, head), **options)

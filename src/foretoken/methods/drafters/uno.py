@@ -95,6 +95,8 @@ class UnoDrafter(ParallelDrafter):
     """
 
     name = "uno"
+    net_config = UnoConfig
+    net_class = UnoNet
     model: GatedModel
 
     def __init__(
@@ -144,7 +146,7 @@ class UnoDrafter(ParallelDrafter):
         Args:
             vocab: as for :class:`~foretoken.methods.drafters.model.ModelDrafter`.
         """
-        net, _, measured = load_net(context, cls.name, path, UnoConfig, UnoNet)
+        net, _, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         if k is None:
             typical = 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2  # if training did not measure accuracies
             accuracies, costs = measured.get("accuracies") or typical, quick_costs(context.target)

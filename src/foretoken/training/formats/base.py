@@ -180,7 +180,7 @@ class NetFormat(Format):
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         source.check_whole(self.config_file)
         fingerprint = target.parts.fingerprint()
-        measured = _measured(source, self.method, fingerprint)
+        measured = measured_for(source, self.method, fingerprint)
         tensors = unquantised(source, self.warnings)
         if any(value.is_floating_point() and value.dtype != DTYPE for value in tensors.values()):
             self.warnings.append("the weights were rounded to bfloat16")
@@ -222,9 +222,9 @@ def stored(net: nn.Module) -> dict[str, Tensor]:
     return {n: v.detach().to(DTYPE if v.is_floating_point() else v.dtype) for n, v in net.state_dict().items()}
 
 
-def _measured(source: Found, method: str, fingerprint: Fingerprint) -> dict[str, Any]:
-    """Measurements from the note beside an export of ours, which must be for this target; empty for other
-    checkpoints."""
+def measured_for(source: Found, method: str, fingerprint: Fingerprint) -> dict[str, Any]:
+    """Measurements from the note beside an export of ours; empty for other checkpoints.  Raises ``ValueError`` if the
+    export was made for another target."""
     note = source.json(NOTE) if source.path.is_dir() else {}
     if not note or note.get("method") != method:
         return {}

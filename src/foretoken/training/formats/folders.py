@@ -112,8 +112,8 @@ class Found:
         return frozenset(unpacked_name(name) for name in names)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, with no prefix that training code has left in their names.  Raises ``ValueError`` for a damaged
-        file, and for numbers that are not finite."""
+        """All tensors by their stored names.  Raises ``ValueError`` for a damaged file, and for numbers that are not
+        finite."""
         tensors: dict[str, Tensor] = {}
         for file in self._files:
             try:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from foretoken.loading import build_draft_model, check_folder, resolve
-from foretoken.methods.drafters.pard import MASK
+from foretoken.methods.drafters.pard import MASK, MASKS
 from foretoken.methods.drafters.target_states import FILE, read_projection
 from foretoken.registry import Spec
 from foretoken.training.formats.base import Format, Target
@@ -96,6 +96,8 @@ class PardFolder(ModelFolder):
         (source,) = self.inputs(spec, target.source)
         if MASK not in Found(source).config:
             raise ValueError(f"{source} is a draft model without a {MASK}: export it as model:{source}")
+        if Found(source).config.get(MASKS, 1) != 1:
+            raise ValueError(f"{source} has distinct masks ({MASKS}), and this layout has one for all positions")
         super().write_folder(spec, target, folder)
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:

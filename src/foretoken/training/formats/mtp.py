@@ -24,7 +24,16 @@ from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.methods.drafters.nets.store import WEIGHTS, load_weights, read_description, save_drafter
 from foretoken.models.forward.heads.mtp import QWEN, TARGETS_OWN, native_module
 from foretoken.registry import Spec
-from foretoken.training.formats.base import DTYPE, NOTE_VERSION, Format, Target, check_sizes, stored, unquantised
+from foretoken.training.formats.base import (
+    DTYPE,
+    NOTE_VERSION,
+    Format,
+    Target,
+    check_sizes,
+    measured_for,
+    stored,
+    unquantised,
+)
 from foretoken.training.formats.eagle3 import KEY, VERSION
 from foretoken.training.formats.engines import DEPTH
 from foretoken.training.formats.folders import NOTE, Found, write_json, write_tensors
@@ -85,6 +94,9 @@ class MtpSpeculators(Format):
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         """Import one module, for a target of the same sizes."""
+        source.check_whole()
+        fingerprint = target.parts.fingerprint()
+        measured = measured_for(source, self.method, fingerprint)
         inner = source.config.get("transformer_layer_config")
         if not isinstance(inner, dict):
             raise ValueError("config.json lacks transformer_layer_config")
@@ -96,7 +108,7 @@ class MtpSpeculators(Format):
         experts = any(".experts." in name for name in tensors)
         shape = asdict(LayerConfig.of_target(target.parts.config))
         config = asdict(MtpConfig(**shape, layer="target", feed="post_norm", experts=experts))
-        save_drafter(folder, self.method, config, module, target.parts.fingerprint())
+        save_drafter(folder, self.method, config, module, fingerprint, measured)
         return f"{self.method}:{{}}"
 
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ LARGE_VOCABULARY = 16384
 """Vocabulary size from which drafters with the target's projection predict only frequent tokens."""
 FREQUENT, COVERED = 4096, 0.995
 """Least number of frequent tokens, and the share of the training text that they cover."""
+LAYER_WINDOWS = ("layer_windows", "a target whose layers can be run one by one")
+"""What a method needs that runs only a part of the target's layers."""
 EXPLAINED = "`foretoken methods {}` explains them"
 SHAPE = ("heads", "kv_heads", "head_dim", "ffn")
 """Settings of a layer's shape, by default that of the target's layers."""
@@ -80,13 +82,14 @@ class Recipe(ABC):
 
     Attributes:
         config_class: dataclass of the settings; its fields are the options of ``--set``.
-        net_config: dataclass of the fields that the network needs; ``None``: all.
-        net_class: class of the network.
+        drafter_class: class of the drafter, which has the method's name, and if it has a network its class
+            (``net_class``) and the dataclass of its shape (``net_config``; ``None``: all settings).
         lr: default learning rate.
         target_lr: learning rate of the target's weights relative to ``lr``, if they are trained too.
     """
 
     method: ClassVar[str]
+    drafter_class: ClassVar[type[Any]]
     config_class: ClassVar[type[Any]]
     net_config: ClassVar[type[Any] | None] = None
     net_class: ClassVar[type[nn.Module]] = nn.Module
@@ -97,28 +100,40 @@ class Recipe(ABC):
     """Fields that the target determines."""
     target_defaults: ClassVar[tuple[str, ...]] = ()
     """Settings whose default depends on the target."""
-    needs: ClassVar[tuple[str, str]] = ("", "")
-    """For a recipe that runs the target's layers: a capability of the target, if any, and the requirement in words."""
+    needs: ClassVar[tuple[str, str] | None] = None
+    """For a method that runs the target's layers: a capability of the target, if any, and the requirement in words."""
     frequent: Tensor | None = None
     """[V_d] the frequent tokens, the most frequent one first; ``None``: the drafter predicts all tokens."""
 
+    def __init_subclass__(cls) -> None:
+        drafter = vars(cls).get("drafter_class")
+        if drafter is not None:
+            cls.method = drafter.name
+            cls.net_config = getattr(drafter, "net_config", None)
+            cls.net_class = getattr(drafter, "net_class", nn.Module)
+
     def __init__(self, target: LanguageModel, parts: TargetParts, settings: Mapping[str, str], seed: int = 0) -> None:
         self.target, self.parts = target, parts
+        self._check_target()
         self.config = self.configure(settings)
         self.check_ahead(target.context_length, "the target's context")  # before a network of that size is created
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.net = self.build()
 
-    @property
-    def model(self) -> HuggingFaceModel:
-        """The target, for recipes that run its layers.  Raises ``CapabilityError`` if it is not a network of layers or
-        lacks a required capability."""
-        capability, words = self.needs
-        target = self.target
+    def _check_target(self) -> None:
+        """Raise ``CapabilityError`` if the method runs the target's layers, and the target is not a network of layers
+        or lacks a required capability."""
+        if self.needs is None:
+            return
+        (capability, words), target = self.needs, self.target
         if not isinstance(target, HuggingFaceModel) or (capability and not getattr(target.capabilities, capability)):
             raise CapabilityError(f"{self.method} needs {words.format(type(target).__name__)}")
-        return target
+
+    @property
+    def model(self) -> HuggingFaceModel:
+        """The target, for recipes that run its layers."""
+        return cast(HuggingFaceModel, self.target)
 
     @property
     def taps(self) -> Sequence[str]:
@@ -286,10 +301,14 @@ def check_depths(setting: str, depths: str, layers: int) -> None:
         raise ValueError(f"{setting}={depths} reach to {deepest}, and the target has {layers}")
 
 
+def cross_entropies(logits: Tensor, distribution: Tensor) -> Tensor:
+    """-sum distribution log softmax(logits) of each row, float32 [m]; logits and distribution [m, V]."""
+    return -(distribution * torch.log_softmax(logits.float(), -1)).sum(-1)
+
+
 def soft_cross_entropy(logits: Tensor, distribution: Tensor, counted: Tensor | None = None) -> Tensor:
-    """-sum distribution log softmax(logits), mean over (counted) rows, float32; logits and distribution [m, V],
-    counted [m]."""
-    return mean_of(-(distribution * torch.log_softmax(logits.float(), -1)).sum(-1), counted)
+    """Mean of :func:`cross_entropies` over (counted) rows; counted [m]."""
+    return mean_of(cross_entropies(logits, distribution), counted)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.training.mask_rows import additive
-from foretoken.training.recipes.base import SHAPE, Batch, Recipe, check_depths
+from foretoken.training.recipes.base import SHAPE, Batch, Recipe, check_depths, cross_entropies, mean_of
 from foretoken.training.recipes.features import NOT_SHAPE, some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, mask_of
 
@@ -32,7 +32,11 @@ class BlockSettings(BlockConfig):
     Attributes:
         heads, kv_heads, head_dim, ffn: as for :class:`~foretoken.methods.drafters.nets.decoder.LayerConfig`, by default
             as in the target.
+        anchors: blocks per text and step (0: as many as compare about 512 positions with the target).
+        weights: ``"decay"`` (of positions, by ``gamma``) or ``"dpace"`` (D-PACE: by the tokens that are accepted from a
+            position on, as far as the drafter's present confidences say).
         gamma: the position k tokens after the anchor has the weight ``exp(-(k - 1) / gamma)``.
+        smoothing: share of 1 in D-PACE's confidences, the rest is the drafter's.
     """
 
     heads: int = 0
@@ -40,12 +44,36 @@ class BlockSettings(BlockConfig):
     head_dim: int = 0
     ffn: int = 0
     own_mask: bool = True
+    anchors: int = 0
+    weights: str = "decay"
     gamma: float = 4.0
+    smoothing: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.gamma > 0:
             raise ValueError(f"gamma must be above 0, not {self.gamma}")
+        if self.weights not in ("decay", "dpace"):
+            raise ValueError(f"weights must be decay or dpace, not {self.weights!r}")
+        if not 0 <= self.smoothing <= 1:
+            raise ValueError(f"smoothing must be from 0 to 1, not {self.smoothing}")
+
+
+@dataclass(frozen=True)
+class PositionLosses:
+    """The losses of one position of all blocks.
+
+    Attributes:
+        losses: float32 [b R].
+        entropies: cross-entropies with the target's distribution, float32 [b R].
+        counted: which of them count, float32 [b R]; ``None``: all.
+        memory: what the next position reads.
+    """
+
+    losses: Tensor
+    entropies: Tensor
+    counted: Tensor | None
+    memory: Any = None
 
 
 def default_taps(count: int) -> str:
@@ -87,8 +115,7 @@ class BlockRecipe(Recipe):
 
     def build(self) -> nn.Module:
         """A new network, whose last norm starts as the target's, because the target's projection reads it."""
-        kind = self.drafter_class
-        net = kind.net_class(kind.net_config(**self.stored_config()))
+        net: Any = super().build()
         weight = getattr(self.parts.final_norm, "weight", None)
         if isinstance(weight, Tensor) and weight.shape == net.norm.weight.shape:
             net.norm.weight.data.copy_(weight.detach())
@@ -102,27 +129,33 @@ class BlockRecipe(Recipe):
         return self.drafter_class.of(self.net, self.parts, self.target, self.frequent)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Weighted mean over positions of the cross-entropy with the target's distribution."""
+        """Weighted mean over positions of their losses."""
         drafts = self.config.drafts
-        # About 512 positions per text are compared with the target.
-        anchors = 1 + some_rows(batch, drafts, generator, max(1, 512 // drafts))
+        # By default about 512 positions per text are compared with the target.
+        anchors = 1 + some_rows(batch, drafts, generator, self.config.anchors or max(1, 512 // drafts))
         states = self.states(batch, anchors)  # [b, R, drafts, D]
         columns = anchors[..., None] + torch.arange(drafts, device=anchors.device)
         labels = Labels(batch, mask_of(batch, texts_of(columns.flatten(1)), columns.flatten()), self.frequent)
+        parts: list[PositionLosses] = []
+        for position in range(drafts):
+            memory = parts[-1].memory if parts else None
+            parts.append(self.position_losses(batch, labels, states[:, :, position], columns[..., position], memory))
+        if self.config.weights == "dpace":
+            return paced_mean(parts, self.config.smoothing)
         weights = [math.exp(-position / self.config.gamma) for position in range(drafts)]
-        total, memory = states.new_zeros(()), None
-        for position, weight in enumerate(weights):
-            part, memory = self.position_loss(batch, labels, states[:, :, position], columns[..., position], memory)
-            total = total + weight / sum(weights) * part
+        total = states.new_zeros(())
+        for weight, part in zip(weights, parts, strict=True):
+            total = total + weight / sum(weights) * mean_of(part.losses, part.counted)
         return total
 
-    def position_loss(
+    def position_losses(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
-    ) -> tuple[Tensor, Any]:
-        """The loss of one position of all blocks, a scalar, and the memory for the next position.  States are [b, R, D]
-        of the network, ``columns`` [b, R] the tokens before the predicted ones, and ``memory`` the result of the
-        previous position (``None`` at first)."""
-        return labels.distance(self.logits(states), texts_of(columns), columns.flatten()), None
+    ) -> PositionLosses:
+        """The losses of one position of all blocks.  States are [b, R, D] of the network, ``columns`` [b, R] the tokens
+        before the predicted ones, and ``memory`` that of the previous position (``None`` at first)."""
+        distributions, counted = labels.of(texts_of(columns), columns.flatten())
+        entropies = cross_entropies(self.logits(states), distributions)
+        return PositionLosses(entropies, entropies, counted)
 
     def logits(self, states: Tensor) -> Tensor:
         """[b R, V_d] of states [b, R, D]."""
@@ -146,6 +179,27 @@ class BlockRecipe(Recipe):
         x = net.embedded(ids, self.parts.embed.weight).flatten(1, 2)
         states = net(x, positions, [masks[kind] for kind in kinds], keep).unflatten(1, (count, config.block))
         return states if config.from_anchor else states[:, :, 1:]
+
+
+def pace(confidences: Tensor, smoothing: float) -> Tensor:
+    """D-PACE's weights [n, places] of the positions of blocks, from the drafter's confidences of their shape.
+
+    With ``s = (1 - smoothing) confidence + smoothing`` a position's weight is the number of tokens accepted from it on:
+    the sum, over it and the later ones, of the product of all ``s`` up to there.
+    """
+    reached = ((1 - smoothing) * confidences + smoothing).cumprod(-1)
+    return reached.flip(-1).cumsum(-1).flip(-1)
+
+
+def paced_mean(parts: Sequence[PositionLosses], smoothing: float) -> Tensor:
+    """Mean of the losses of all positions with D-PACE's weights, through which no gradient flows."""
+    losses = torch.stack([part.losses for part in parts], -1)
+    counted = torch.stack(
+        [torch.ones_like(part.losses) if part.counted is None else part.counted for part in parts], -1
+    )
+    entropies = torch.stack([part.entropies.detach() for part in parts], -1)
+    weights = counted * pace(torch.exp(-entropies) * counted, smoothing)
+    return (weights * losses).sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 
 
 def training_mask(anchors: Tensor, length: int, rows: int, reach: int, causal: bool) -> Tensor:

@@ -46,9 +46,8 @@ class BpdRecipe(Recipe):
     unbiased estimate.
     """
 
-    method = "bpd"
+    drafter_class = BpdDrafter
     config_class: ClassVar[type[Any]] = BpdSettings
-    net_config = BpdConfig
     net: BpdHeads
     config: BpdSettings
 

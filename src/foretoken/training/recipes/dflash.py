@@ -18,12 +18,11 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.dflash import DflashDrafter
 from foretoken.methods.drafters.dflash2 import Dflash2Drafter
 from foretoken.methods.drafters.dspark import DsparkDrafter
-from foretoken.methods.drafters.nets.block import BlockConfig
 from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
 from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.training.calibration import calibration_errors, fit_temperatures
-from foretoken.training.recipes.base import Batch, mean_of, soft_cross_entropy
-from foretoken.training.recipes.blocks import BlockRecipe, BlockSettings
+from foretoken.training.recipes.base import Batch, cross_entropies
+from foretoken.training.recipes.blocks import BlockRecipe, BlockSettings, PositionLosses
 from foretoken.training.recipes.features import texts_of
 from foretoken.training.recipes.labels import Labels, mask_of
 
@@ -34,8 +33,6 @@ CALIBRATED = 256
 class DflashRecipe(BlockRecipe):
     """The loss of the block alone."""
 
-    method = "dflash"
-    net_config = BlockConfig
     drafter_class = DflashDrafter
 
 
@@ -47,18 +44,17 @@ class Dflash2Settings(BlockSettings, Dflash2Config):
 class Dflash2Recipe(BlockRecipe):
     """The selector learns to choose among the candidates after the text's own token."""
 
-    method = "dflash2"
     config_class: ClassVar[type[Any]] = Dflash2Settings
-    net_config = Dflash2Config
     drafter_class = Dflash2Drafter
     net: Dflash2Net
 
-    def position_loss(
+    def position_losses(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
-    ) -> tuple[Tensor, Any]:
+    ) -> PositionLosses:
         """Cross-entropies with the target's distribution, over all tokens and over the candidates.
 
-        The target's most likely token is always made a candidate.
+        The target's most likely token is always made a candidate: it takes the last rank if it is missing.  That token
+        alone as the label accepts as many draft tokens, the text's own token fewer (docs/log.md).
         """
         logits = self.logits(states)
         distributions, counted = labels.of(texts_of(columns), columns.flatten())
@@ -68,11 +64,11 @@ class Dflash2Recipe(BlockRecipe):
         query, _ = self.net.query(batch.tokens.gather(1, columns).flatten(), states.flatten(0, 1), None)
         targets = ids if self.frequent is None else self.frequent[ids]
         scores = self.net.corrected(logits.gather(-1, ids), ids, targets, query[:, None])[:, 0]
+        entropies = cross_entropies(logits, distributions)
         probabilities = distributions.gather(-1, ids)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp_min(1e-9)
-        return soft_cross_entropy(logits, distributions, counted) + soft_cross_entropy(
-            scores, probabilities, counted
-        ), None
+        losses = entropies + cross_entropies(scores, probabilities)
+        return PositionLosses(losses, entropies, counted)
 
 
 @dataclass(frozen=True)
@@ -116,22 +112,20 @@ class DsparkRecipe(BlockRecipe):
     """Positions are corrected by the text's own tokens; the confidence head learns the acceptance probability of a
     draft token, and is calibrated on held-out text."""
 
-    method = "dspark"
     config_class: ClassVar[type[Any]] = DsparkSettings
-    net_config = DsparkConfig
     drafter_class = DsparkDrafter
     net: DsparkNet
 
-    def position_loss(
+    def position_losses(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
-    ) -> tuple[Tensor, Any]:
+    ) -> PositionLosses:
         """Cross-entropy with and distance to the target's distribution, and the confidence head's cross-entropy."""
         at, entropy = self._position(batch, labels, states, columns, memory), self.config.entropy
-        losses = -entropy * (at.targets * at.log_guess).sum(-1)
-        losses = losses + (1 - entropy) * (at.targets - at.log_guess.exp()).abs().sum(-1)
+        entropies = -(at.targets * at.log_guess).sum(-1)
+        losses = entropy * entropies + (1 - entropy) * (at.targets - at.log_guess.exp()).abs().sum(-1)
         if at.odds is not None:
             losses = losses + F.binary_cross_entropy_with_logits(at.odds.float(), at.accepted, reduction="none")
-        return mean_of(losses, at.counted), at.memory
+        return PositionLosses(losses, entropies, at.counted, at.memory)
 
     def _position(self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any) -> _Position:
         before, states = batch.tokens.gather(1, columns).flatten(), states.flatten(0, 1)

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.methods.drafters.eagle import EagleDrafter
-from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.methods.drafters.nets.eagle import EagleConfig
 from foretoken.training.recipes.base import Batch, mean_of
-from foretoken.training.recipes.features import FeatureRecipe, at_rows, some_rows, texts_of
+from foretoken.training.recipes.features import FeatureRecipe, TopKSettings, at_rows, some_rows, texts_of
 
 
 @dataclass(frozen=True)
-class EagleSettings(EagleConfig):
+class EagleSettings(TopKSettings, EagleConfig):
     """The head's shape and its loss.
 
     Attributes:
@@ -40,10 +40,7 @@ class EagleSettings(EagleConfig):
 class EagleRecipe(FeatureRecipe):
     """One step per position from true features, with noise in place of the errors of drafting."""
 
-    method = "eagle"
     config_class: ClassVar[type[Any]] = EagleSettings
-    net_config = EagleConfig
-    net_class = EagleNet
     drafter_class = EagleDrafter
     reduces = True  # it uses the target's projection
     config: EagleSettings
@@ -59,9 +56,10 @@ class EagleRecipe(FeatureRecipe):
         total = truth.new_zeros(())
         labels = self.labels(batch, judged, steps)
         for step, output in enumerate(self.unrolled(batch, features, rows, steps)):
-            agreement = self.agreement(labels, at_rows(output, judged), judged + 1 + step)
+            weight = self.config.agreement
+            agreement = self.agreement(labels, at_rows(output, judged), judged + 1 + step, weight=weight)
             distance = F.smooth_l1_loss(output.float(), at_rows(truth, rows + 1 + step), reduction="none").mean(-1)
             counted = batch.counted(texts_of(rows).view_as(rows), rows + 1 + step)
             regression = mean_of(distance, counted)
-            total = total + self.config.agreement * agreement + self.config.regression * regression
+            total = total + agreement + self.config.regression * regression
         return total / steps

@@ -16,11 +16,11 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.eagle3 import Eagle3Drafter, draft_logits
 from foretoken.methods.drafters.nets.eagle3 import LAST, Eagle3Config, Eagle3Net, default_layers
 from foretoken.training.recipes.base import Batch, check_depths, token_counts
-from foretoken.training.recipes.features import FeatureRecipe
+from foretoken.training.recipes.features import FeatureRecipe, TopKSettings
 
 
 @dataclass(frozen=True)
-class Eagle3Settings(Eagle3Config):
+class Eagle3Settings(TopKSettings, Eagle3Config):
     """The network's shape and its loss.
 
     Attributes:
@@ -40,12 +40,9 @@ class Eagle3Settings(Eagle3Config):
 class Eagle3Recipe(FeatureRecipe):
     """Training-time test: the network is trained on its own outputs, as in drafting."""
 
-    method = "eagle3"
     config_class: ClassVar[type[Any]] = Eagle3Settings
     fixed = (*FeatureRecipe.fixed, "vocab_size")
     target_defaults: ClassVar[tuple[str, ...]] = ("draft_vocab", "layers")
-    net_config = Eagle3Config
-    net_class: ClassVar[type[nn.Module]] = Eagle3Net
     drafter_class: ClassVar[type[Any]] = Eagle3Drafter
     config: Eagle3Settings
     net: Eagle3Net

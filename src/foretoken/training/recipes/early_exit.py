@@ -19,6 +19,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.early_exit import EarlyExitDrafter
 from foretoken.models.network.taps import decoder_layers
 from foretoken.training.recipes.base import (
+    LAYER_WINDOWS,
     Batch,
     TargetRecipe,
     check_labels,
@@ -74,9 +75,10 @@ class EarlyExitSettings:
 class EarlyExitRecipe(TargetRecipe):
     """Trains the target itself; the same final norm and head read every exit."""
 
-    method = "early_exit"
+    drafter_class = EarlyExitDrafter
     config_class: ClassVar[type[Any]] = EarlyExitSettings
     fixed = ("num_layers",)
+    needs = LAYER_WINDOWS
     config: EarlyExitSettings
 
     def from_target(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,11 +23,23 @@ NOT_SHAPE = tuple(name for name in LayerConfig.__dataclass_fields__ if name not 
 """Settings of a layer that are the target's or a plain one's."""
 
 
+@dataclass(frozen=True)
+class TopKSettings:
+    """Settings of top-k distillation, the loss of HASS (arXiv 2408.15766).
+
+    Attributes:
+        top_k: number of the target's most likely tokens whose cross-entropy is added to the loss (HASS: 10; 0: none).
+        top_weight: weight of that cross-entropy.
+    """
+
+    top_k: int = 0
+    top_weight: float = 1.0
+
+
 class FeatureRecipe(Recipe):
     """Trains a network that maps (embedding of the next token, feature) to the next feature."""
 
     fixed = tuple(LayerConfig.__dataclass_fields__)
-    net_config: ClassVar[type[Any]]
     drafter_class: ClassVar[type[FeatureDrafter]]
     lr = 3e-3
 
@@ -111,10 +123,15 @@ class FeatureRecipe(Recipe):
         columns = torch.cat([rows + step for step in range(1, steps + 1)], 1)
         return Labels(batch, mask_of(batch, texts_of(columns), columns.flatten()), self.guessed)
 
-    def agreement(self, labels: Labels, output: Tensor, columns: Tensor, step: int = 0) -> Tensor:
-        """Cross-entropy of the distributions of a step's outputs [b, R, D] with the target's after the tokens at
-        ``columns`` [b, R]."""
-        return labels.distance(self.draft_logits(output.flatten(0, 1), step), texts_of(columns), columns.flatten())
+    def agreement(self, labels: Labels, output: Tensor, columns: Tensor, step: int = 0, weight: float = 1.0) -> Tensor:
+        """``weight`` times the cross-entropy of the distributions of a step's outputs [b, R, D] with the target's after
+        the tokens at ``columns`` [b, R], plus top-k distillation if the settings ask for it."""
+        logits, texts, columns = self.draft_logits(output.flatten(0, 1), step), texts_of(columns), columns.flatten()
+        loss = weight * labels.distance(logits, texts, columns)
+        config = self.config
+        if isinstance(config, TopKSettings) and config.top_k:
+            loss = loss + config.top_weight * labels.top_distance(logits, texts, columns, config.top_k)
+        return loss
 
     @property
     def guessed(self) -> Tensor | None:

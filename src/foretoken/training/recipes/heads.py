@@ -27,7 +27,6 @@ class HeadsRecipe(Recipe):
     ``"text"``: the next tokens of the text) and ``decay`` (the weight of head i is ``decay ** i``).
     """
 
-    net_config: ClassVar[type[Any]]
     drafter_class: ClassVar[type[HeadsDrafter]]
 
     def build(self) -> nn.Module:

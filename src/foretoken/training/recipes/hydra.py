@@ -41,10 +41,7 @@ class HydraSettings(HydraConfig):
 class HydraRecipe(HeadsRecipe):
     """Teacher forcing: the tokens between the state and the predicted one are those of the text."""
 
-    method = "hydra"
     config_class: ClassVar[type[Any]] = HydraSettings
-    net_config = HydraConfig
-    net_class = HydraHeads
     drafter_class = HydraDrafter
     fixed = (*HeadsRecipe.fixed, "layer")
     config: HydraSettings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.methods.drafters.base import Drafter
@@ -55,7 +55,7 @@ class JacobiRecipe(TargetRecipe):
     guess.
     """
 
-    method = "jacobi"
+    drafter_class = JacobiDrafter
     config_class: ClassVar[type[Any]] = JacobiSettings
     fixed = ()
     needs = ("tree_mask", "a target that takes trees, and {} does not")
@@ -63,10 +63,6 @@ class JacobiRecipe(TargetRecipe):
 
     def from_target(self) -> dict[str, Any]:
         return {}
-
-    def build(self) -> nn.Module:
-        self.model  # noqa: B018  (refused before any text is read)
-        return super().build()
 
     def spec(self, folder: object) -> str:
         """A spec without a folder: only the target is loaded."""

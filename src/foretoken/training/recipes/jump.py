@@ -15,7 +15,7 @@ from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.network.chains import windows
 from foretoken.models.network.layers import LayerPlan
-from foretoken.training.recipes.base import Batch, Recipe, mean_of
+from foretoken.training.recipes.base import LAYER_WINDOWS, Batch, Recipe, mean_of
 from foretoken.training.recipes.features import at_rows, some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, mask_of
 
@@ -49,13 +49,11 @@ class JumpSettings(JumpConfig):
 class JumpRecipe(Recipe):
     """Trains the predictor and the readout; the drafting layers are the target's and stay frozen."""
 
-    method = "jump"
+    drafter_class = JumpDrafter
     config_class: ClassVar[type[Any]] = JumpSettings
-    net_config = JumpConfig
-    net_class = JumpNet
     fixed = ("hidden_size",)
     target_defaults = ("start", "stop", "state")
-    needs = ("layer_windows", "a target whose layers can be run one by one")
+    needs = LAYER_WINDOWS
     lr = 1e-2
     reduces = True  # the logits of a large vocabulary's rare tokens would cost most of a step
     net: JumpNet

@@ -15,17 +15,17 @@ from foretoken.methods.drafters.kangaroo import KangarooDrafter
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy, some_positions
+from foretoken.training.recipes.base import LAYER_WINDOWS, Batch, Recipe, soft_cross_entropy, some_positions
 
 
 class KangarooRecipe(Recipe):
     """The adapter reads the exit states of whole texts; the target stays frozen."""
 
-    method = "kangaroo"
+    drafter_class = KangarooDrafter
     config_class: ClassVar[type[Any]] = KangarooConfig
-    net_class = KangarooNet
     fixed = tuple(LayerConfig.__dataclass_fields__)
     target_defaults = ("layer",)
+    needs = LAYER_WINDOWS
     lr = 1e-2
     net: KangarooNet
     config: KangarooConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken.training.recipes.base import Batch, cross_entropy, soft_cross_entropy
+from foretoken.training.recipes.base import Batch, cross_entropy, mean_of, soft_cross_entropy
 
 
 class Labels:
@@ -49,9 +49,17 @@ class Labels:
         (texts, columns), both [m]."""
         return soft_cross_entropy(logits, *self.of(rows, columns))
 
+    def top_distance(self, logits: Tensor, rows: Tensor, columns: Tensor, count: int) -> Tensor:
+        """The same over the target's ``count`` most likely tokens, whose probabilities are not renormalised (top-k
+        distillation, arXiv 2408.15766)."""
+        distributions, counted = self.of(rows, columns)
+        top = distributions.topk(min(count, distributions.shape[-1]), -1)
+        log_drafts = torch.log_softmax(logits.float(), -1).gather(-1, top.indices)
+        return mean_of(-(top.values * log_drafts).sum(-1), counted)
+
     def loss(self, logits: Tensor, rows: Tensor, columns: Tensor, labels: str) -> Tensor:
-        """The same for ``labels`` of ``"target"``; for ``"text"`` the mean cross-entropy with the text's next tokens
-        over the whole vocabulary."""
+        """:meth:`distance` for ``labels`` of ``"target"``; for ``"text"`` the mean cross-entropy with the text's next
+        tokens over the whole vocabulary."""
         if labels == "target":
             return self.distance(logits, rows, columns)
         return cross_entropy(logits, self.batch.tokens[rows, columns + 1], self.batch.counted(rows, columns))

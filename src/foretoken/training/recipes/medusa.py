@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.methods.drafters.medusa import MedusaDrafter
-from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.methods.drafters.nets.medusa import MedusaConfig
 from foretoken.training.recipes.base import Batch, check_labels, check_rank, text_loss
 from foretoken.training.recipes.heads import PLACES, HeadsRecipe
 
@@ -48,10 +48,7 @@ class MedusaSettings(MedusaConfig):
 class MedusaRecipe(HeadsRecipe):
     """Every head reads only the state."""
 
-    method = "medusa"
     config_class: ClassVar[type[Any]] = MedusaSettings
-    net_config = MedusaConfig
-    net_class = MedusaHeads
     drafter_class = MedusaDrafter
     config: MedusaSettings
 

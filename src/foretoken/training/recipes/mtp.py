@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.mtp import MtpDrafter
-from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet, module_for
+from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.mtp import NativeModule
 from foretoken.models.forward.heads.stacked import StackedModules
@@ -45,11 +45,8 @@ class MtpSettings(MtpConfig):
 class MtpRecipe(FeatureRecipe):
     """Teacher-forced tokens, own states fed back; every step learns the target's distribution at its position."""
 
-    method = "mtp"
     config_class: ClassVar[type[Any]] = MtpSettings
     target_defaults = ("experts",)
-    net_config = MtpConfig
-    net_class = MtpNet
     drafter_class = MtpDrafter
     config: MtpSettings
 

@@ -43,11 +43,9 @@ class PassTokensSettings(PassTokensConfig):
 class PassTokensRecipe(Recipe):
     """Look-ahead token i after column c learns the target's prediction after the token at c + i."""
 
-    method = "pass_tokens"
+    drafter_class = PassTokensDrafter
     lr = 1e-2
     config_class: ClassVar[type[Any]] = PassTokensSettings
-    net_config = PassTokensConfig
-    net_class = PassTokens
     fixed = ("hidden_size",)
     needs = ("", "a target that takes trees, not {}")
     net: PassTokens

@@ -47,12 +47,9 @@ class PeagleSettings(PeagleConfig):
 class PeagleRecipe(Eagle3Recipe):
     """Every row learns the target's distribution after its position."""
 
-    method = "peagle"
     config_class: ClassVar[type[Any]] = PeagleSettings
     fixed = ("vocab_size", *NOT_SHAPE)
     target_defaults = (*Eagle3Recipe.target_defaults, *SHAPE)
-    net_config = PeagleConfig
-    net_class = PeagleNet
     drafter_class: ClassVar[type[Any]] = PeagleDrafter
     config: Any
     net: PeagleNet

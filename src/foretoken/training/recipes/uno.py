@@ -54,11 +54,9 @@ class UnoSettings(UnoConfig):
 class UnoRecipe(Recipe):
     """Row i of noise after column c learns the target's prediction after the token at c + i."""
 
-    method = "uno"
+    drafter_class = UnoDrafter
     lr = 3e-3
     config_class: ClassVar[type[Any]] = UnoSettings
-    net_config = UnoConfig
-    net_class = UnoNet
     fixed = ("vocab_size", "num_layers", "shapes")
     needs = ("", "a target that is a network of layers, not {}")
     net: UnoNet

@@ -33,7 +33,8 @@ class Eagle3Config(LayerConfig):
         fc_norm: whether they are normed one by one, each with its own norm.
         norm_output: whether a step passes its state to the next one behind the last norm (EAGLE-3.1).
         head_norms: whether every head of the queries and keys is normed (Qwen3).
-        own_embedding: whether it has a token embedding instead of the target's.
+        own_embedding: whether it has a token embedding, trained with the rest, instead of the target's (P-EAGLE's paper
+            trains one).
     """
 
     vocab_size: int = 0
