@@ -208,7 +208,7 @@ class Llm:
             "kv_bytes": target.kv_bytes,
             "kv_peak_bytes": target.kv_peak_bytes,
             "kv_bytes_per_token": target.kv_bytes_per_token,
-            "prefix_bytes": self.engine.prefix_cache.prefixes.nbytes,
+            "prefix_bytes": self.engine.requests.prefix_cache.prefixes.nbytes,
             "weight_bytes": target.weight_bytes + target.copied_bytes,
         }
 

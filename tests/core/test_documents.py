@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from foretoken.core.io.documents import iter_documents, iter_records
 
@@ -74,6 +76,19 @@ def test_a_text_or_a_lone_prompt_is_a_text(tmp_path: Path) -> None:
             "'history' beside 'instruction' is ambiguous",
         ),
         ({"question": "q", "context": "c", "answer": "a"}, "'context' beside 'question' is ambiguous"),
+        *(
+            (
+                {"instruction": asked, key: more, "output": "y"},
+                f"'{key}' extends 'instruction' only where both are text",
+            )
+            for asked, key, more in (
+                ([{"role": "user"}], "input", "x"),
+                ([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "input", "x"),
+                ("q", "context", CHAT["messages"]),
+                ("q", "context", CHAT["messages"][:1]),
+            )
+        ),
+        ({"instruction": "q", "input": " ", "output": "a"}, "'input' must be non-empty text"),
     ],
 )
 def test_a_question_that_cannot_be_told_is_refused(row: Any, words: str, tmp_path: Path) -> None:
@@ -127,6 +142,19 @@ def test_compressed_files_are_read_and_others_are_refused_by_name(tmp_path: Path
         (tmp_path / "b.txt.gz").write_bytes(broken)
         with pytest.raises(ValueError, match=r"b\.txt\.gz is damaged"):
             list(iter_documents([tmp_path]))
+
+
+def test_zstandard_is_read_to_the_end_or_refused(tmp_path: Path) -> None:
+    file, text = tmp_path / "a.txt.zst", random.Random(0).randbytes(9999).hex()
+    frame = zstandard.ZstdCompressor().compress(text.encode())
+    skippable = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"
+    for whole, expected in ((frame, text), (frame + skippable + frame, text + text), (b"", "")):
+        file.write_bytes(whole)
+        assert "".join(iter_documents([file])) == expected
+    for broken in (frame[:-1], frame[: len(frame) // 2], frame[:4], frame + frame[:20], skippable[:6], frame + b"x"):
+        file.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"a\.txt\.zst is damaged"):
+            list(iter_documents([file]))
 
 
 def test_a_conversation_is_the_same_whatever_numbers_it_carries(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from foretoken.core.io.files import checksum, replacing, save_described, write_json, write_text
+from foretoken.core.io.files import checksum, replacing, save_described, save_model, write_json, write_text
 
 
 def names(folder: Path) -> set[str]:
@@ -55,6 +55,26 @@ def test_an_old_folder_comes_back_when_the_new_one_cannot_take_its_place(
         with replacing(tmp_path / "place") as draft:
             draft.mkdir()
     assert names(tmp_path) == {"place"} and (tmp_path / "place/x").read_text() == "old"
+
+
+class Saved:
+    """Writes the files and folders of a model or a tokenizer."""
+
+    def __init__(self, **files: str) -> None:
+        self.files = files
+
+    def save_pretrained(self, folder: Path) -> None:
+        for name, text in self.files.items():
+            path = folder / name.replace("__", "/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+
+def test_a_model_with_several_chat_templates_is_saved_again(tmp_path: Path) -> None:
+    save_model(Saved(config="old"), Saved(templates__a="old", templates__b="old"), tmp_path)
+    save_model(Saved(config="new"), Saved(templates__a="new"), tmp_path)
+    assert names(tmp_path) == {"config", "templates"} and names(tmp_path / "templates") == {"a"}
+    assert (tmp_path / "config").read_text() == (tmp_path / "templates/a").read_text() == "new"
 
 
 def test_a_draft_that_a_killed_process_left_is_no_obstacle(tmp_path: Path) -> None:

@@ -65,19 +65,19 @@ def test_what_never_fits_is_refused_with_the_sizes() -> None:
             ValueError, match=rf"need {need} bytes .* kv_memory is {need // 201 * 200}: shorten the prompt"
         ):
             runner.add(Request([1] * prompt, max_new_tokens=new))
-    assert ids(runner.waiting) == [1]
+    assert ids(runner.requests.waiting) == [1]
 
 
 def test_a_request_waits_until_there_is_room() -> None:
     runner = limited(3 * (20 + 16 + SCRATCH))
     first, second, third, fourth = add_requests(runner, [(20, 16)] * 4)
     runner.step()
-    assert ids(runner.running) == [first, second, third] and ids(runner.waiting) == [fourth]
+    assert ids(runner.requests.running) == [first, second, third] and ids(runner.requests.waiting) == [fourth]
     runner.cancel(second)
     runner.step()
-    assert ids(runner.running) == [first, third, fourth]
+    assert ids(runner.requests.running) == [first, third, fourth]
     finish(runner)
-    assert runner.budget.remaining == runner.budget.limit
+    assert runner.requests.budget.remaining == runner.requests.budget.limit
 
 
 def test_nobody_overtakes_who_waits_for_room() -> None:
@@ -88,7 +88,7 @@ def test_nobody_overtakes_who_waits_for_room() -> None:
     runner.step()
     late = add_requests(runner, [(20, 40)] * 2)
     runner.step()
-    assert ids(runner.running) == short and ids(runner.waiting) == [long, *late]
+    assert ids(runner.requests.running) == short and ids(runner.requests.waiting) == [long, *late]
     ended = finish(runner)
     assert ended.index(long) < ended.index(late[0])
 
@@ -109,23 +109,27 @@ def test_memory_stays_near_the_limit() -> None:
     together = 0
     while runner.busy:
         runner.step()
-        together = max(together, len(runner.running))
-        reserved = sum(runner.budget.reserved.values())
-        assert reserved + runner.prefix_cache.prefixes.nbytes <= (runner.budget.limit or 0)
+        together = max(together, len(runner.requests.running))
+        reserved = sum(runner.requests.budget.reserved.values())
+        assert reserved + runner.requests.prefix_cache.prefixes.nbytes <= (runner.requests.budget.limit or 0)
     target = runner.target
-    assert together > 2 and target.kv_peak_bytes <= 1.5 * (runner.budget.limit or 0)
-    assert target.kv_bytes == 0 and not runner.budget.reserved
+    assert together > 2 and target.kv_peak_bytes <= 1.5 * (runner.requests.budget.limit or 0)
+    assert target.kv_bytes == 0 and not runner.requests.budget.reserved
 
 
 def test_kept_texts_make_room_for_running_ones() -> None:
     runner = limited(600, prefix_bytes=2**24)
     for i in range(3):
         serve(runner, [Request([i + 1] * 100, max_new_tokens=4)])
-    assert len(runner.prefix_cache.prefixes) == 3
+    assert len(runner.requests.prefix_cache.prefixes) == 3
     runner.add(Request([9] * 300, max_new_tokens=100))
     runner.step()
-    left = runner.budget.remaining
-    assert left is not None and runner.prefix_cache.prefixes.nbytes <= left and len(runner.prefix_cache.prefixes) < 3
+    left = runner.requests.budget.remaining
+    assert (
+        left is not None
+        and runner.requests.prefix_cache.prefixes.nbytes <= left
+        and len(runner.requests.prefix_cache.prefixes) < 3
+    )
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:
@@ -139,7 +143,7 @@ def test_no_limit_no_wait() -> None:
     runner = engine(model())
     add_requests(runner, [(500, 500)] * 8)
     runner.step()
-    assert len(runner.running) == 8 and runner.budget.remaining is None
+    assert len(runner.requests.running) == 8 and runner.requests.budget.remaining is None
     runner.close()
 
 
@@ -160,7 +164,7 @@ def test_a_priority_does_not_stop_who_runs() -> None:
     runner.step()
     urgent = runner.add(Request([5], max_new_tokens=3, priority=-100))
     runner.step()
-    assert ids(runner.running) == [running] and ids(runner.waiting) == [urgent]
+    assert ids(runner.requests.running) == [running] and ids(runner.requests.waiting) == [urgent]
     assert finish(runner) == [running, urgent]
 
 
@@ -169,7 +173,7 @@ def test_a_priority_does_not_stop_who_runs() -> None:
 
 def later(runner: Engine, seconds: float) -> None:
     """Pretend that all requests arrived ``seconds`` earlier."""
-    for run in (*runner.waiting, *runner.running):
+    for run in (*runner.requests.waiting, *runner.requests.running):
         run.arrived_s -= seconds
 
 
@@ -197,7 +201,9 @@ def test_a_deadline_ends_who_waits_and_who_is_read() -> None:
     add_requests(runner, [(5, 40)])
     reading, waiting = add_requests(runner, [(400, 5), (5, 5)], deadline_s=60.0)
     runner.step()
-    assert [run.started for run in runner.running] == [True, False] and ids(runner.waiting) == [waiting]
+    assert [run.started for run in runner.requests.running] == [True, False] and ids(runner.requests.waiting) == [
+        waiting
+    ]
     later(runner, 61.0)
     ended = {run.id: run for run, emission in runner.step() if emission.finish_reason == "deadline"}
     assert ended.keys() == {reading, waiting} and all(run.output == [] for run in ended.values())
@@ -214,16 +220,16 @@ def test_deadlines_in_the_past_are_refused(seconds: float) -> None:
 def test_time_in_the_queue_is_told() -> None:
     runner = engine(model(), max_batch=1)
     add_requests(runner, [(3, 6), (3, 2)])
-    first, second = runner.waiting
+    first, second = runner.requests.waiting
     finish(runner)
     assert 0 <= first.stats.queue_s < second.stats.queue_s < second.stats.first_token_s
 
 
 def test_the_room_behind_a_prompt_is_what_is_admitted() -> None:
     runner = limited(200)
-    assert runner.budget.room(100) == 200 - 100 - SCRATCH and runner.budget.room(200 - SCRATCH) == 0
+    assert runner.requests.budget.room(100) == 200 - 100 - SCRATCH and runner.requests.budget.room(200 - SCRATCH) == 0
     for prompt, option in ((100, "max_new_tokens"), (200 - SCRATCH, "prompt")):
         with pytest.raises(OptionError) as refused:
-            runner.add(Request([1] * prompt, max_new_tokens=max(0, runner.budget.room(prompt) or 0) + 1))
+            runner.add(Request([1] * prompt, max_new_tokens=max(0, runner.requests.budget.room(prompt) or 0) + 1))
         assert refused.value.option == option
-    assert engine(model()).budget.room(100) is None
+    assert engine(model()).requests.budget.room(100) is None

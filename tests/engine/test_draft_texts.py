@@ -162,7 +162,7 @@ def test_a_turn_without_drafts_does_not_lose_what_was_read_before() -> None:
     first = serve_one(runner, text(120))
     prompt = [*text(120), *first.output, 3, 1]
     second = serve_one(runner, prompt, max_draft_tokens=0)
-    assert read(second) == (3, 0) and len(runner.prefix_cache.prefixes) == 1
+    assert read(second) == (3, 0) and len(runner.requests.prefix_cache.prefixes) == 1
     prompt = [*prompt, *second.output, 8]
     warm, fresh = serve_one(runner, prompt), serve_one(cold, prompt)
     assert read(warm)[0] == 2 and 2 + 16 < read(warm)[1] <= 2 + 16 + 3 + LATE
@@ -177,10 +177,10 @@ def test_what_drafters_have_read_counts_as_kept_memory_and_goes_with_the_text() 
     serve_one(runner, text(120))
     serve_one(without, text(120))
     per_token = draft_of(runner).kv_bytes_per_token
-    more = runner.prefix_cache.prefixes.nbytes - without.prefix_cache.prefixes.nbytes
+    more = runner.requests.prefix_cache.prefixes.nbytes - without.requests.prefix_cache.prefixes.nbytes
     assert 119 * per_token <= more <= 136 * (per_token + 8)
-    runner.prefix_cache.prefixes.shrink(runner.prefix_cache.prefixes.nbytes - 1)
-    assert len(runner.prefix_cache.prefixes) == 0 and runner.prefix_cache.prefixes.nbytes == 0
+    runner.requests.prefix_cache.prefixes.shrink(runner.requests.prefix_cache.prefixes.nbytes - 1)
+    assert len(runner.requests.prefix_cache.prefixes) == 0 and runner.requests.prefix_cache.prefixes.nbytes == 0
     assert read(serve_one(runner, text(120))) == (120, 120)
     assert draft_of(runner).kv_bytes == 0
 
@@ -188,9 +188,9 @@ def test_what_drafters_have_read_counts_as_kept_memory_and_goes_with_the_text() 
 def test_where_both_do_not_fit_the_targets_text_is_kept() -> None:
     without = new(lambda target, draft: NgramDrafter(n=2))
     serve_one(without, text(120))
-    runner = new(prefix_bytes=without.prefix_cache.prefixes.nbytes + 100)
+    runner = new(prefix_bytes=without.requests.prefix_cache.prefixes.nbytes + 100)
     first = serve_one(runner, text(120))
-    assert len(runner.prefix_cache.prefixes) == 1
+    assert len(runner.requests.prefix_cache.prefixes) == 1
     assert read(serve_one(runner, [*text(120), *first.output, 3], 1)) == (2, 0)
     assert read(serve_one(runner, text(120)))[1] == 120
 
@@ -287,7 +287,7 @@ def test_a_long_text_is_read_beside_the_rounds_of_others() -> None:
     done: dict[int, Running] = {}
     while runner.busy:
         before = len(sizes)
-        running = {run.id for run in runner.running if run.started}
+        running = {run.id for run in runner.requests.running if run.started}
         emissions = runner.step()
         assert running <= {run.id for run, _ in emissions} and sum(sizes[before:]) <= piece
         done |= {run.id: run for run, emission in emissions if emission.finish_reason is not None}
@@ -327,7 +327,7 @@ def test_a_request_that_is_cancelled_while_its_drafter_reads_leaves_nothing_open
     cancelled = runner.add(Request(text(300), max_new_tokens=40))
     other = runner.add(Request(text(30, 4), max_new_tokens=30))
     runner.step()
-    run = next(run for run in runner.running if run.id == cancelled)
+    run = next(run for run in runner.requests.running if run.id == cancelled)
     while not DraftTexts.of(run.context).num_read:
         runner.step()
     assert 0 < DraftTexts.of(run.context).num_read < 300

@@ -41,7 +41,7 @@ def run_all(runner: Engine) -> list[int]:
     ended = []
     while runner.busy:
         ended += [run.id for run, emission in runner.step() if emission.finish_reason is not None]
-        assert runner.target.kv_bytes <= (runner.budget.limit or 0)
+        assert runner.target.kv_bytes <= (runner.requests.budget.limit or 0)
     return ended
 
 
@@ -50,8 +50,8 @@ def test_a_short_text_beside_a_long_one_takes_as_much() -> None:
     runner = limited(2000)
     long, first, second, third = add_requests(runner, [(600, 36), (10, 16), (10, 16), (10, 16)])
     runner.step()
-    assert [run.id for run in runner.running] == [long, first]  # two rows of 768; a third would make them four
-    assert [run.id for run in runner.waiting] == [second, third]
+    assert [run.id for run in runner.requests.running] == [long, first]  # two rows of 768; a third would make them four
+    assert [run.id for run in runner.requests.waiting] == [second, third]
     assert sorted(run_all(runner)) == [long, first, second, third]
 
 
@@ -62,7 +62,7 @@ def test_what_never_fits_is_refused_with_the_rectangle() -> None:
         runner.add(Request([1] * 500, max_new_tokens=100 - SCRATCH))
     runner.add(Request([1] * 400, max_new_tokens=40))
     room = 512 - 1 - SCRATCH - 400  # of two chunks, with one spare slot
-    assert runner.budget.room(400) == room
+    assert runner.requests.budget.room(400) == room
     runner.check(Request([1] * 400, max_new_tokens=room))
     with pytest.raises(ValueError, match="kv_memory is"):
         runner.check(Request([1] * 400, max_new_tokens=room + 1))
@@ -87,10 +87,10 @@ def test_a_rectangle_shrinks_around_texts_that_run() -> None:
     first = add_requests(runner, [(10, 60), *[(10, 2)] * 7])[0]
     for _ in range(4):
         runner.step()
-    assert [run.id for run in runner.running] == [first] and cache_of(runner).num_rows == 8
+    assert [run.id for run in runner.requests.running] == [first] and cache_of(runner).num_rows == 8
     add_requests(runner, [(800, 20)])
     runner.step()
-    assert len(runner.running) == 2 and cache_of(runner).num_rows == 2
+    assert len(runner.requests.running) == 2 and cache_of(runner).num_rows == 2
     run_all(runner)
 
 
@@ -103,7 +103,7 @@ def test_texts_are_those_of_an_engine_without_a_limit(seed: int) -> None:
     runner = limited(2100, prefix_bytes=2**16)
     graphs = runner.target.graphs  # type: ignore[attr-defined]
     ids = [runner.add(request) for request in requests]
-    runs = {run.id: run for run in runner.waiting}
+    runs = {run.id: run for run in runner.requests.waiting}
     run_all(runner)
     assert [runs[i].output for i in ids] == expected and graphs.stopped == ""
 
@@ -118,6 +118,6 @@ def test_without_a_limit_rows_are_doubled() -> None:
 
 def test_a_ladder_is_captured_for_as_many_texts_as_fit() -> None:
     runner = limited(1100)
-    assert runner.budget.most_texts(16) == 4  # four rows of 256 slots
-    assert limited(100).budget.most_texts(16) == 1
-    assert engine(HuggingFaceModel(llama())).budget.most_texts(16) == 16
+    assert runner.requests.budget.most_texts(16) == 4  # four rows of 256 slots
+    assert limited(100).requests.budget.most_texts(16) == 1
+    assert engine(HuggingFaceModel(llama())).requests.budget.most_texts(16) == 16

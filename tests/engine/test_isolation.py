@@ -117,7 +117,7 @@ def plant_verify(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -
 
 
 def plant_stopper(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
-    (run,) = (run for run in serving.waiting if is_poisoned(run.context))
+    (run,) = (run for run in serving.requests.waiting if is_poisoned(run.context))
     in_method(run.stopper, "push", counter, lambda tokens: True)
 
 
@@ -205,7 +205,7 @@ def finished(runner: Engine, most: int = 2_000) -> dict[int, Running]:
 
 def check_free(runner: Engine) -> None:
     """Nothing is held for anybody."""
-    assert not runner.running and not runner.waiting and not runner.budget.reserved
+    assert not runner.requests.running and not runner.requests.waiting and not runner.requests.budget.reserved
     target: Any = runner.target
     assert target.kv_bytes == 0 and not target.pool.texts
     model: Any = getattr(runner.drafter, "model", None)
@@ -262,7 +262,7 @@ def test_a_drafter_that_fails_at_the_end_of_a_request_costs_no_answer(
     assert {run.finish_reason for run in done.values()} == {"length"}
     assert "the drafter failed at the end" in caplog.text and "planted" in caplog.text
     target: Any = runner.target
-    assert not runner.budget.reserved and target.kv_bytes == 0 and not target.pool.texts
+    assert not runner.requests.budget.reserved and target.kv_bytes == 0 and not target.pool.texts
 
 
 @each_drafter
@@ -389,11 +389,11 @@ def test_kept_texts_make_room_when_memory_is_full() -> None:
     runner = serving(model_drafter)
     runner.add(Request([3, 4] * 20, max_new_tokens=8))
     clean = {first: run.output for first, run in finished(runner).items()}
-    assert len(runner.prefix_cache.prefixes) == 1
+    assert len(runner.requests.prefix_cache.prefixes) == 1
     run = runner.target.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if runner.prefix_cache.prefixes.nbytes:
+        if runner.requests.prefix_cache.prefixes.nbytes:
             raise torch.OutOfMemoryError("planted")
         return run(*args, **kwargs)
 
@@ -405,7 +405,7 @@ def test_kept_texts_make_room_when_memory_is_full() -> None:
 
 def test_a_text_that_cannot_be_kept_has_its_answer(caplog: pytest.LogCaptureFixture) -> None:
     clean, runner = clean_outputs(ngram_drafter), serving(ngram_drafter)
-    in_method(runner.prefix_cache, "keep", Counter(0, MemoryError), of_run)
+    in_method(runner.requests.prefix_cache, "keep", Counter(0, MemoryError), of_run)
     for request in requests():
         runner.add(request)
     done = finished(runner)
@@ -434,7 +434,7 @@ def test_a_cancelled_request_that_cannot_be_freed_is_logged_and_forgotten(caplog
     in_method(runner.controller, "finish", Counter(0), of_context)
     runner.cancel(ids[PLACE])
     assert "was dropped" in caplog.text and "planted" in caplog.text
-    assert not runner.holds(ids[PLACE])
+    assert not runner.requests.holds(ids[PLACE])
     finished(runner)
     check_free(runner)
 
@@ -447,7 +447,7 @@ def test_a_deadline_that_cannot_be_kept_in_peace_is_an_error() -> None:
     assert run.finish_reason == "deadline" and run.output == []
     runner.add(Request([POISON, 1, 2], max_new_tokens=50, deadline_s=3600.0))
     runner.step()
-    (run,) = runner.running
+    (run,) = runner.requests.running
     run.arrived_s -= 7200.0
     (run,) = finished(runner).values()
     assert run.finish_reason == "error" and isinstance(run.error, Planted)

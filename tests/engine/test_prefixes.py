@@ -142,7 +142,7 @@ def test_a_running_text_of_another_salt_is_not_copied() -> None:
         runner.step()
         late = runner.add(Request(LONG, max_new_tokens=3, cache_salt=salt))
         runner.step()
-        (run,) = (run for run in runner.running if run.id == late)
+        (run,) = (run for run in runner.requests.running if run.id == late)
         assert computed(run) == (read, 60)
 
 
@@ -152,12 +152,12 @@ def test_a_text_that_is_still_written_or_read_is_copied_as_far_as_it_is() -> Non
     long = LONG * 4
     runner.add(Request(long, max_new_tokens=40))
     runner.step()
-    (reading,) = runner.running
+    (reading,) = runner.requests.running
     assert not reading.started and len(reading.open_sequence.tokens) == 32
     request = Request([*long[:50], 1, 2], max_new_tokens=10)
     late = runner.add(request)
     runner.step()
-    (run,) = (run for run in runner.running if run.id == late)
+    (run,) = (run for run in runner.requests.running if run.id == late)
     assert computed(run) == (52 - 32, 52)
     while runner.busy:
         runner.step()
@@ -165,7 +165,7 @@ def test_a_text_that_is_still_written_or_read_is_copied_as_far_as_it_is() -> Non
     runner.add(Request(LONG, max_new_tokens=30))
     for _ in range(9):
         runner.step()
-    (writing,) = runner.running
+    (writing,) = runner.requests.running
     follow = [*LONG, *writing.output[:6], 9]
     late_run = next(run for run in serve(runner, [Request(follow, max_new_tokens=5)]))
     assert (
@@ -210,13 +210,13 @@ def test_who_waits_for_a_request_that_leaves_reads_the_prompt(fate: str) -> None
     runner = keeping(prefill_chunk=16)
     first, second, third = (runner.add(Request(LONG, max_new_tokens=4)) for _ in range(3))
     runner.step()
-    reading = next(run for run in runner.running if run.id == first)
-    assert reading.num_read == 16 and [run.num_read for run in runner.running if run.id != first] == [0, 0]
+    reading = next(run for run in runner.requests.running if run.id == first)
+    assert reading.num_read == 16 and [run.num_read for run in runner.requests.running if run.id != first] == [0, 0]
     if fate == "cancelled":
         runner.cancel(first)
     else:
         runner.requests.end(reading, "error", RuntimeError("planted"))
-    runs = {run.id: run for run in runner.running}
+    runs = {run.id: run for run in runner.requests.running}
     while runner.busy:
         runner.step()
     expected = serve_one(keeping(), Request(LONG, max_new_tokens=4)).output
@@ -237,7 +237,7 @@ def test_prompts_whose_probabilities_are_asked_for_are_read_as_a_whole() -> None
     first = serve_one(runner, Request(LONG, max_new_tokens=4, prompt_logprobs=0))
     again = serve_one(runner, Request(LONG, max_new_tokens=4, prompt_logprobs=0))
     assert computed(again) == (60, 60) and again.prompt_logprobs == first.prompt_logprobs
-    assert len(runner.prefix_cache.prefixes) == 0
+    assert len(runner.requests.prefix_cache.prefixes) == 0
 
 
 def test_an_ended_or_cancelled_text_can_be_found() -> None:
@@ -256,7 +256,7 @@ def test_a_text_that_was_damaged_by_an_error_is_not_kept() -> None:
     runner.add(Request(LONG, SamplingParams(processors=(processor,)), 4))
     ((run, emission),) = runner.step()
     assert emission.finish_reason == run.finish_reason == "error" and isinstance(emission.error, RuntimeError)
-    assert not runner.busy and len(runner.prefix_cache.prefixes) == 0
+    assert not runner.busy and len(runner.requests.prefix_cache.prefixes) == 0
 
 
 def test_hybrid_targets_read_everything_and_write_the_same() -> None:
@@ -347,8 +347,8 @@ def test_the_cache_holds_no_more_than_it_may() -> None:
     runner = engine(target, prefix_bytes=room)
     for seed in range(8):
         serve_one(runner, Request([seed, *LONG], max_new_tokens=8))
-        assert runner.prefix_cache.prefixes.nbytes <= room
-    assert len(runner.prefix_cache.prefixes) == 2
+        assert runner.requests.prefix_cache.prefixes.nbytes <= room
+    assert len(runner.requests.prefix_cache.prefixes) == 2
     assert computed(serve_one(runner, Request([7, *LONG], max_new_tokens=1)))[0] == 1
     assert computed(serve_one(runner, Request([0, *LONG], max_new_tokens=1)))[0] == 61
 

@@ -75,19 +75,19 @@ def test_late_arrivals_change_nothing(chunk: int) -> None:
 
 def test_the_time_of_reading_is_bounded_where_others_wait() -> None:
     reading = ReadingTime(0.1)
-    assert reading.most(256, 2) == FIRST and reading.most(256, 1) == 256 and reading.most(8, 2) == 8
+    assert reading.piece_size(256, 2) == FIRST and reading.piece_size(256, 1) == 256 and reading.piece_size(8, 2) == 8
     reading.note(64, 0.064)
-    assert reading.most(256, 2) == 64 and reading.most(256, 1) == 256, "100 fit, and 64 is a power of two"
+    assert reading.piece_size(256, 2) == 64 and reading.piece_size(256, 1) == 256, "100 fit, and 64 is a power of two"
     reading.note_round(0.3)
-    assert reading.most(256, 2) == 256 and reading.most(128, 2) == 128, "a round takes as long"
+    assert reading.piece_size(256, 2) == 256 and reading.piece_size(128, 2) == 128, "a round takes as long"
     reading.note_round(0.01)
     for _ in range(50):
         reading.note(64, 6.4)
-    assert reading.most(256, 2) == FEWEST, "a slow model goes on reading"
+    assert reading.piece_size(256, 2) == FEWEST, "a slow model goes on reading"
     for _ in range(50):
         reading.note(16, 0.0001)
-    assert reading.most(256, 2) == 256
-    assert ReadingTime(None).most(ALL, 9) == ALL
+    assert reading.piece_size(256, 2) == 256
+    assert ReadingTime(None).piece_size(ALL, 9) == ALL
 
 
 def test_a_long_prompt_is_read_in_smaller_pieces_beside_others() -> None:
@@ -151,10 +151,10 @@ def test_a_short_request_does_not_stand_behind_a_long_prompt() -> None:
     runner.step()
     assert rounds_to_first_token(runner, Request(text(20, 2), max_new_tokens=4)) == 1
     assert rounds_to_first_token(runner, Request(text(70, 3), max_new_tokens=4)) == 3
-    before = {run.id: len(run.output) for run in runner.running}
+    before = {run.id: len(run.output) for run in runner.requests.running}
     for _ in range(10):
         runner.step()
-    after = {run.id: len(run.output) for run in runner.running}
+    after = {run.id: len(run.output) for run in runner.requests.running}
     assert after[writing] == before[writing] + 10 and after[long] == 0
     runner.close()
 
@@ -176,7 +176,7 @@ def test_a_long_prompt_gets_done_under_a_stream_of_short_ones() -> None:
     runner = engine(models()[0], prefill_chunk=32, max_batch=64)
     long = runner.add(Request(text(1_000, 0), max_new_tokens=1))
     rounds = 0
-    while runner.holds(long):
+    while runner.requests.holds(long):
         runner.add(Request(text(40, rounds), max_new_tokens=1))
         runner.step()
         rounds += 1
@@ -188,11 +188,11 @@ def test_a_round_reads_no_more_than_the_piece() -> None:
     runner, read = engine(models()[0], prefill_chunk=50), 0
     for i in range(6):
         runner.add(Request(text(33 + i, i), max_new_tokens=30))
-    total = sum(run.unread for run in runner.waiting)
-    while any(not run.started for run in (*runner.waiting, *runner.running)):
+    total = sum(run.unread for run in runner.requests.waiting)
+    while any(not run.started for run in (*runner.requests.waiting, *runner.requests.running)):
         before = read
         runner.step()
-        read = total - sum(max(run.unread, 0) for run in (*runner.waiting, *runner.running))
+        read = total - sum(max(run.unread, 0) for run in (*runner.requests.waiting, *runner.requests.running))
         assert before < read <= before + 50 or read == total
     runner.close()
 
@@ -202,7 +202,7 @@ def runs(*unread: int) -> list[Running]:
     runner = engine(tables()[0])
     for size in unread:
         runner.add(Request([0] * (size + 1), max_new_tokens=1))
-    return list(runner.waiting)
+    return list(runner.requests.waiting)
 
 
 @pytest.mark.parametrize(

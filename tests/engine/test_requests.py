@@ -182,7 +182,7 @@ def test_no_more_than_max_batch_run_together(size: int) -> None:
             if emission.finish_reason is not None:
                 finished.append(run.id)
                 assert len(run.output) == run.request.max_new_tokens
-        assert len(queueing.running) <= size
+        assert len(queueing.requests.running) <= size
     assert sorted(finished) == ids
     assert queueing.step() == []
 
@@ -249,7 +249,7 @@ def test_cancelling() -> None:
     cancelling.cancel(ids[0])  # running
     cancelling.cancel(ids[3])  # waiting
     cancelling.cancel(99)  # unknown: nothing happens
-    assert [cancelling.holds(i) for i in ids] == [False, True, True, False]
+    assert [cancelling.requests.holds(i) for i in ids] == [False, True, True, False]
     done = {}
     while cancelling.busy:
         for run, emission in cancelling.step():
@@ -330,7 +330,7 @@ def test_an_interrupt_leaves_the_engine_usable(
                 gained = struck.step()
             except KeyboardInterrupt:
                 interrupts += 1
-                for run in struck.running:
+                for run in struck.requests.running:
                     assert run.sequence.tokens == run.context.tokens[:-1] and not run.sequence.scratch_tokens
                 continue
             done |= {run.id: run.output for run, emission in gained if emission.finish_reason is not None}

@@ -173,7 +173,7 @@ def test_every_emission_brings_its_round() -> None:
     target, draft = tables()
     runner = engine(target, ModelDrafter(draft, k=3))
     runner.add(Request(PROMPT, max_new_tokens=20, explain=True))
-    (run,) = runner.waiting
+    (run,) = runner.requests.waiting
     traces: list[RoundTrace] = []
     while runner.busy:
         ((_, emission),) = runner.step()

@@ -91,7 +91,7 @@ def counted(drafter: str, mode: str, batch: int, graphs: bool = False) -> Counts
             runner.step()
             after = (device.reads, device.sends, device.synchronised)
             rounds.append([new - old for new, old in zip(after, before, strict=True)])
-        assert len(runner.running) == batch
+        assert len(runner.requests.running) == batch
         return Counts(*(max(column) for column in zip(*rounds, strict=True)))
 
 
@@ -192,7 +192,7 @@ def test_rules_that_ask_for_more_are_served_on_the_host(rule: BlockVerifier | Le
             target, draft = (HuggingFaceModel(copy.deepcopy(llama(noise=noise)).to(place)) for noise in (0.0, 0.3))
             runner = engine(target, ModelDrafter(draft, k=LEVELS), rule, allow_lossy=True, max_batch=4)
             ids = [runner.add(Request([3 + i, 4], SamplingParams(temperature=i % 2), 12)) for i in range(4)]
-            runs = {run.id: run for run in runner.waiting}
+            runs = {run.id: run for run in runner.requests.waiting}
             runner.step()
             before = device.reads
             runner.step()

@@ -17,7 +17,7 @@ def joined(owners: list[str], places: int, kept: int, **more: int) -> list[str]:
         options = {"owner": owner.rstrip("!"), "priority": -1 if owner.endswith("!") else 0, **more}
         llm.add(Request([1, 2], max_new_tokens=50, **options))  # type: ignore[arg-type]
     llm.step()
-    return [run.request.owner for run in llm.running]
+    return [run.request.owner for run in llm.requests.running]
 
 
 @pytest.mark.parametrize(("places", "kept"), [(1, 0), (2, 1), (8, 1), (9, 2), (16, 2), (272, 34)])
@@ -53,6 +53,6 @@ def test_nobody_is_in_turn_where_all_wait_for_their_own() -> None:
     for _ in range(2):
         llm.add(Request([1], max_new_tokens=2, owner="a"))
     llm.step()
-    assert len(llm.running) == len(llm.waiting) == 1
+    assert len(llm.requests.running) == len(llm.requests.waiting) == 1
     done = sum(emission.finish_reason is not None for _ in range(9) if llm.busy for _, emission in llm.step())
     assert done == 2, "the second one follows the first"

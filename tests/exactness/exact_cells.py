@@ -189,7 +189,7 @@ def play(engine: Engine, points: Points, request: Request, boxes: Sequence[Box])
     ids = []
     for box in boxes:
         ids.append(engine.add(request))
-        run = engine.waiting[-1]
+        run = engine.requests.waiting[-1]
         if run.context.sampler.noise is not None:
             raise AssertionError("noise is no uniform: such a request is tested by equality")
         run.context.rng = BoxRng(box, points)

@@ -177,14 +177,14 @@ def play(mix: Mix, case: Case) -> None:
                 assert run.id not in gone and run.id not in finished
                 finished.add(run.id)
                 check_same(run, alone(numbers[run.id]))
-        budget = serving.budget
+        budget = serving.requests.budget
         if budget.limit is not None:
-            assert sum(budget.reserved.values()) + serving.prefix_cache.prefixes.nbytes <= budget.limit
+            assert sum(budget.reserved.values()) + serving.requests.prefix_cache.prefixes.nbytes <= budget.limit
         if not serving.busy and len(ids) == len(mix.arrivals):
             break
     assert finished | gone == set(ids) and not finished & gone, "somebody waits for ever"
     target: Any = serving.target
-    assert not serving.budget.reserved and not target.pool.texts and target.kv_bytes == 0
+    assert not serving.requests.budget.reserved and not target.pool.texts and target.kv_bytes == 0
 
 
 @pytest.mark.parametrize("number", range(MIXES))

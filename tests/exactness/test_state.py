@@ -76,7 +76,7 @@ def test_caches_equal_a_fresh_prefill_after_every_round(name: str, case: Case) -
     while speculative.busy:
         speculative.step()
         rounds += 1
-        for run in speculative.running:
+        for run in speculative.requests.running:
             assert run.sequence.tokens == run.context.tokens[:-1]
             assert not run.sequence.scratch_tokens
             check_cache(target, run.sequence, 0.0)
@@ -144,7 +144,7 @@ def test_proposals_keep_to_the_budget(name: str, case: Case) -> None:
     speculative = engine(target, drafter)
     speculative.add(Request([0, 1, 2, 3, 0, 1, 2, 3, 0, 1], SamplingParams(temperature=1.0), 60, seed=0))
     speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     for max_nodes in (1, 2, 3, 5):
         tree = drafter.propose_batch([run.context], [Budget(max_depth=3, max_nodes=max_nodes)])[0]
         assert tree.num_drafts <= max_nodes

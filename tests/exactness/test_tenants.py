@@ -11,7 +11,8 @@ from cases import CASES, Case, bpd, eagle3, feature_drafter, hydra, jump, kangar
 from matrix import rows
 
 from foretoken import load
-from foretoken.core.sampling import SamplingParams
+from foretoken.core import Context, Rng
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
 from foretoken.methods.drafters.base import Drafter
@@ -154,6 +155,27 @@ def test_tenants_that_grow_together_keep_to_their_room() -> None:
         for name in ("a", "b", "c"):
             tenants.of(name).extend([1, 1])
     assert len(tenants.of("c")) + len(tenants.of("b")) <= 5
+
+
+@pytest.mark.parametrize(("cls", "newer"), [(SuffixDrafter, 30), (NgramCacheDrafter, 44)])
+def test_a_small_tenant_leaves_a_large_one_its_newer_part(
+    cls: type[SuffixDrafter | NgramCacheDrafter], newer: int
+) -> None:
+    drafter = cls(tokens=100)
+
+    def learn(salt: str, text: list[int]) -> int:
+        context = Context(0, [0, *text], 1, Sampler(SamplingParams()), Rng(0), salt=salt)
+        drafter.start(context)
+        drafter.finish(context)
+        return drafter.tenants.of(salt).size
+
+    sizes = [learn("", [2 * i, 2 * i + 1] * 5) for i in range(8)]
+    assert sizes[-1] >= 80
+    assert learn("a", [3] * 30) >= 30
+    assert drafter.tenants.of("").size == newer
+    for salt in "bcdefg":
+        learn(salt, [4] * 20)
+    assert drafter.tenants.of("").size == 0, "whoever was away longest is dropped at last"
 
 
 def test_a_flood_of_salts_keeps_memory_bounded() -> None:

@@ -94,6 +94,14 @@ def test_the_comparison_sees_a_single_bit(network: object, monkeypatch: pytest.M
     assert differing_rows(model, 10) > 0
 
 
+def test_an_unpacked_model_says_what_it_has_lost() -> None:
+    model = HuggingFaceModel(new_model("llama", **SIZES["middle"]).bfloat16(), in_place=True)
+    assert model.exactness == "bitwise" and not model.refused
+    model.unpack()
+    assert model.forward_name == "public" and model.exactness == "rounding"
+    assert "public bfloat16 forward" in model.exactness_why
+
+
 def test_generated_tokens_are_identical(network: object) -> None:
     model = HuggingFaceModel(network, exact="bitwise")
     options = {"max_new_tokens": 60, "ignore_eos": True}

@@ -186,6 +186,24 @@ def test_the_next_text_is_that_of_the_changed_network(change: Callable[[Any], No
     assert model.training == training
 
 
+@pytest.mark.parametrize("drafter", ["quantized,bits=8,k=3", "sparse_kv,k=3"])
+def test_drafts_with_the_targets_own_weights_are_those_of_the_changed_ones(drafter: str) -> None:
+    model = llama(eos=None)
+    llm = ft.load(model, drafter=drafter, controller="constant,k=3")
+    answer(llm)
+    new_state(model)
+    for each in (llm, ft.load(model, drafter=drafter, controller="constant,k=3")):
+        assert each.generate(PROMPT, **SHORT).stats.acceptance_rate > 0.9
+
+
+def test_a_quantised_draft_goes_on_when_its_target_is_unpacked(tmp_path: Path) -> None:
+    llm = ft.load(save(new_model("llama"), tmp_path), drafter="quantized,bits=8,k=3", controller="constant,k=3")
+    before = llm.generate(PROMPT, **SHORT)
+    llm.target.unpack()
+    after = llm.generate(PROMPT, **SHORT)
+    assert after.token_ids == before.token_ids and after.stats.acceptance_rate == before.stats.acceptance_rate
+
+
 def test_a_forward_that_is_put_on_a_class_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models loaded before, new loads and ``generate`` run it, and the old one again once that is put back."""
     model, ids = llama(eos=None), torch.tensor([PROMPT])

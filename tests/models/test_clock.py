@@ -71,7 +71,7 @@ def test_the_cpu_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
     monkeypatch.setattr(torch.mps, "synchronize", refuse)
-    assert started("cpu").running[0].stats.target_s > 0
+    assert started("cpu").requests.running[0].stats.target_s > 0
 
 
 @pytest.mark.parametrize("kind", [HuggingFaceModel, SequentialModel])

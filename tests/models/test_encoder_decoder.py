@@ -342,6 +342,15 @@ def test_a_folder_loads_with_its_encoder(network: Any, plain: list[list[int]], t
     assert llm.describe()["forward"] == "public" and llm.memory()["kv_bytes_per_token"] == 2 * 2 * 4 * 8 * 8
 
 
+def test_an_answer_begins_with_the_start_token_whatever_the_file_that_names_it() -> None:
+    network = t5()
+    network.config.forced_bos_token_id, network.config.decoder_start_token_id = 5, None
+    network.generation_config.decoder_start_token_id = 7
+    assert wrap(network).answer_start == (7, 5)
+    network.generation_config.forced_bos_token_id = 6
+    assert wrap(network).answer_start == (7, 6), "the generation's configuration takes precedence"
+
+
 def test_a_changed_network_is_noticed(plain: list[list[int]]) -> None:
     model = t5()
     llm = ft.load(wrap(model), "ngram,k=3", controller="constant")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCAB, new_model, plain_logits, prompt_of, save
+from seq2seq import t5
 
 import foretoken as ft
 from foretoken.core import TokenTree
@@ -21,6 +22,7 @@ from foretoken.models import wrap
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.capabilities import detect
+from foretoken.models.network.taps import decoder_layers
 from foretoken.models.sequential import SequentialModel
 
 HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -169,6 +171,58 @@ def test_chain_logits_and_taps_are_the_plain_ones(target: SequentialModel) -> No
     target.release(sequence)
 
 
+@pytest.mark.parametrize("layer", [0, -1], ids=["first layer", "last layer"])
+def test_after_a_failure_a_text_is_read_again(target: SequentialModel, layer: int) -> None:
+    """Also that of a feed which succeeded: its nodes are dropped, even where a cache cannot be rolled back."""
+    texts = [target.open(), target.open()]
+    for text, prompt in zip(texts, (PROMPTS[0], PROMPTS[2]), strict=True):
+        target.prefill(text, prompt)
+    feeds = [Feed(text, [token]) for text, token in zip(texts, (3, 4), strict=True)]
+    module, forward = decoder_layers(target.model)[layer], type(decoder_layers(target.model)[layer]).forward
+    calls: list[int] = []
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        if self is module:
+            calls.append(len(calls))
+            if len(calls) == 2:
+                raise RuntimeError("out of memory")
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(module), "forward", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            target.forward(feeds)
+    assert not any(text.scratch_tokens for text in texts)
+    for feed in feeds:
+        for token in (feed.tokens[0], 7):
+            (rows,) = target.forward([Feed(feed.sequence, [token])])
+            expected = plain_logits(target.model, [*feed.sequence.tokens, token])[-1]
+            assert float((rows.logits[0] - expected).abs().max() / expected.std()) < 1e-4
+            target.commit(feed.sequence, [0])
+        target.release(feed.sequence)
+
+
+def test_an_error_belongs_to_its_request(target: SequentialModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fault in a batch: the requests that are tried again give the same tokens."""
+    llm = ft.load(target, drafter=None)
+    expected = [by_hand(target, prompt) for prompt in PROMPTS]
+    last, calls = decoder_layers(target.model)[-1], list[int]()
+    forward = type(last).forward
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        if self is last:
+            calls.append(len(calls))
+            if len(calls) == 20:
+                raise RuntimeError("out of memory")
+        return result
+
+    monkeypatch.setattr(type(last), "forward", failing)
+    outputs = llm.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    assert len(calls) > 20 and [output.token_ids for output in outputs] == expected
+
+
 def test_a_draft_model_must_be_able_to_draft() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -183,6 +237,16 @@ def test_a_draft_model_must_be_able_to_draft() -> None:
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
 
 
+@pytest.mark.parametrize("name", ["bloom", "rwkv"])
+def test_a_network_in_another_dtype_is_described_by_it(name: str) -> None:
+    network = new_model(name, **EVERY[name][0])
+    llm = ft.load(network, drafter=None)
+    assert llm.describe()["weights"] == "float32"
+    network.to(torch.bfloat16)
+    llm.generate([5, 6, 7], max_new_tokens=2)
+    assert llm.describe()["weights"] == "bfloat16"
+
+
 def test_models_that_can_take_trees_are_not_refused() -> None:
     for name in ("llama", "gpt2", "llama4"):
         model = new_model(name)
@@ -190,12 +254,18 @@ def test_models_that_can_take_trees_are_not_refused() -> None:
         assert isinstance(wrap(model), HuggingFaceModel)
 
 
-@pytest.mark.parametrize("name", ["bloom", "mixtral"])
+@pytest.mark.parametrize("name", ["bloom", "mamba", "llama", "t5"])
+def test_an_unknown_exactness_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="exact must be 'distribution', 'bitwise' or 'approximate', not 'bitwse'"):
+        wrap(t5() if name == "t5" else new_model(name, **EVERY.get(name, ({},))[0]), exact="bitwse")
+
+
+@pytest.mark.parametrize("name", ["bloom", "mixtral", "t5"])
 def test_bits_that_cannot_be_promised_are_said(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("foretoken.models.refusals._SAID", set())
-    model = new_model(name, **EVERY.get(name, ({},))[0])
+    model = t5() if name == "t5" else new_model(name, **EVERY.get(name, ({},))[0])
     runs = wrap(model, exact="bitwise")
     lost = [str(refused) for refused in runs.refused if refused.path == "bitwise"]
     assert runs.exactness == "rounding" and len(lost) == 1 and runs.exactness_why in lost[0]

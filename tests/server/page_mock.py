@@ -41,6 +41,7 @@ class Mock(ThreadingHTTPServer):
         is_chat: whether the model has a chat template.
         sampling: options that it comes with.
         drafts: whether speculative requests have drafts.
+        replicas: how many a gateway has; the state is that of one of them, in turn, the counters are those of all.
     """
 
     daemon_threads = True
@@ -55,6 +56,7 @@ class Mock(ThreadingHTTPServer):
         self.sampling: dict[str, float] = {}
         self.drafts = True
         self.rounds = 0
+        self.replicas, self.num_reports = 1, 0
 
     @property
     def url(self) -> str:
@@ -98,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         if file.parent == PAGE and file.is_file():
             self._send(200, KINDS[file.suffix], file.read_bytes())
         elif name in ("v1/spec", "metrics") and self._is_allowed():
-            content = json.dumps(_spec(self.server)) if name == "v1/spec" else _metrics(self.server.rounds)
+            content = json.dumps(_spec(self.server)) if name == "v1/spec" else _metrics(self.server)
             self._send(200, "application/json", content.encode())
         elif name not in ("v1/spec", "metrics"):
             self._json(404, {"error": {"message": "there is no such page", "type": "not_found_error"}})
@@ -175,6 +177,8 @@ def _plain(differs: bool) -> Iterator[dict[str, Any]]:
 
 
 def _spec(server: Mock) -> dict[str, Any]:
+    server.num_reports += 1
+    rounds = server.rounds + 1_000_000 * (server.num_reports % server.replicas)
     state = {"running": 1, "waiting": 2, "kv_bytes": 5_242_880, "kv_budget_bytes": None, "dead": None}
     return {
         "model": "builtin",
@@ -184,14 +188,19 @@ def _spec(server: Mock) -> dict[str, Any]:
         "lossless": True,
         "chat_template": server.is_chat,
         "sampling_defaults": {"values": server.sampling, "source": ""},
-        "state": state | {"draining": False, "rounds": server.rounds, "controller": {"costs": {"plain_ms": 4.25}}},
+        "state": state | {"draining": False, "rounds": rounds, "controller": {"costs": {"plain_ms": 4.25}}},
         "limits": {"max_running": 16, "max_queued": 256, "context_length": 1024},
     }
 
 
-def _metrics(rounds: int) -> str:
-    name = "foretoken:generation_tokens_total"
-    return f'# TYPE {name} counter\n{name}{{model_name="b"}} {rounds}.0\n'
+def _metrics(server: Mock) -> str:
+    values = {"generation_tokens_total": server.rounds, "rounds_total": server.rounds}
+    values |= {"num_requests_running": 1, "num_requests_waiting": 2, "kv_cache_bytes": 5_242_880}
+    lines = [] if server.replicas == 1 else [f'foretoken:replicas_ready{{model_name="b"}} {server.replicas}']
+    for name, value in values.items():
+        lines.append(f"# TYPE foretoken:{name} {'counter' if name.endswith('total') else 'gauge'}")
+        lines += [f'foretoken:{name}{{replica="{i}",model_name="b"}} {value}.0' for i in range(server.replicas)]
+    return "\n".join(lines) + "\n"
 
 
 @contextlib.contextmanager

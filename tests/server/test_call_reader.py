@@ -57,6 +57,7 @@ def read_pieces(pieces: list[str], most: int | None = None) -> list[Any]:
         (f"<tool_call>{ONE}</tool_call>\nDone.", [("look", {"x": 1}), "Done."]),
         (f"[TOOL_CALLS] [{ONE}, {ONE}]", [("look", {"x": 1})] * 2),
         (f"[{ONE}]", [("look", {"x": 1})]),
+        (f"[{ONE}]; ; {ONE} ;;\nDone.", [*[("look", {"x": 1})] * 2, "Done."]),
         (f"{ONE}\n{ONE}\nDone.", [*[("look", {"x": 1})] * 2, "Done."]),
         ('[TOOL_CALLS]look[ARGS]{"x": 1}[TOOL_CALLS]find{"y": 2}', [("look", {"x": 1}), ("find", {"y": 2})]),
         ('look{"x": "}"}', [("look", {"x": "}"})]),

@@ -150,13 +150,18 @@ def test_probabilities_of_a_prompt(server: Running, templated: Running) -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"stream": True, "stream_options": {"include_usage": True}}])
 def test_only_the_prompt(server: Running, extra: dict[str, Any]) -> None:
-    answer = server.post("/v1/completions", prompt="def f(x):", max_tokens=0, echo=True, temperature=0, **extra)
+    ends = sorted(server.serving.llm.target.eos_token_ids)  # the token that is not told may be one of these
+    body = {"max_tokens": 0, "echo": True, "temperature": 0, "allowed_token_ids": ends}
+    answer = server.post("/v1/completions", prompt="def f(x):", **body, **extra)
     if not extra:
         completion = answer.json()
+        assert completion["choices"][0]["finish_reason"] == "length"
         assert completion["choices"][0]["text"] == "def f(x):" and completion["usage"]["completion_tokens"] == 0
         return
     chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == "def f(x):"
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert reasons.count("length") == 1 and reasons.count(None) == len(reasons) - 1
     assert chunks[-1]["usage"]["completion_tokens"] == 0
 
 

@@ -108,7 +108,7 @@ class Recount:
 
     def cancel(self, request_id: int) -> None:
         """A request that leaves before its first round has as much of its prompt read as its text in the target has."""
-        for run in self.engine.running:
+        for run in self.engine.requests.running:
             if run.id == request_id and not self.seen[run.id].rounds and run.sequence is not None:
                 record, stats = self.seen[run.id], run.stats
                 record.read, record.cached = True, stats.num_prompt_tokens - stats.num_prompt_tokens_computed
@@ -348,7 +348,7 @@ def test_a_draft_is_counted_by_who_made_it() -> None:
 
 def test_what_has_no_label_but_the_models_begins_at_0() -> None:
     """Tools look before the first request."""
-    families = list(Metrics(["foretoken"], "m", lambda: None).registry.collect())
+    families = list(Metrics("m", lambda: None).registry.collect())
     empty = {family.name.removeprefix("foretoken:") for family in families if not family.samples}
     assert empty == {
         "request_success",

@@ -11,7 +11,7 @@ from running_server import Running, served
 from test_contract import make_templated
 
 from foretoken.server.config import ServerSettings
-from foretoken.server.lifecycle import greeting
+from foretoken.server.lifecycle import bound, greeting, listener
 from foretoken.server.pages import FOLDER, PATHS
 
 
@@ -45,6 +45,24 @@ def test_the_curl_survives_a_shell() -> None:
     words = shlex.split(line)
     assert json.loads(words[-1])["model"] == "it's mine"
     assert "Authorization: Bearer KEY" in words and "secret" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "url"),
+    [
+        (ServerSettings(host="::1"), "http://[::1]:8000"),
+        (ServerSettings(root_path="/x/"), "http://127.0.0.1:8000/x"),
+    ],
+)
+def test_the_address_can_be_called(settings: ServerSettings, url: str) -> None:
+    text = greeting(settings)
+    assert f" {url} (page at {url}/)" in text and f"curl {url}/v1/completions" in text
+
+
+def test_the_port_that_the_system_has_chosen_is_told() -> None:
+    with listener(ServerSettings(port=0)) as sock:
+        port = sock.getsockname()[1]
+        assert port and f"http://127.0.0.1:{port}/" in greeting(bound(ServerSettings(port=0), sock))
 
 
 def test_spec_says_whether_there_is_a_template(server: Running, templated: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -33,6 +34,24 @@ def wait_until(done: Callable[[], Any], seconds: float = 60) -> None:
     while not done():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_requests_are_checked_by_a_worker(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the event loop nor the engine waits for that: it takes milliseconds for a long prompt."""
+    engine, workers_of = server.serving.llm.engine, []
+    check = engine.check
+
+    def checked_in(request: Any) -> None:
+        workers_of.append((asyncio._get_running_loop() is None, threading.current_thread()))
+        check(request)
+
+    monkeypatch.setattr(engine, "check", checked_in)
+    messages = [{"role": "user", "content": "Hi"}]
+    server.complete(bad_words=["x"])
+    assert server.post("/v1/chat/completions", messages=messages, max_tokens=2).status_code == 200
+    assert len(workers_of) == 2
+    for is_outside, thread in workers_of:
+        assert is_outside and thread is not server.serving.engine._thread
 
 
 # -- texts that cannot fit ---------------------------------------------------------------------------------------------

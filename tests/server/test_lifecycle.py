@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from typing import Any
 import httpx
 import pytest
 from running_server import Running, served
+
+from foretoken.server.app import create_app
 
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -313,6 +316,41 @@ def test_a_client_that_goes_away_frees_its_place(server: Running, stream: bool) 
     assert idle(server)
     assert server.serving.llm.engine.rounds - before < 900
     assert server.complete(max_tokens=2)
+
+
+def test_a_client_that_goes_away_before_the_head_ends_the_request(server: Running) -> None:
+    """The events have not begun then, so they cannot end anything."""
+    app = create_app(server.serving.settings, server.serving)
+    body = {"model": "builtin", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    body["speculative"] = {"enabled": False}  # a round for each token
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+
+    async def run() -> None:
+        sends = asyncio.Event()
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sends.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]
+        await sends.wait()
+        while server.serving.llm.engine.rounds == before:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    before = server.serving.llm.engine.rounds
+    asyncio.run(run())
+    end = time.monotonic() + 20
+    while not idle(server) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert idle(server) and server.serving.llm.engine.rounds - before < 900
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])

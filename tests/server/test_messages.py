@@ -185,6 +185,14 @@ def test_more_tokens_than_the_context_has_left_are_an_upper_limit(client: Any, s
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"temperature": 3}, "temperature"),
+        (
+            {"messages": ASKED["messages"] * 2048, "system": "Be brief."},
+            "messages: as a chat completion, messages may have 2048 items at most",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look"}] * 129}]},
+            "messages: as a chat completion, messages.0.tool_calls may have 128 items at most",
+        ),
     ],
 )
 def test_what_is_not_served_is_an_error_in_anthropics_shape(tools: Running, body: dict[str, Any], words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from page_mock import PAGE, REASON, RECORDED, Mock
@@ -241,3 +242,18 @@ def test_queue_and_throughput_are_live(tab: Page, server: Mock) -> None:
     tab.until("Number(document.getElementById('live-rounds').textContent) > 10")
     tab.until("Number(document.getElementById('live-tokens').textContent) > 10")
     assert "costs plain ms" in text(tab, "#engine")
+
+
+@needs_page
+def test_behind_a_gateway_all_replicas_count(tab: Page, server: Mock) -> None:
+    """The state is now one replica's, now another's: differences of its counters would be no rates."""
+    server.replicas = 2
+    tab.until("document.getElementById('live-running').textContent === '2'")
+    assert text(tab, "#live-waiting") == "4"
+    assert "2 of 32 running, 4 of 512 waiting" in text(tab, "#engine") and "10 MiB" in text(tab, "#engine")
+    shown = [float(text(tab, "#live-rounds"))]
+    count = server.num_reports
+    while server.num_reports < count + 3:
+        time.sleep(0.05)
+        shown.append(float(text(tab, "#live-rounds")))
+    assert max(shown) < 1000 and min(shown) >= 0

@@ -216,7 +216,7 @@ def test_what_waits_of_a_key_does_not_hold_up_others() -> None:
         def slow_step() -> Any:
             go.wait(60)
             results = step()
-            seen.append([run.request.owner for run in engine.running])
+            seen.append([run.request.owner for run in engine.requests.running])
             return results
 
         engine.step = slow_step  # type: ignore[method-assign]
@@ -262,7 +262,7 @@ def test_a_key_cannot_hold_all_places() -> None:
 
         def held_step() -> Any:
             results = step()
-            seen.append([run.request.owner for run in engine.running])
+            seen.append([run.request.owner for run in engine.requests.running])
             go.wait(60)
             return results
 
@@ -316,7 +316,7 @@ def test_the_engine_lets_one_owner_run_so_many() -> None:
     for owner, most in owners:
         engine.add(Request([5, 6, 7], max_new_tokens=2, owner=owner, owner_running=most))
     engine.step()
-    assert [run.request.owner for run in engine.running] == ["a", "b", "b"]
+    assert [run.request.owner for run in engine.requests.running] == ["a", "b", "b"]
     while engine.busy:
         engine.step()
 

@@ -10,6 +10,9 @@ import pytest
 from running_server import Running, served
 from tool_server import CALL, SCHEMA, make_with_template, script
 
+from foretoken.server.errors import bad
+from foretoken.server.responses_bodies import renamed
+
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
 __all__ = ["script"]
@@ -207,6 +210,14 @@ def test_probabilities_and_a_form(client: Any) -> None:
 def test_what_is_not_served_names_the_field(tools: Running, body: dict[str, Any], param: str) -> None:
     answer = tools.post("/v1/responses", **{"input": "Hi", **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_only_the_field_is_renamed() -> None:
+    slow = bad("the chat template takes too long for these messages", "messages")
+    assert (renamed(slow).message, renamed(slow).param) == (slow.message, "input")
+    wrong = renamed(bad("messages: as a chat completion, messages may have 2048 items at most", "messages"))
+    assert wrong.message == "input: as a chat completion, messages may have 2048 items at most"
+    assert renamed(bad("max_completion_tokens is 9", "max_completion_tokens")).message == "max_output_tokens is 9"
 
 
 def test_an_error_in_a_stream_is_its_last_event() -> None:

@@ -15,7 +15,7 @@ from running_server import Running
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
 from foretoken.server.config import ServerSettings
-from foretoken.server.memory import LARGE_TEXT, FreedMemory
+from foretoken.server.memory import LONG_PROMPT, FreedMemory
 from foretoken.server.serving import Serving
 from foretoken.server.workers import LARGE, FairQueue
 
@@ -57,11 +57,11 @@ def test_large_work_says_that_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_long_text_that_has_ended_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
-    monkeypatch.setattr("foretoken.server.serving.TEXTS.large_one_ended", lambda: ended.append(1))
+    monkeypatch.setattr("foretoken.server.serving.LONG_PROMPTS.large_one_ended", lambda: ended.append(1))
     serving = Serving(ServerSettings())
     for tokens, reason in ((1_023, "stop"), (1_024, "stop"), (5_000, None)):
         request = Request(prompt=[1] * tokens)
-        serving._ended(LARGE_TEXT // 1_024, request, time.monotonic(), SpecStats(), reason)  # type: ignore[arg-type]
+        serving._ended(LONG_PROMPT // 1_024, request, time.monotonic(), SpecStats(), reason)  # type: ignore[arg-type]
     assert ended == [1, 1]
 
 

@@ -76,6 +76,31 @@ def test_no_comment_in_the_middle_of_a_large_event() -> None:
     assert asyncio.run(run()) == [b"begins", b"ends"]
 
 
+def test_who_goes_away_before_the_head_ends_what_has_not_begun() -> None:
+    left = []
+
+    async def events() -> AsyncIterator[Any]:
+        left.append("begun")
+        yield 1
+
+    async def run() -> None:
+        waits = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            waits.set()
+            await asyncio.Event().wait()
+
+        stream = EventStream(events(), 60.0, 0, {}, unread=lambda: left.append("unread"))
+        task = asyncio.create_task(stream.stream_response(send))
+        await waits.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert left == ["unread"]
+
+
 def test_after_an_error_there_is_no_end() -> None:
     closed = []
 

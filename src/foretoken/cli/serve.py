@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -107,7 +108,8 @@ def _parameters() -> list[inspect.Parameter]:
         name, variable = ("api_key", "FORETOKEN_API_KEY") if entry.name == "api_keys" else (entry.name, None)
         # A switch that is off by default needs no --no- form.
         names = [f"--{name.replace('_', '-')}"] if entry.default is False else []
-        annotation = option_of(kind | None, about, names, envvar=variable)
+        # The settings refuse what is out of bounds themselves, wherever it comes from
+        annotation = option_of(kind | None, replace(about, low=None), names, envvar=variable)
         parameters.append(parameter(name, annotation, None))
         if entry.name == "api_keys":
             parameters.append(of_command["api_key_file"])

@@ -40,6 +40,34 @@ class PathStop(ABC):
         return False
 
 
+@dataclass
+class MovingThreshold:
+    """A threshold that rises while too little is accepted and falls when a draft could have been longer.
+
+    Draft & Verify, arXiv 2309.08168: ``rate`` and ``value`` are moving averages, and one round moves the value by at
+    most ``(1 - smoothing) * step``.
+
+    A draft ends where its signal is below ``value``, which stays within [0, 1], the range of all signals. ``rate`` is
+    steered to ``aim``, and ``step`` is the change of the value before smoothing.
+    """
+
+    value: float
+    aim: float = 0.9
+    step: float = 0.01
+    rate: float = 0.0
+    rate_smoothing: float = 0.5
+    smoothing: float = 0.9
+
+    def update(self, drafted: int, accepted: int, cap: int) -> None:
+        """Learn from a round of ``drafted`` > 0 tokens; at the cap it was not this threshold that ended the draft."""
+        self.rate = self.rate_smoothing * self.rate + (1 - self.rate_smoothing) * accepted / drafted
+        if self.rate < self.aim:
+            goal = self.value + self.step
+        else:
+            goal = self.value if drafted >= cap else self.value - self.step
+        self.value = min(max(self.smoothing * self.value + (1 - self.smoothing) * goal, 0.0), 1.0)
+
+
 @dataclass(frozen=True)
 class Budget:
     """Limits of one round's draft.

@@ -29,7 +29,7 @@ def is_messages(prompt: Any) -> bool:
     """
     if not isinstance(prompt, list | tuple):
         return False
-    mappings = [message for message in prompt if isinstance(message, Mapping)]
+    mappings = [message for message in prompt if type(message) is not int and isinstance(message, Mapping)]
     return bool(mappings) and not any("input_ids" in message for message in mappings)
 
 

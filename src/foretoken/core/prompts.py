@@ -8,7 +8,7 @@ from typing import Any
 
 from foretoken.core.bos import ids_with_one_bos
 from foretoken.core.conversation import Message, is_messages, render
-from foretoken.core.values import check_text, is_whole
+from foretoken.core.values import check_text, is_whole, plain
 
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """Text, token ids (a list, tensor or array), messages, or a tokenizer's output for one text."""
@@ -57,10 +57,10 @@ def _of_mapping(mapping: Mapping[str, Any]) -> tuple[list[Any], bool]:
     if "input_ids" not in mapping:
         hint = "put the message into a list" if "role" in mapping else "a mapping needs input_ids"
         raise ValueError(f"{KINDS}, not {_shown(mapping)}: {hint}")
-    rows, single = _rows(_listed(mapping["input_ids"]))
+    rows, single = _rows(plain(mapping["input_ids"]))
     if mapping.get("attention_mask") is None:
         return rows, single
-    masks, _ = _rows(_listed(mapping["attention_mask"]))
+    masks, _ = _rows(plain(mapping["attention_mask"]))
     if [len(mask) for mask in masks] != [len(row) for row in rows]:
         raise ValueError("input_ids and attention_mask have different shapes")
     return [_unpadded(row, list(map(int, mask))) for row, mask in zip(rows, masks, strict=True)], single
@@ -97,18 +97,14 @@ def _rows(values: Any) -> tuple[list[list[Any]], bool]:
     """Rows of ids, and whether there is a single one."""
     if not isinstance(values, list | tuple):
         raise ValueError(f"{KINDS}: input_ids cannot be {_shown(values)}")
-    listed = [_listed(item) for item in values]
+    listed = [plain(item) for item in values]
     if not any(isinstance(item, list | tuple) for item in listed):
         return [listed], True
     if not all(isinstance(item, list | tuple) for item in listed):
         raise ValueError(f"{KINDS}: input_ids mixes numbers and lists")
-    if any(isinstance(_listed(token), list | tuple) for row in listed for token in row[:1]):
+    if any(isinstance(plain(token), list | tuple) for row in listed for token in row[:1]):
         raise ValueError(f"{KINDS}: token ids have at most two dimensions")
     return [list(row) for row in listed], len(listed) == 1
-
-
-def _listed(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _of_text(text: str, tokenizer: Any | None) -> list[int]:

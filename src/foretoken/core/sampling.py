@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.core import NON_FINITE, NonFiniteLogitsError, OptionError, argmaxes
+from foretoken.core import NON_FINITE, NonFiniteLogitsError, OptionError, argmaxes, is_large
 from foretoken.core.filters import Filters
 from foretoken.core.noise import Noise
 from foretoken.core.processed import LogitsProcessor, check_processed, one_row
@@ -296,6 +296,38 @@ def running_sums(weights: Tensor) -> Tensor:
     or twice as often. (mps has no float64.)
     """
     return weights.cumsum(-1) if weights.device.type == "mps" else weights.cumsum(-1, dtype=torch.float64)
+
+
+def draw(weights: Tensor, u: float) -> int:
+    """Inverse-CDF draw from a distribution or unnormalised weights [V] with one uniform ``u`` in [0, 1).
+
+    Never returns a token of zero weight.
+    """
+    if is_large(weights):  # a running sum is serial: 0.4 ms for 150,000 tokens
+        return draw_by_blocks(weights, u)
+    cdf = running_sums(weights)
+    index = int(torch.searchsorted(cdf, cdf[-1:] * u, right=True))
+    return index if index < len(weights) and float(weights[index]) > 0.0 else last_possible(weights)
+
+
+def draws(rows: Tensor, uniforms: Sequence[Sequence[float]]) -> list[list[int]]:
+    """:func:`draw` from weights [n, V], from each row with its own m uniforms, in one call."""
+    if is_large(rows) or len(rows) == 1 == len(uniforms[0]):
+        return [[draw(row, u) for u in each] for row, each in zip(rows, uniforms, strict=True)]
+    cdf = running_sums(rows)
+    goals = torch.tensor(uniforms, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
+    indices = torch.searchsorted(cdf, goals, right=True).clamp_(max=rows.shape[-1] - 1)  # [n, m]
+    drawn = torch.cat((indices, rows.gather(-1, indices)), -1).tolist()  # one transfer
+    count = indices.shape[-1]
+    return [
+        [int(token) if weight > 0 else last_possible(row) for token, weight in zip(each, each[count:], strict=False)]
+        for row, each in zip(rows, drawn, strict=True)
+    ]
+
+
+def last_possible(weights: Tensor) -> int:
+    """The last token of positive weight [V], for a draw that rounding put on the last step of the CDF."""
+    return int(weights.nonzero()[-1, 0])
 
 
 def draw_by_blocks(distribution: Tensor, u: float, size: int = 256) -> int:

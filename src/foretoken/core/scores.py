@@ -50,10 +50,12 @@ def argmaxes(logits: Tensor) -> tuple[list[int], bool]:
 class Scores:
     """The target's scores of a tree. Distributions are computed only for the nodes that are read.
 
+    They are valid until the next round: the verifier reads them before the commit, and drafters after it.
+
     Attributes:
         logits: [N, V] raw target logits, one row per node.
         tree: the scored tree.
-        prefix: committed tokens up to and including the root.
+        prefix: committed tokens, of which the first ``length`` end with the root.
         sampler: the sampling pipeline of the request.
         taps: hidden states for the drafter, by name, each [N, D]; rows are gathered on access.
         batched_p: [n, V] target distributions of the first n nodes, if computed for the whole batch
@@ -62,8 +64,9 @@ class Scores:
         chosen: the token after every node, if computed for the whole batch.
         stuck: token paths below the root after which the request allows no token, among those read. They still need a
             distribution, because they may follow a rejected draft: all probability is on token 0, and the commit must
-                end
-            the output before a token drawn there.
+            end the output before a token drawn there.
+        length: length of the prefix; by default that of ``prefix`` now. Drafters read the scores after the commit,
+            which extends a request's list of tokens.
     """
 
     logits: Tensor
@@ -75,13 +78,19 @@ class Scores:
     weights: tuple[list[float], list[float]] | None = None
     chosen: list[int] | None = None
     stuck: set[tuple[int, ...]] = field(default_factory=set)
+    length: int = -1
     _distributions: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            self.length = len(self.prefix)
 
     def node_prefix(self, node: int) -> Sequence[int]:
         """Committed tokens plus the tokens on the path to ``node``."""
+        prefix = self.prefix if len(self.prefix) == self.length else self.prefix[: self.length]
         if node == 0:
-            return self.prefix
-        return [*self.prefix, *(self.tree.tokens[i] for i in self.tree.path(node)[1:])]
+            return prefix
+        return [*prefix, *(self.tree.tokens[i] for i in self.tree.path(node)[1:])]
 
     def p(self, node: int) -> Tensor:
         """[V] target distribution after ``node``: the whole sampling pipeline on that node's prefix."""
@@ -116,7 +125,7 @@ class Scores:
     @cached_property
     def lengths(self) -> list[int]:
         """Length of the prefix up to each node: the position of the token that follows it."""
-        return [len(self.prefix) + depth for depth in self.tree.depths]
+        return [self.length + depth for depth in self.tree.depths]
 
     @property
     def positions(self) -> list[int]:

@@ -118,13 +118,17 @@ class TokenTree:
 
     def matched(self, tokens: Sequence[int]) -> int:
         """Length of the longest prefix of ``tokens`` that is a path below the root."""
-        node = 0
-        for count, token in enumerate(tokens):
-            below = [child for child in self.children[node] if self.tokens[child] == token]
-            if not below:
-                return count
-            node = below[0]
-        return len(tokens)
+        return len(self.path_along(tokens))
+
+    def path_along(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The nodes of that path (siblings may hold the same token)."""
+        alive = [0]
+        for token in tokens:
+            matching = [child for node in alive for child in self.children[node] if self.tokens[child] == token]
+            if not matching:
+                break
+            alive = matching
+        return tuple(self.path(alive[0])[1:])
 
     def guessed_by(self, drafter: int) -> TokenTree:
         """The same tree with the drafter's index at every node but the root."""

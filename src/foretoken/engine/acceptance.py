@@ -10,7 +10,7 @@ from foretoken.engine.request import Request, Turn
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.methods.verifiers.batched import verify_batch
-from foretoken.methods.verifiers.compatibility import auto_verifier, check_pair, check_proposals
+from foretoken.methods.verifiers.compatibility import auto_verifier, check_proposals
 from foretoken.methods.verifiers.outside import check_verdict
 
 
@@ -37,7 +37,7 @@ class AcceptanceRules:
     def _check(self, verifier: Verifier, greedy: bool) -> None:
         drafter = self.drafter
         if drafter is None:
-            check_pair(min(verifier.kinds), False, verifier, "none", self.allow_lossy, greedy)
+            check_proposals([(min(verifier.kinds), False)], verifier, "none", self.allow_lossy, greedy)
         else:
             check_proposals(drafter.traits.proposals, verifier, drafter.name, self.allow_lossy, greedy)
 
@@ -73,6 +73,6 @@ class AcceptanceRules:
             else:
                 rule = self.verifier
                 name = self.drafter.name if self.drafter else "none"
-                check_pair(kind, is_tree, rule, name, self.allow_lossy, greedy)
+                check_proposals([(kind, is_tree)], rule, name, self.allow_lossy, greedy)
             self._chosen[key] = rule
         return rule

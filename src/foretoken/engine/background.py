@@ -162,8 +162,11 @@ class AsyncLlm:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> Ticket:
+    def submit(self, request: Request, checked: bool = False) -> Ticket:
         """Queue a request, from any thread.
+
+        Args:
+            checked: whether ``engine.check`` has accepted it already; for an event loop, which must not wait for that.
 
         Raises:
             QueueFull: the queue is full.
@@ -171,7 +174,7 @@ class AsyncLlm:
             EngineDead: no engine is running.
             ValueError: the request is invalid.
         """
-        if self._dead is None and not self._draining:
+        if not checked and self._dead is None and not self._draining:
             self.llm.engine.check(request)
         ticket = Ticket(request, self)
         with self._lock:
@@ -344,11 +347,11 @@ class AsyncLlm:
                 future.set_exception(error)
 
     def _enter(self, ticket: Ticket) -> None:
-        """Add a request. The engine checks it without the lock, because the event loop must not wait."""
+        """Add a request, which was checked when it was submitted. Not under the lock: the event loop must not wait."""
         failed = None
         with self._turn:  # until the ticket is registered for delivery
             try:
-                ticket.id = self.llm.engine.add(ticket.request, arrived_s=ticket.arrived_s)
+                ticket.id = self.llm.engine.add(ticket.request, arrived_s=ticket.arrived_s, checked=True)
             except Exception as error:  # of this request alone
                 failed = RequestFailed(str(error), "error")
             with self._lock:
@@ -371,7 +374,7 @@ class AsyncLlm:
 
     def _fail_lost(self, error: Exception) -> None:
         with self._turn, self._lock:
-            lost = [key for key in self._tickets if not self.llm.engine.holds(key)]
+            lost = self._tickets.keys() - self.llm.engine.requests.ids
             tickets = [self._tickets.pop(key) for key in lost]
         for ticket in tickets:
             ticket.put(failure_of(error))

@@ -34,7 +34,10 @@ class Calls:
         self._process = os.getpid()
 
     def limit(self, service: object, **limits: Any) -> None:
-        """Apply a service's limits to the engine, unless they apply already."""
+        """Apply a service's limits to the engine, unless they apply already.
+
+        A service does so when it is made and again when it starts: another one may have replaced them in between.
+        """
         if self._limited_by is not service:
             self._engine.serve(**limits)
             self._limited_by = service
@@ -88,7 +91,7 @@ class Calls:
         while not box:
             with self.turn:
                 if not box:  # else another thread has served this request
-                    if not self._engine.holds(request_id):
+                    if not self._engine.requests.holds(request_id):
                         raise RuntimeError("the request was dropped because its round was interrupted: submit it again")
                     self.round()
         run, emission = box.popleft()

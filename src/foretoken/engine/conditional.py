@@ -26,10 +26,10 @@ from torch import Tensor
 
 from foretoken.core import Context, Kind, NothingAllowedError, OptionError, Scores, TokenTree, Verdict
 from foretoken.core.constraints import CannotGoOn, FiniteLanguage
-from foretoken.core.sampling import NO_FILTERS, SamplingParams
+from foretoken.core.sampling import NO_FILTERS, SamplingParams, draw
 from foretoken.engine.request import Request
 from foretoken.methods.trees.operations import select
-from foretoken.methods.verifiers.base import Coins, Verifier, draw
+from foretoken.methods.verifiers.base import Coins, Verifier
 from foretoken.models.base import Feed, LanguageModel
 
 MOST_NODES = 2048

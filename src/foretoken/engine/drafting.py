@@ -171,10 +171,10 @@ class Drafting:
 
     # -- prefill of draft models -------------------------------------------------------------------------------------
 
-    def allow_reading(self, runs: Sequence[Running], most: int) -> None:
-        """Allow draft models as many prefill tokens beside a round as the target (``most``), and more than the
+    def allow_reading(self, runs: Sequence[Running], piece_size: int) -> None:
+        """Allow draft models as many prefill tokens beside a round as the target (``piece_size``), and more than the
         sequences grow meanwhile."""
-        self.pace.remaining, self.pace.spent_s = max(most, 2 * BESIDE), 0.0
+        self.pace.remaining, self.pace.spent_s = max(piece_size, 2 * BESIDE), 0.0
         for run in runs:
             drafts = DraftTexts.of(run.context)
             drafts.waits = drafts.has_read = False

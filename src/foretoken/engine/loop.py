@@ -31,13 +31,12 @@ import torch
 
 from foretoken.core import NonFiniteLogitsError, RoundTimes, Scores, TokenTree, Verdict
 from foretoken.engine.acceptance import AcceptanceRules
-from foretoken.engine.admission import KvBudget, check, first_in_turn
+from foretoken.engine.admission import check, first_in_turn
 from foretoken.engine.conditional import check_language
 from foretoken.engine.delivery import Delivery
 from foretoken.engine.drafting import Drafting, check_target, drop_scratch
 from foretoken.engine.ends import ends_of
 from foretoken.engine.joining import check_rules, join, stopper_of
-from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.reading import ALL, Reader, ReadingTime
 from foretoken.engine.request import Emission, Request, Running, Turn
 from foretoken.engine.requests import Requests
@@ -145,7 +144,7 @@ class Engine:
                 verifier does not support.
         """
         check(request, self.target)
-        self.budget.check(request)
+        self.requests.budget.check(request)
         self.drafting.check_member(request.drafter)
         self.acceptance.check(request)
         stopper_of(request, self.target, self.tokenizer)  # checks the stop strings
@@ -154,16 +153,18 @@ class Engine:
             ends = ends_of(request, self.target, self.tokenizer).ids
             check_language(request, request.language, self.target, self.tokenizer, ends)
 
-    def add(self, request: Request, arrived_s: float | None = None) -> int:
+    def add(self, request: Request, arrived_s: float | None = None, checked: bool = False) -> int:
         """Queue a request, which joins before the next round. Returns its id.
 
         Args:
             arrived_s: arrival time by the monotonic clock; now by default.
+            checked: whether :meth:`check` has accepted it already.
 
         Raises:
             ValueError: as for :meth:`check`.
         """
-        self.check(request)
+        if not checked:
+            self.check(request)
         if self.target.answer_start:
             request = replace(request, prompt=[*request.prompt, *self.target.answer_start])
         run = join(self._ids + 1, request, self.target, self.tokenizer, self.acceptance.races(request))
@@ -181,24 +182,10 @@ class Engine:
         """Drop all requests, and the remains of an interrupted round."""
         self.requests.close()
 
-    def holds(self, request_id: int) -> bool:
-        """Whether a request is waiting or running."""
-        return self.requests.holds(request_id)
-
     @property
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
         return self.requests.busy
-
-    @property
-    def waiting(self) -> list[Running]:
-        """Requests that are not admitted yet."""
-        return self.requests.waiting
-
-    @property
-    def running(self) -> list[Running]:
-        """Admitted requests."""
-        return self.requests.running
 
     @property
     def read_s(self) -> float:
@@ -207,16 +194,6 @@ class Engine:
         Wall time: requests that share a prefill each count all of it as their own ``prefill_s``; here it counts once.
         """
         return self.reader.read_s + self.drafting.read_s
-
-    @property
-    def budget(self) -> KvBudget:
-        """Memory for requests."""
-        return self.requests.budget
-
-    @property
-    def prefix_cache(self) -> PrefixCache:
-        """The prefix cache."""
-        return self.requests.prefix_cache
 
     # -- one step, stage by stage ------------------------------------------------------------------------------------
 
@@ -227,7 +204,7 @@ class Engine:
         A request whose processing raises ends with ``finish_reason`` "error". If an interrupt stops a round, its
         half-done requests are dropped and the others continue with the next one.
         """
-        before = {run.id: len(run.context.tokens) for run in self.running}
+        before = {run.id: len(run.context.tokens) for run in self.requests.running}
         try:
             with few_plans(self._device):
                 self.requests.drop_stale()
@@ -241,19 +218,19 @@ class Engine:
 
     def _admit(self) -> None:
         """Admit requests with a free batch slot and enough memory; end those past their deadline."""
-        waiting, running = self.waiting, self.running
+        waiting, running, budget = self.requests.waiting, self.requests.running, self.requests.budget
         for run in [run for run in (*waiting, *running) if run.is_late]:
             self.requests.end(run, "deadline")
         while len(running) < self.max_batch:
             first = first_in_turn(waiting, running, self.max_batch, self.kept_places)
-            if first is None or not self.budget.admits(first):
+            if first is None or not budget.admits(first):
                 break
             waiting.remove(first)
             first.stats.queue_s = monotonic() - first.arrived_s
             running.append(first)
             self.requests.each(self.reader.open, [Turn(first)])
-        if self.budget.remaining is not None:
-            self.prefix_cache.prefixes.shrink(self.budget.remaining)
+        if budget.remaining is not None:
+            self.requests.prefix_cache.prefixes.shrink(budget.remaining)
 
     def _round(self, runs: Sequence[Running]) -> list[tuple[Running, Emission]]:
         """One round of requests that are all between two rounds."""
@@ -263,7 +240,7 @@ class Engine:
         device = self._device
         turns = [turn for run in runs for turn in together(self.drafting.begin, [Turn(run)])]
         started = now(device)
-        self.drafting.allow_reading(runs, ALL if self.reader.chunk is None else self.reader.most())
+        self.drafting.allow_reading(runs, ALL if self.reader.chunk is None else self.reader.piece_size())
         turns = together(self.drafting.propose, turns)
         started += self.drafting.note_reading(turns)  # not part of the round, like the target's prefill
         turns = together(self.drafting.cut, turns)

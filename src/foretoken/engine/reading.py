@@ -55,7 +55,7 @@ class ReadingTime:
         """Record the time of a round."""
         self._round_s = spent_s
 
-    def most(self, chunk: int, requests: int) -> int:
+    def piece_size(self, chunk: int, requests: int) -> int:
         """Tokens to prefill now: a power of two, so that few sizes are compiled, or the whole chunk. A single request
         delays no other."""
         if self.limit_s is None or requests < 2:
@@ -79,10 +79,10 @@ class Reader:
         self.chunk, self.time, self.pace, self.read_s = chunk, ReadingTime(), Pace(), 0.0
         self._device = self.target.device
 
-    def most(self) -> int:
+    def piece_size(self) -> int:
         """Tokens that may be processed now."""
         others = len(self.requests.running) + len(self.requests.waiting)
-        return self.time.most(self.chunk or ALL, others)
+        return self.time.piece_size(self.chunk or ALL, others)
 
     def open(self, turns: Sequence[Turn]) -> None:
         """Open sequences for requests, with cached prefixes."""
@@ -99,7 +99,7 @@ class Reader:
         """Prefill prompts, whole or one chunk; requests with a complete prompt take part in rounds."""
         while unread := [run for run in self.requests.running if not run.started]:
             start_s = now(self._device)
-            chosen = shares(self._ready(unread), self.most())
+            chosen = shares(self._ready(unread), self.piece_size())
             sizes = {run.id: size for run, size in chosen}
             turns = [Turn(run) for run, _ in chosen]
             successful = self.requests.together(partial(self._read_some, sizes), turns)
@@ -152,9 +152,9 @@ class Reader:
             run.started = True
 
 
-def shares(runs: Sequence[Running], most: int) -> list[tuple[Running, int]]:
-    """Prefill sizes of the next chunk, ``most`` tokens in all; see :func:`foretoken.core.portions.portions`."""
-    sizes = portions([run.unread for run in runs], most)
+def shares(runs: Sequence[Running], piece_size: int) -> list[tuple[Running, int]]:
+    """Prefill sizes of the next chunk, ``piece_size`` tokens in all; see :func:`foretoken.core.portions.portions`."""
+    sizes = portions([run.unread for run in runs], piece_size)
     return [(run, sizes[i]) for i, run in enumerate(runs) if i in sizes]
 
 

@@ -161,6 +161,7 @@ class Running:
     def note_unread(self) -> None:
         """Remove the unprocessed prompt tokens of a leaving request from its statistics."""
         if not self.started:
+            # A prompt's last token is processed as the first root, so it is missing, too
             missing = self.unread + 1
             self.stats.num_prompt_tokens = max(0, self.stats.num_prompt_tokens - missing)
             self.stats.num_prompt_tokens_computed = max(0, self.stats.num_prompt_tokens_computed - missing)

@@ -72,10 +72,14 @@ class Requests:
         """Whether any request waits, runs, or has ended without being reported."""
         return bool(self.waiting or self.running or self._ended)
 
+    @property
+    def ids(self) -> set[int]:
+        """Ids of the requests that wait, run, or have ended without being reported."""
+        return {run.id for run in (*self.waiting, *self.running, *(run for run, _ in self._ended))}
+
     def holds(self, request_id: int) -> bool:
-        """Whether a request is waiting or running."""
-        runs = [*self.waiting, *self.running, *(run for run, _ in self._ended)]
-        return any(run.id == request_id for run in runs)
+        """Whether a request waits, runs, or has ended without being reported."""
+        return request_id in self.ids
 
     def queue(self, run: Running) -> None:
         """Queue a request."""

@@ -49,12 +49,12 @@ def status_of(
     engine: Engine, num_open: int, heartbeat_age_s: float, dead: str | None, draining: bool, controller: dict[str, Any]
 ) -> EngineStatus:
     """Current status of an engine; ``num_open`` requests have not ended."""
-    running, prefixes = len(engine.running), engine.prefix_cache.prefixes
+    running, prefixes = len(engine.requests.running), engine.requests.prefix_cache.prefixes
     return EngineStatus(
         running,
         max(0, num_open - running),
         engine.target.kv_bytes,
-        engine.budget.limit,
+        engine.requests.budget.limit,
         heartbeat_age_s,
         dead,
         draining,

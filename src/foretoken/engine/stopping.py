@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-FinishReason = Literal["eos", "stop", "length", "context", "error", "cancelled", "deadline"]
+FinishReason = Literal["eos", "stop", "length", "error", "deadline"]
 
 
 class Detokenizer:

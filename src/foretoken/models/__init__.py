@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from foretoken.models.base import LanguageModel
+from foretoken.models.refusals import check_exact, lost_bits
 
 
 def wrap(
@@ -26,28 +27,35 @@ def wrap(
     :class:`~foretoken.models.huggingface.HuggingFaceModel`).
 
     Raises:
+        ValueError: an unknown ``exact``.
         CapabilityError: the model is not causal, or cannot be run with a cache.
     """
+    check_exact(exact)
     if isinstance(model, LanguageModel):
         return model
-    if getattr(model.config, "is_encoder_decoder", False):
-        from foretoken.models.encoder_decoder import EncoderDecoderModel
-
-        return EncoderDecoderModel(model, exact=exact)
-    from foretoken.models.checks.cache_trial import cache_fault
-    from foretoken.models.refusals import lost_bits
-    from foretoken.models.sequential import SequentialModel
-
     runs = _wrapped(model, exact, lean, in_place, probe)
-    fault = cache_fault(model, runs)
-    if fault is not None:
-        runs = SequentialModel(model, fault)
-    if not runs.capabilities.tree_mask:  # which reports its own lost bits
+    if all(refused.path != "bitwise" for refused in runs.refused):  # some models report it themselves
         runs.refused += lost_bits(exact, runs.exactness, runs.exactness_why)
     return runs
 
 
 def _wrapped(
+    model: Any, exact: str, lean: bool, in_place: bool, probe: Callable[[], Sequence[int] | None] | None
+) -> LanguageModel:
+    """The model that passes its trial."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        from foretoken.models.encoder_decoder import EncoderDecoderModel
+
+        return EncoderDecoderModel(model, exact=exact)
+    from foretoken.models.checks.cache_trial import cache_fault
+    from foretoken.models.sequential import SequentialModel
+
+    runs = _causal(model, exact, lean, in_place, probe)
+    fault = cache_fault(model, runs)
+    return runs if fault is None else SequentialModel(model, fault)
+
+
+def _causal(
     model: Any, exact: str, lean: bool, in_place: bool, probe: Callable[[], Sequence[int] | None] | None
 ) -> LanguageModel:
     from foretoken.models.base import CapabilityError

@@ -16,28 +16,30 @@ import torch
 
 from foretoken.core.costs import TargetCost
 from foretoken.models.base import Feed, LanguageModel, SequenceState, opened
-from foretoken.models.checks.fast_paths import fingerprint
+from foretoken.models.checks.fast_paths import code_version, fingerprint
 from foretoken.models.clock import now
 from foretoken.models.machine import WORTH_KEEPING_S, KeptResults, any_text, is_busy
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Default node counts."""
 
-KEPT = KeptResults("calls", lambda: "quiet")  # results without this stamp may be of a busy machine
-_KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
+KEPT = KeptResults("calls", code_version)
+_KNOWN: WeakKeyDictionary[LanguageModel, tuple[str, TargetCost]] = WeakKeyDictionary()
 
 
 def quick_costs(target: LanguageModel) -> TargetCost:
     """v(n) of a target on this machine: the fastest of a few calls at each count.  The result is stored by the model's
-    fingerprint, the number of threads and the machine.  On a busy machine, where threads wait for each other at 1 row
-    and at 64 alike, it is kept for this process only.
+    fingerprint, its forward, the number of threads and the machine.  On a busy machine, where threads wait for each
+    other at 1 row and at 64 alike, it is kept for this process only.
 
     A model without rollback is measured at one node only.
     """
-    if target not in _KNOWN:
+    way = _way(target)
+    known_way, known = _KNOWN.get(target, ("", None))
+    if known is None or known_way != way:
         module = target.model
         key = fingerprint(module) if isinstance(module, torch.nn.Module) else None
-        name = f"calls {key} {torch.get_num_threads()} threads"
+        name = f"calls {key} {way}"
         stored = None if key is None else KEPT.read(name)
         if not isinstance(stored, dict):
             start_s = perf_counter()
@@ -48,8 +50,17 @@ def quick_costs(target: LanguageModel) -> TargetCost:
                 KEPT.keep(name, result, worth and not is_busy())
         else:
             costs = {int(count): float(seconds) for count, seconds in stored.items()}
-        _KNOWN[target] = TargetCost(costs)
-    return _KNOWN[target]
+        known = TargetCost(costs)
+        _KNOWN[target] = way, known
+    return known
+
+
+def _way(target: LanguageModel) -> str:
+    """Everything but the network that a call's time depends on."""
+    forward = getattr(getattr(target, "forwards", None), "way", target.forward_name)
+    place = type(getattr(target, "cache", None)).__name__
+    graphs = "no graphs" if target.graphs is None else "graphs"
+    return f"{type(target).__name__} {forward} {place} {graphs} {torch.get_num_threads()} threads"
 
 
 def _measure_quickly(target: LanguageModel) -> dict[int, float]:

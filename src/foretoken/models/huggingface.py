@@ -86,14 +86,17 @@ class HuggingFaceModel(TreeRunner):
         self.refused += lost_bits(network.exact, self.exactness, self.exactness_why)
 
     def _renew(self) -> None:
-        """Rebuild the fused copies of the weights; open sequences keep the old cache, to which nothing else writes."""
         self.forwards.renew()
         graphs, self.graphs = self.graphs, None
+        self._begin_anew()
+        if graphs is not None:
+            graphs.stop("the model was changed after it was loaded")
+
+    def _begin_anew(self) -> None:
+        """Choose and check the forward again; open sequences keep the old cache, to which nothing else writes."""
         self.cache = self.cache.fresh()
         self._watch = None  # the checks open sequences
         self._choose()
-        if graphs is not None:
-            graphs.stop("the model was changed after it was loaded")
         self._watch = Watch(self.model)
 
     @property
@@ -120,8 +123,8 @@ class HuggingFaceModel(TreeRunner):
             raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
         self.forwards.unpack()
         self.graphs, self.graphs_off = None, "the model was unpacked"
-        self.cache = self.cache.fresh()
-        self._watch = Watch(self.model)
+        with lock_of(self.model), alone(self.model):
+            self._begin_anew()
 
     def keep_on_host(self) -> None:
         """Keep keys and values in host memory from now on; a forward holds one layer's at a time on its device."""

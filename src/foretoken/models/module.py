@@ -64,11 +64,18 @@ class OneByOneModel(ModuleModel):
         self.vocab_size = int(self.config.vocab_size)
         self.context_length, self.context_why = context_of(model, context_length_of(self.config))
         self.eos_token_ids = eos_ids(model)
-        self.device: torch.device = device_of(model)
-        self.dtype: torch.dtype = model.dtype
+        self._place()
         self._num_layers = len(decoder_layers(model))
         self._cache_name = cache_name(model)
         self._opened = 0
+
+    def _place(self) -> None:
+        self.device: torch.device = device_of(self.model)
+        self.dtype: torch.dtype = self.model.dtype
+
+    def _renew(self) -> None:
+        self._place()
+        super()._renew()
 
     def open(self) -> SequenceState:
         self.follow()

@@ -62,6 +62,12 @@ def refusal(path: str, why: str, costs: str) -> Refusal:
     return refused
 
 
+def check_exact(exact: str) -> None:
+    """Raise ``ValueError`` for an unknown kind of exactness."""
+    if exact not in ("distribution", "bitwise", "approximate"):
+        raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
+
+
 def lost_bits(exact: str, exactness: str, why: str) -> tuple[Refusal, ...]:
     """The refusal of ``exact="bitwise"``, if it was requested and cannot be guaranteed."""
     if exact != "bitwise" or exactness == "bitwise":

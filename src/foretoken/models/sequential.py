@@ -63,15 +63,30 @@ class SequentialModel(OneByOneModel):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        return [self._run_feed(feed, taps) for feed in feeds]
+        """Append and score nodes.  After a failure the scratch chains are unchanged, and the texts are read again."""
+        check_taps(taps, self._num_layers)
+        for feed in feeds:
+            self._check(feed)
+        sizes, rows = [len(feed.sequence.scratch_tokens) for feed in feeds], list[Rows]()
+        try:
+            for feed in feeds:
+                rows.append(self._run_feed(feed, taps))
+        except BaseException:
+            for feed, size in zip(feeds[: len(rows) + 1], sizes, strict=False):
+                self._caches.pop(feed.sequence.row, None)  # an interrupted forward has changed some layers
+                feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
+            raise
+        return rows
+
+    def _check(self, feed: Feed) -> None:
+        super()._check(feed)
+        count = len(feed.sequence.scratch_tokens) + len(feed.tokens)
+        if not self.capabilities.rollback and count > 1 and feed.wanted != 0:
+            raise CapabilityError(f"only one token at a time can be scored: {self.capabilities.missing['rollback']}")
 
     def _run_feed(self, feed: Feed, taps: Sequence[str]) -> Rows:
         sequence, count = feed.sequence, len(feed.tokens)
         old = len(sequence.scratch_tokens)
-        self._check(feed)
-        if not self.capabilities.rollback and old + count > 1 and feed.wanted != 0:
-            raise CapabilityError(f"only one token at a time can be scored: {self.capabilities.missing['rollback']}")
-        check_taps(taps, self._num_layers)
         start_s = now(self.device)
         with alone(self.model), recording(self.model, taps) as hidden:
             logits = self._run(sequence, feed.tokens)
@@ -82,19 +97,18 @@ class SequentialModel(OneByOneModel):
     def _run(self, sequence: SequenceState, tokens: Sequence[int]) -> Tensor:
         """Logits [n, V] of n tokens after the sequence's committed and scratch tokens."""
         decoding(self.model)
-        if self._cache_name is None:
-            tokens_before = [*sequence.tokens, *sequence.scratch_tokens, *tokens]
-            out = self.model(input_ids=torch.tensor([tokens_before], device=self.device), use_cache=False)
-            return out.logits[0, len(tokens_before) - len(tokens) :]
         cache = self._caches.get(sequence.row)
+        unread = [*sequence.tokens, *sequence.scratch_tokens, *tokens] if cache is None else list(tokens)
+        ids = torch.tensor([unread], device=self.device)
+        if self._cache_name is None:
+            return self.model(input_ids=ids, use_cache=False).logits[0, len(unread) - len(tokens) :]
         if cache is None and self.capabilities.rollback:
             cache = DynamicCache(config=self.config)
             cache.activate_past_recording()  # sliding and convolutional layers keep what a rollback needs
         cache_argument = {} if cache is None else {self._cache_name: cache}
-        ids = torch.tensor([list(tokens)], device=self.device)
         out = self.model(input_ids=ids, use_cache=True, **cache_argument)
         if self._cache_name not in out:
             self._cache_name = None
             return self._run(sequence, tokens)
         self._caches[sequence.row] = out[self._cache_name]
-        return out.logits[0]
+        return out.logits[0, len(unread) - len(tokens) :]

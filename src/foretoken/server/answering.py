@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, Response
@@ -31,7 +32,7 @@ from foretoken.server.sse import OPENAI, Dialect, EventStream
 
 def finish_reason(reason: str | None) -> str | None:
     """Finish reason in OpenAI's terms."""
-    return {"eos": "stop", "context": "length"}.get(reason or "", reason)
+    return "stop" if reason == "eos" else reason
 
 
 class Answer(ABC):
@@ -72,8 +73,12 @@ class Answer(ABC):
             headers, settings = serving.note_ignored([*body.ignored, *answer.ignored]), serving.settings
             tickets = await answer.start()
             if body.stream:
+                # From the engine to the client, each around the one before: ``_pieces`` (a ticket), ``_merged``
+                # (several), ``pieces_of`` (cancels), ``pieces`` (notes ends, gathers), ``events`` (the API's objects),
+                # ``stream`` (the log line), ``framed`` (bytes, errors), ``EventStream`` (comments).
                 events = answer.stream(tickets)
-                return EventStream(events, settings.ping, settings.stream_pad, headers, cls.dialect)
+                unread = partial(answer.unread, tickets)
+                return EventStream(events, settings.ping, settings.stream_pad, headers, cls.dialect, unread)
             return JSONResponse(answer.whole(await answer.outputs(tickets)), headers=headers)
         except Exception as error:
             raise cls.renamed(api_error(error)) from error
@@ -238,6 +243,12 @@ class Answer(ABC):
         if self.serving.settings.log_prompts:
             fields["prompt"] = prompt_text(self.body)[: self.serving.settings.log_prompts]
         log_request(self.http.scope, status, self.began_s, **fields)
+
+    def unread(self, tickets: Sequence[Ticket]) -> None:
+        """End a request whose client has left before its stream began."""
+        for ticket in tickets:
+            self.serving.engine.cancel(ticket)
+        self.log(499)
 
     async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
         """Events of a streamed answer, with a log line however it ends."""

@@ -15,10 +15,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-HERMES, HERMES_END = "<tool_call>", "</tool_call>"
-MISTRAL, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
-LLAMA = "<|python_tag|>"
-MARKS = (HERMES, MISTRAL, LLAMA)
+HERMES_MARK, HERMES_END = "<tool_call>", "</tool_call>"
+MISTRAL_MARK, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+LLAMA_MARK = "<|python_tag|>"
+MARKS = (HERMES_MARK, MISTRAL_MARK, LLAMA_MARK)
 """Marks that begin a call inside a text.  Without a mark only the whole answer may be a call."""
 KEYS = ("name", "arguments", "parameters", "type", "function", "id")
 """Keys of a call object; an object that begins with another key is an answer in JSON."""
@@ -27,6 +27,7 @@ _FIRST_KEY = re.compile(r'\[?\s*(?:\{\s*(?:"([^"\\]*)(["\\]?))?)?')
 possible."""
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[ARGS\])?\s*(?=\{)")
 _SPACE = re.compile(r"\s*")
+_SEPARATORS = re.compile(r"\A[\s;]+")
 _BEGUN = re.compile(r"[A-Za-z0-9_.-]{1,64}\s*(?:\[(?:A(?:R(?:G(?:S\]?)?)?)?)?)?\s*")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -47,6 +48,15 @@ class Call:
 
 class CallReader:
     """Splits an answer into text and calls.
+
+    The remaining text is in one of four states:
+
+    =============  ==========  ====================================================================
+    text                       a mark may follow, or, while ``_bare``, a call without one
+    maybe a call               its beginning is too short to tell, and is held back
+    inside a call  ``_value``  behind the mark of ``_opening``, until its last bracket has arrived
+    behind a call  ``_after``  separators are dropped, then it is text again
+    =============  ==========  ====================================================================
 
     Args:
         offered: names of the functions that may be called; if empty, everything is text.
@@ -98,16 +108,14 @@ class CallReader:
         except _NoCall:
             return self._tell(begin + max(len(mark), 1))
         self._text, self._value, self._after = self._text[end:], None, True
-        self._bare = mark in ("", LLAMA)  # more may follow, as in Llama's format or one per line
+        self._bare = mark in ("", LLAMA_MARK)  # more may follow, as in Llama's format or one per line
         calls = calls[: None if self._most is None else self._most - self.count]
         self.count += len(calls)
         return list(calls)
 
     def _skip(self) -> bool:
         """Drop separators between calls; false if nothing else remains."""
-        self._text = self._text.lstrip()
-        if self._bare and self._text.startswith(";"):
-            self._text = self._text[1:].lstrip()
+        self._text = _SEPARATORS.sub("", self._text) if self._bare else self._text.lstrip()
         self._after = not self._text
         return bool(self._text)
 
@@ -149,7 +157,7 @@ class CallReader:
         calls = _python_calls(call_text) if value.python else _json_calls(call_text, value.name)
         if not calls or not all(call.name in self._offered for call in calls):
             raise _NoCall
-        return (_behind(self._text, end, final) if mark == HERMES else end), calls
+        return (_behind(self._text, end, final) if mark == HERMES_MARK else end), calls
 
     def _opened(self, at: int) -> _Value:
         """The value after a mark."""

@@ -12,7 +12,6 @@ from foretoken.engine.output import Output, Piece
 from foretoken.engine.trace import RoundTrace
 from foretoken.server.answering import Answer
 from foretoken.server.logprobs import TokenTexts
-from foretoken.server.serving import Serving
 
 
 class Choices(Answer):
@@ -77,20 +76,19 @@ class Choices(Answer):
         if self.body.return_token_ids:
             fields |= {"token_ids": ids, **more, "origins": answer.origins[: len(ids)]}
         if self.body.speculative is not None and self.body.speculative.explain:
-            fields["speculative"] = {**explained(answer.rounds, self.serving), "why": answer.why}
+            fields["speculative"] = {**explained(answer.rounds, self.texts), "why": answer.why}
         return fields
 
 
-def explained(rounds: Sequence[RoundTrace], serving: Serving) -> dict[str, Any]:
+def explained(rounds: Sequence[RoundTrace], texts: TokenTexts) -> dict[str, Any]:
     """Round traces with the texts of their tokens."""
-    tokenizer = serving.llm.tokenizer
-
-    def text(token: int) -> str:
-        return str(tokenizer.decode([token])) if tokenizer is not None else str(token)
-
     return {
         "rounds": [
-            {**trace.as_dict(), "texts": [text(token) for token in trace.tokens], "next_text": text(trace.next_token)}
+            {
+                **trace.as_dict(),
+                "texts": [texts.shown(token) for token in trace.tokens],
+                "next_text": texts.shown(trace.next_token),
+            }
             for trace in rounds
         ]
     }

@@ -68,7 +68,7 @@ class _Completions(Choices):
     def _encoded(self) -> list[list[int]]:
         """Token ids of all prompts.  Raises ``ApiError`` 400 for an empty prompt, an id outside of the vocabulary, and
         text for a model without a tokenizer."""
-        inputs = self.body.prompt
+        inputs: Any = self.body.prompt
         if isinstance(inputs, str) or isinstance(inputs[0], int):
             inputs = [inputs]
         special = self.body.add_special_tokens is not False
@@ -160,8 +160,9 @@ class _Completions(Choices):
 
     def delta(self, index: int, piece: Piece) -> dict[str, Any]:
         body = self.body
-        if self.unwritten:
-            return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason(piece.finish_reason)}
+        if self.unwritten:  # the only token, which is not told, may be an end of text
+            reason = None if piece.finish_reason is None else "length"
+            return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
         return {
             "index": index,
             "text": piece.text,

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.settings import setting
+from foretoken.core.settings import setting, settings_of
 from foretoken.server.keys import Caller, Keys
 
 PREFIX = "FORETOKEN_"
@@ -59,19 +59,21 @@ class ServerSettings:
     exact: str = setting(
         "distribution", "bitwise: the same text whatever is drafted and served beside it, else no start [distribution]."
     )
-    tensor_parallel: int = setting(1, "Processes of this machine, on CUDA devices, that the model is split over [1].")
-    max_running: int = setting(16, "Requests that run together [16].")
-    max_queued: int = setting(256, "Further requests that wait; more get 503 [256].")
+    tensor_parallel: int = setting(
+        1, "Processes of this machine, on CUDA devices, that the model is split over [1].", low=1
+    )
+    max_running: int = setting(16, "Requests that run together [16].", low=1)
+    max_queued: int = setting(256, "Further requests that wait; more get 503 [256].", low=0)
     kv_memory: str = setting("", "Memory for keys and values, as 2GiB [no limit].")
-    default_max_tokens: int = setting(0, "max_tokens of requests without it [what fits].")
-    prefill_chunk: int = setting(256, "Prompt tokens read between two rounds [256].")
-    prefill_time: float = setting(0.1, "Seconds of such reading while others wait; 0: no limit [0.1].")
+    default_max_tokens: int = setting(0, "max_tokens of requests without it [what fits].", low=0)
+    prefill_chunk: int = setting(256, "Prompt tokens read between two rounds [256].", low=1)
+    prefill_time: float = setting(0.1, "Seconds of such reading while others wait; 0: no limit [0.1].", low=0)
     prefix_cache: bool = setting(True, "Reuse the keys and values of equal prompt beginnings [yes].")
     prefix_memory: str = setting("256MiB", "Size of the prefix cache, as 256MiB [256MiB].")
     api_keys: tuple[str, ...] = setting((), "Key that opens every route; may be given again.", shown=False)
-    key_running: int = setting(0, "Choices of one key that run together [no limit].")
+    key_running: int = setting(0, "Choices of one key that run together [no limit].", low=0)
     key_queued: int = setting(-1, "Further choices of one key that wait [no limit].")
-    key_tokens_per_minute: int = setting(0, "Tokens a minute of one key [no limit].")
+    key_tokens_per_minute: int = setting(0, "Tokens a minute of one key [no limit].", low=0)
     allowed_host: tuple[str, ...] = setting(
         (), "Another name that clients may call the server; may be given again; * for all."
     )
@@ -79,39 +81,28 @@ class ServerSettings:
         (), "Origin of web pages that may use the server, as https://chat.example; may be given again; * for all."
     )
     insecure: bool = setting(False, "Allow a public address without a key.")
-    max_body: int = setting(2 * 2**20, "Largest request, in bytes [2097152].")
+    max_body: int = setting(2 * 2**20, "Largest request, in bytes [2097152].", low=1)
     request_timeout: float = setting(600.0, "Longest time of a request, in seconds [600].")
     body_timeout: float = setting(20.0, "Seconds for the body of a request to arrive [20].")
     write_timeout: float = setting(30.0, "Seconds for a client to go on reading an answer [30].")
-    max_unread: int = setting(32, "Unread answers at a time [32].")
-    shutdown_timeout: float = setting(30.0, "Seconds to finish in after SIGTERM [30].")
+    max_unread: int = setting(32, "Unread answers at a time [32].", low=1)
+    shutdown_timeout: float = setting(30.0, "Seconds to finish in after SIGTERM [30].", low=0)
     watchdog: float = setting(60.0, "Seconds of silence after which the engine counts as hung [60].")
     ping: float = setting(15.0, "Seconds between comments in a silent stream [15].")
-    stream_interval: int = setting(1, "Fewest tokens of a streamed chunk, except the last [1].")
-    stream_pad: int = setting(0, "Pad streamed chunks to a multiple of this many bytes [0].")
+    stream_interval: int = setting(1, "Fewest tokens of a streamed chunk, except the last [1].", low=1)
+    stream_pad: int = setting(0, "Pad streamed chunks to a multiple of this many bytes [0].", low=0)
     metrics_compat: str = setting("", "vllm: all metrics under vLLM's names, too.")
-    log_prompts: int = setting(0, "Characters of a prompt in the log [0].")
+    log_prompts: int = setting(0, "Characters of a prompt in the log [0].", low=0)
     root_path: str = setting("", "Path under which a proxy serves it.")
     chat_template: str = setting("", "File with a chat template.")
     online: bool = setting(False, "The draft model learns while it serves.")
     online_save: str = setting("", "Folder for the trained draft model.")
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "tensor_parallel", "prefill_chunk", "max_body", "stream_interval", "max_unread"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in (
-            "max_queued",
-            "default_max_tokens",
-            "stream_pad",
-            "log_prompts",
-            "shutdown_timeout",
-            "key_running",
-            "key_tokens_per_minute",
-            "prefill_time",
-        ):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        for entry, about in settings_of(ServerSettings).items():
+            value = getattr(self, entry.name)
+            if about.low is not None and not value >= about.low:
+                raise ValueError(f"{entry.name} must be at least {about.low}, not {value}")
         for name in ("request_timeout", "body_timeout", "write_timeout", "watchdog", "ping"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
@@ -149,6 +140,17 @@ class ServerSettings:
     def name(self) -> str:
         """Model name for clients."""
         return self.served_name or Path(self.model).name or self.model
+
+    @property
+    def root(self) -> str:
+        """Path under which a proxy serves it, without a slash at its end."""
+        return self.root_path.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        """Address for clients; an IPv6 address is in brackets."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}{self.root}"
 
     @property
     def online_drafter(self) -> str:
@@ -197,18 +199,20 @@ def settings_from(
 ) -> ServerSettings:
     """Settings from flags (``None``: not given), the environment and a file.  Raises ``ValueError`` for an unreadable
     file, an unknown name in it, and a value of the wrong type."""
-    by_name = {field.name: field for field in fields(ServerSettings)}
+    kinds: dict[str, type] = {field.name: type(field.default) for field in fields(ServerSettings)}
     values: dict[str, Any] = {}
     for name, value in _read(file).items():
-        if name not in by_name:
-            raise ValueError(f"{file} has {name!r}, which is not a setting: use one of {', '.join(by_name)}")
-        values[name] = _value(name, value, str(file))
+        if name not in kinds:
+            raise ValueError(f"{file} has {name!r}, which is not a setting: use one of {', '.join(kinds)}")
+        values[name] = _value(name, kinds[name], value, str(file))
     if any(not environ.get(name, "key").strip(", ") for name in ("FORETOKEN_API_KEY", "FORETOKEN_API_KEYS")):
         raise ValueError("FORETOKEN_API_KEY is set and empty: unset it to serve without a key, or put the key in it")
-    for name in by_name:
+    for name in kinds:
         if flags.get(name) is None and PREFIX + name.upper() in environ:
-            values[name] = _value(name, environ[PREFIX + name.upper()], PREFIX + name.upper())
-    values |= {name: _value(name, value, f"--{name}") for name, value in flags.items() if value is not None}
+            values[name] = _value(name, kinds[name], environ[PREFIX + name.upper()], PREFIX + name.upper())
+    values |= {
+        name: _value(name, kinds[name], value, f"--{name}") for name, value in flags.items() if value is not None
+    }
     return replace(ServerSettings(insecure=True), **{"insecure": False} | values)
 
 
@@ -230,10 +234,8 @@ def _read(file: Path | None) -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in content.items()}
 
 
-def _value(name: str, value: Any, where: str) -> Any:
-    """The value, converted to the field's type."""
-    default = getattr(ServerSettings(insecure=True), name)
-    kind = type(default)
+def _value(name: str, kind: type, value: Any, where: str) -> Any:
+    """The value, converted to the type of the setting."""
     try:
         if kind is tuple:
             parts = value.split(",") if isinstance(value, str) else list(value)

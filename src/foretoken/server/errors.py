@@ -193,7 +193,7 @@ def api_error(error: Exception) -> ApiError:
 def _invalid(errors: Sequence[Any], request: Request) -> ApiError:
     """Error 400 for an invalid body in the API's terms, without class names or union alternatives."""
     errors, first = errors[:64], errors[0]
-    field = _fields(first)
+    field = path_of(first)
     if first["type"] == "json_invalid":
         return _unreadable(request)
     if not field:
@@ -203,26 +203,26 @@ def _invalid(errors: Sequence[Any], request: Request) -> ApiError:
         return bad("the body must be a JSON object with the fields of this route", code="invalid_value")
     # A union has an error for each alternative; those for alternatives of another type are useless.
     of_field = [fault for fault in errors if str(fault["loc"][1:2]) == str(first["loc"][1:2])]
-    deepest = max(len(_fields(fault)) for fault in of_field)
+    deepest = max(len(path_of(fault)) for fault in of_field)
     relevant = [
-        fault for fault in of_field if fault["type"] not in WRONG_KIND or len(_fields(fault)) == deepest > 1
+        fault for fault in of_field if fault["type"] not in WRONG_KIND or len(path_of(fault)) == deepest > 1
     ] or of_field
     kinds = list(dict.fromkeys(WRONG_KIND[fault["type"]] for fault in relevant if fault["type"] in WRONG_KIND))
     chosen = relevant[0]
     is_kind = len(kinds) == len(relevant) or chosen["type"] in WRONG_KIND
-    message = f"must be {' or '.join(kinds)}" if is_kind else _message_of(chosen)
-    names = [part for part in _fields(chosen) if not part.isdigit()]
-    return bad(f"{'.'.join(_fields(chosen))}: {message}", names[0] if names else None, "invalid_value")
+    message = f"must be {' or '.join(kinds)}" if is_kind else wording_of(chosen)
+    names = [part for part in path_of(chosen) if not part.isdigit()]
+    return bad(f"{'.'.join(path_of(chosen))}: {message}", names[0] if names else None, "invalid_value")
 
 
-def _fields(error: Any) -> list[str]:
+def path_of(error: Any) -> list[str]:
     """Path of the error; names of alternatives ("list[constrained-str]") are internal and left out."""
     parts = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
     types = ("str", "dict", "int", "float", "bool")  # alternatives whose names look like fields
     return [part for part in parts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|\d+", part) and part not in types]
 
 
-def _message_of(error: Any) -> str:
+def wording_of(error: Any) -> str:
     """pydantic's message, reworded where it uses Python's terms."""
     kind, more = error["type"], error.get("ctx", {})
     wordings = {

@@ -12,7 +12,7 @@ from foretoken.core.bos import ids_with_one_bos
 from foretoken.core.constraints import OutputRule
 from foretoken.engine.request import Request
 from foretoken.options import FIELDS, beside, make_request
-from foretoken.server.errors import ApiError, bad
+from foretoken.server.errors import ApiError, bad, path_of, wording_of
 from foretoken.server.keys import Caller
 from foretoken.server.schemas import REFUSED, Body, ChatRequest, CompletionBody, ResponseFormat, StructuredOutputs
 from foretoken.server.serving import Serving
@@ -25,9 +25,7 @@ PATIENCE_S = 0.3
 def check_fields(body: CompletionBody, serving: Serving) -> None:
     """Raise ``ApiError`` 400 or 404 for fields that this server cannot honour."""
     serving.check_model(body.model)
-    for name, value in (body.model_extra or {}).items():
-        if name in REFUSED and value not in (None, False, [], {}):
-            raise bad(f"{name} is not served: {REFUSED[name]}", name, "unsupported_parameter")
+    refuse(body, REFUSED)
     if body.skip_special_tokens is False:
         raise bad("special tokens are never part of the text: use return_token_ids", "skip_special_tokens")
     if body.n is not None and body.n > 1 and not _temperature(body, serving):
@@ -49,15 +47,15 @@ def refuse(body: Body, unserved: Mapping[str, str]) -> None:
 
 
 def chat_of(request: Mapping[str, Any]) -> ChatRequest:
-    """Another API's request as a chat completion.  Raises ``ApiError`` 400 for an invalid value."""
+    """Another API's request as a chat completion.  Raises ``ApiError`` 400 if it is beyond the limits of one: its own
+    fields are valid, but a system prompt, tool results and calls are counted otherwise there."""
     try:
         return ChatRequest.model_validate(request)
     except ValidationError as error:
         first = error.errors()[0]
-        location = ".".join(map(str, first["loc"]))
-        raise bad(
-            f"{location}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None, "invalid_value"
-        ) from None
+        path = path_of(first)
+        message = f"{path[0]}: as a chat completion, {'.'.join(path)} {wording_of(first)}"
+        raise bad(message, path[0], "invalid_value") from None
 
 
 def member_of(method: str | None, serving: Serving) -> str | None:
@@ -107,7 +105,7 @@ def room_of(serving: Serving, prompt: int) -> int:
     """Maximum number of tokens after a prompt of ``prompt`` tokens, by the context and ``kv_memory``; 0 or less for
     none."""
     context_room = serving.llm.target.context_length - prompt
-    cache_room = serving.llm.engine.budget.room(prompt)
+    cache_room = serving.llm.engine.requests.budget.room(prompt)
     return context_room if cache_room is None else min(context_room, cache_room)
 
 

@@ -11,13 +11,54 @@ import shlex
 import signal
 import socket
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn, Protocol
 
 from foretoken.server import logs
 from foretoken.server.config import ServerSettings
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 """Signals that stop the server."""
+
+
+class ServerState(Protocol):
+    """State of a server, as the loop that watches it needs it.
+
+    Attributes:
+        failed: error that prevented the start.
+    """
+
+    settings: ServerSettings
+    failed: Exception | None
+
+    @property
+    def trouble(self) -> str | None:
+        """Error that prevents serving, if any."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether requests can be served."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the model comes with a chat template."""
+
+    @property
+    def num_open(self) -> int:
+        """Number of unfinished requests."""
+
+    @property
+    def end_s(self) -> float:
+        """Seconds within which the server must have ended after a stop signal."""
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, and end those with an error that are open after ``drain_s``."""
+
+    def abandon(self) -> None:
+        """End at once what is still being loaded; the process ends afterwards."""
 
 
 def listener(settings: ServerSettings) -> socket.socket:
@@ -40,6 +81,11 @@ def listener(settings: ServerSettings) -> socket.socket:
     return sock
 
 
+def bound(settings: ServerSettings, sock: socket.socket) -> ServerSettings:
+    """The settings with the port of the socket: ``--port 0`` leaves its choice to the system."""
+    return replace(settings, port=sock.getsockname()[1])
+
+
 def run(settings: ServerSettings, sock: socket.socket) -> int:
     """Serve until a signal arrives or the engine stops; returns the exit code."""
     from foretoken.server.app import create_app
@@ -47,6 +93,7 @@ def run(settings: ServerSettings, sock: socket.socket) -> int:
     from foretoken.server.serving import Serving
 
     share_arenas()
+    settings = bound(settings, sock)
     serving = Serving(settings)
     return run_app(create_app(settings, serving), serving, sock)
 
@@ -65,13 +112,8 @@ def answer_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
-    """Serve an application until a signal arrives or its state reports trouble; returns the exit code.
-
-    Args:
-        serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``end_s``, ``is_chat``, ``settings``,
-            ``drain()`` and ``abandon()``.
-    """
+def run_app(app: Any, serving: ServerState, sock: socket.socket) -> int:
+    """Serve an application until a signal arrives or its state reports trouble; returns the exit code."""
     import uvicorn
 
     from foretoken.server.protocol import guarded
@@ -90,7 +132,7 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
         return runner.run(_serve(uvicorn.Server(config), serving, sock))
 
 
-async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
+async def _serve(server: Any, serving: ServerState, sock: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     server.capture_signals = contextlib.nullcontext  # our handlers drain first
@@ -124,7 +166,7 @@ def _stopped_while_loading(*_: object) -> NoReturn:
     os._exit(0)
 
 
-async def _watched(serving: Any, stopping: asyncio.Event, task: asyncio.Task[None]) -> int:
+async def _watched(serving: ServerState, stopping: asyncio.Event, task: asyncio.Task[None]) -> int:
     """Exit code, once the server has drained after a signal or something has failed."""
     greeted = False
     while not task.done():
@@ -144,7 +186,7 @@ async def _watched(serving: Any, stopping: asyncio.Event, task: asyncio.Task[Non
     return 1
 
 
-async def _drained(serving: Any, timeout_s: float) -> None:
+async def _drained(serving: ServerState, timeout_s: float) -> None:
     """Refuse new requests and wait for running ones."""
     serving.drain()
     end = asyncio.get_running_loop().time() + timeout_s
@@ -157,7 +199,7 @@ async def _drained(serving: Any, timeout_s: float) -> None:
 
 def greeting(settings: ServerSettings, is_chat: bool = False) -> str:
     """Startup message: the server's address and an example request, a chat for a model with a chat template."""
-    url = f"http://{settings.host}:{settings.port}{settings.root_path}"
+    url = settings.url
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
     question = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "def fib(n):"}
     path = "chat/completions" if is_chat else "completions"

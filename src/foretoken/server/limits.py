@@ -70,7 +70,7 @@ class Gate:
     ) -> None:
         self.app, self.slots, self.failed, self.admit = app, slots, failed, admit
         self.max_body, self.body_timeout = settings.max_body, settings.body_timeout
-        self.root = settings.root_path.rstrip("/")
+        self.root = settings.root
         self.keys = settings.keys
         self.hosts = Hosts(settings.host, settings.allowed_host, len(self.keys) > 0)
 

@@ -11,11 +11,11 @@ from foretoken.methods.drafters.vocabulary import speller
 
 
 class TokenTexts:
-    """Texts of single tokens.
+    """Texts of single tokens, from the bytes that each adds to a text.
 
-    A token that is no whole character, such as the first byte of one, is written as in OpenAI's API: ``bytes:`` and its
-    bytes.  Decoding would turn all such tokens into one replacement character.  With ``as_ids`` every token is written
-    as ``token_id:N`` instead.
+    The tokenizer's ``decode`` of one token would drop a leading space (SentencePiece), and turn every part of a
+    character into the same replacement character.  A token that is no whole character is written as in OpenAI's API:
+    ``bytes:`` and its bytes.  With ``as_ids`` every token is written as ``token_id:N`` instead.
     """
 
     def __init__(self, tokenizer: Any | None, as_ids: bool = False) -> None:
@@ -25,15 +25,15 @@ class TokenTexts:
     def __call__(self, token: int) -> str:
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token}"
-        text = str(self._tokenizer.decode([token]))
-        # Incomplete characters are decoded to this
-        if "\ufffd" not in text:
-            return text
         spelled = self.bytes_of(token)
         try:
             return spelled.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def shown(self, token: int) -> str:
+        """Text for people, with a sign for each part of a character; the id without a tokenizer."""
+        return str(token) if self._tokenizer is None else self.bytes_of(token).decode(errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
         """Bytes that a token adds to a text; empty without a tokenizer."""

@@ -92,8 +92,7 @@ class _Message(ChatTurn):
 
     def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
         """Stop reason of the answer."""
-        reasons = {"length": "max_tokens", "context": "model_context_window_exceeded"}
-        stop_reason = reasons.get(reason or "", "end_turn")
+        stop_reason = "max_tokens" if reason == "length" else "end_turn"
         if stop_reason == "max_tokens" and self.most < self.request_body.max_tokens:
             stop_reason = "model_context_window_exceeded"
         if reason == "stop" and stop in (self.request_body.stop_sequences or ()):

@@ -17,12 +17,10 @@ from foretoken.server.errors import RESPONSES, api_error
 from foretoken.server.logprobs import TokenTexts, chat_logprobs
 from foretoken.server.responses_bodies import ResponsesRequest, chat_request, no_effect, renamed
 from foretoken.server.serving import Serving
-from foretoken.server.sse import RESPONSES as DIALECT
+from foretoken.server.sse import RESPONSES_API
 from foretoken.server.turn import ChatTurn, Part
 
 router = APIRouter()
-CUT = ("length", "context")
-"""Finish reasons of an incomplete answer."""
 
 
 @router.post("/v1/responses", response_model=None, responses=RESPONSES)
@@ -42,7 +40,7 @@ class _Response(ChatTurn):
         untold: log-probabilities of tokens whose text is held back.
     """
 
-    kind, dialect, renamed = "response", DIALECT, staticmethod(renamed)
+    kind, dialect, renamed = "response", RESPONSES_API, staticmethod(renamed)
 
     def __init__(self, serving: Serving, http: Request, body: ResponsesRequest) -> None:
         super().__init__(serving, http, chat_request(body))
@@ -101,7 +99,7 @@ class _Response(ChatTurn):
         tail = self.tail()
         spent = tail["usage"]
         return response | {
-            "incomplete_details": {"reason": "max_output_tokens"} if reason in CUT else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
             "usage": {
                 "input_tokens": spent["prompt_tokens"],
                 "input_tokens_details": {**spent["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -222,4 +220,4 @@ class _Response(ChatTurn):
 
 def status_of(reason: str | None) -> str:
     """Status of an answer and of its last message; a call is only reported once it is complete."""
-    return "incomplete" if reason in CUT else "completed"
+    return "incomplete" if reason == "length" else "completed"

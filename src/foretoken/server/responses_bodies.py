@@ -175,7 +175,9 @@ def renamed(error: ApiError) -> ApiError:
     """The error with this API's field names."""
     name = error.param or ""
     field = FIELDS.get(name, name)
-    message = error.message.replace(name, field).replace(f".{PARAMETERS} (", ".parameters (")
+    # A message begins with the field; elsewhere in it the name may be a plain word
+    message = field + error.message.removeprefix(name) if error.message.startswith(name) else error.message
+    message = message.replace(f".{PARAMETERS} (", ".parameters (")
     code, headers, counted = error.code, error.headers, error.counted
     return ApiError(error.status, message, param=field or None, code=code, headers=headers, counted=counted)
 

@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 def submit_all(engine: AsyncLlm, requests: Sequence[Request]) -> list[Ticket]:
-    """Queue all requests or none.  Raises ``QueueFull`` if there is no room for all."""
+    """Queue all checked requests or none.  Raises ``QueueFull`` if there is no room for all."""
     tickets: list[Ticket] = []
     try:
         for request in requests:
-            tickets.append(engine.submit(request))
+            tickets.append(engine.submit(request, checked=True))
     except BaseException:
         for ticket in tickets:
             engine.cancel(ticket)

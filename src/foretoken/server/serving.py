@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from foretoken.core.conversation import has_template
 from foretoken.engine.admission import kept_back
@@ -20,13 +21,14 @@ from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import FinishReason
 from foretoken.llm import Llm, load
 from foretoken.loading.measured.busy import settle_threads
+from foretoken.loading.tokenizers import load_tokenizer
 from foretoken.methods.drafters.texts import BESIDE
 from foretoken.models.words import how_it_runs, refused_lines
 from foretoken.server.config import ServerSettings
 from foretoken.server.errors import ApiError, api_error, still_loading
 from foretoken.server.keys import Caller
 from foretoken.server.lengths import Lengths
-from foretoken.server.memory import LARGE_TEXT, TEXTS
+from foretoken.server.memory import LONG_PROMPT, LONG_PROMPTS
 from foretoken.server.metrics import Metrics
 from foretoken.server.slots import AdmissionSlots
 from foretoken.server.workers import GRAMMARS, in_thread
@@ -44,6 +46,7 @@ def load_llm(settings: ServerSettings) -> Llm:
         drafter,
         settings.verifier,
         settings.controller,
+        tokenizer=read_tokenizer(settings) if settings.chat_template else None,
         dtype=None if settings.dtype == "auto" else settings.dtype,
         device=settings.device,
         profile=settings.profile or None,
@@ -53,6 +56,22 @@ def load_llm(settings: ServerSettings) -> Llm:
         known=True,
         tensor_parallel=settings.tensor_parallel,
     )
+
+
+def read_tokenizer(settings: ServerSettings) -> Any:
+    """The model's tokenizer with the chat template of ``--chat-template``, before the weights are read: loading adds
+    the template's end of a turn to the tokens that end an answer.  Raises ``ValueError`` for a file that cannot be
+    read, and for a model without a tokenizer."""
+    try:
+        template = Path(settings.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        raise ValueError(f"cannot read --chat-template {settings.chat_template}: {reason}") from None
+    tokenizer = load_tokenizer(settings.model, settings.backend)
+    if tokenizer is None:
+        raise ValueError(f"--chat-template needs a model with a tokenizer, and {settings.name} has none")
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def keep_promise(settings: ServerSettings, llm: Llm) -> None:
@@ -77,8 +96,8 @@ def tell(settings: ServerSettings, llm: Llm) -> None:
 def tell_memory(settings: ServerSettings, llm: Llm) -> None:
     """Warn if requests without a token limit wait for memory because each reserves so much."""
     caps = [llm.target.context_length, settings.default_max_tokens, llm.defaults.sampling.get("max_new_tokens")]
-    each = min(cap for cap in (*caps, llm.engine.budget.room(0)) if cap)
-    count = max(1, llm.engine.budget.at_once(0, each, settings.max_running))
+    each = min(cap for cap in (*caps, llm.engine.requests.budget.room(0)) if cap)
+    count = max(1, llm.engine.requests.budget.at_once(0, each, settings.max_running))
     if count < settings.max_running:
         log.warning(
             "--kv-memory %s: only %d of --max-running %d requests without max_tokens run at once, as each reserves up "
@@ -113,7 +132,7 @@ def capture(llm: Llm, texts: int) -> None:
     nodes = 1
     if drafter is not None:
         nodes += drafter.max_nodes if drafter.traits.draws_trees else drafter.max_depth
-    texts = llm.engine.budget.most_texts(texts)
+    texts = llm.engine.requests.budget.most_texts(texts)
     count = graphs.capture_ladder(texts, nodes, max(nodes, 1 + BESIDE), llm.engine.taps)
     if not graphs.stopped:
         log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - start_s)
@@ -144,10 +163,9 @@ class Serving:
     _engine: AsyncLlm | None = None
 
     def __post_init__(self) -> None:
-        prefixes = ("foretoken", *([self.settings.metrics_compat] if self.settings.metrics_compat else []))
         most = self.settings.max_running + self.settings.max_queued
         self.slots = AdmissionSlots(most, kept_back(most) if len(self.settings.keys) > 1 else 0)
-        self.metrics = Metrics(prefixes, self.settings.name, self._status, lambda: self.slots.open)
+        self.metrics = Metrics(self.settings.name, self._status, lambda: self.slots.open, self.settings.metrics_compat)
 
     def _status(self) -> EngineStatus | None:
         return None if self._engine is None else self._engine.status
@@ -160,8 +178,6 @@ class Serving:
             if (message := await asyncio.to_thread(settle_threads, llm.target)) is not None:
                 log.warning(message, extra={"plain": True})
             tell(self.settings, llm)
-            if self.settings.chat_template and llm.tokenizer is not None:
-                llm.tokenizer.chat_template = Path(self.settings.chat_template).read_text(encoding="utf-8")
             settings, self.metrics.has_drafter = self.settings, llm.drafter is not None
             engine = AsyncLlm(
                 llm,
@@ -189,8 +205,8 @@ class Serving:
     ) -> None:
         """Count a choice that has left the engine, and return the memory of a long one to the system."""
         self.metrics.ended(request, arrived_s, stats, reason)
-        if len(request.prompt) * bytes_per_token >= LARGE_TEXT:
-            TEXTS.large_one_ended()
+        if len(request.prompt) * bytes_per_token >= LONG_PROMPT:
+            LONG_PROMPTS.large_one_ended()
 
     async def stop(self, drain_s: float) -> None:
         """Refuse new requests, finish running ones and end the engine."""

@@ -2,6 +2,11 @@
 
 An unread answer counts like one that is being written, so the number of admitted choices is bounded whatever clients
 do.
+
+Room is checked four times.  ``Gate.admit`` refuses before the body is parsed, and takes nothing; ``Answer.check_room``
+takes the slots, in ``AdmissionSlots._take``, which bounds the choices of the server and of each key.  The engine's own
+queue (``AsyncLlm.submit``) has as many places as there are slots, so it refuses only while it drains or when it is
+dead, or if someone else uses the same ``Llm``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 
-from foretoken.server.errors import ApiError, api_error
+from foretoken.server.errors import ApiError, api_error, is_anthropic
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -35,7 +35,14 @@ class Dialect:
 
 OPENAI = Dialect(lambda error: error.body, DONE)
 ANTHROPIC = Dialect(lambda error: error.anthropic_body, named=True)
-RESPONSES = Dialect(lambda error: {"type": "error", **error.body["error"]}, named=True)
+RESPONSES_API = Dialect(lambda error: {**error.body["error"], "type": "error"}, named=True)
+
+
+def dialect_of(path: str) -> Dialect:
+    """Stream format of a route."""
+    if is_anthropic(path):
+        return ANTHROPIC
+    return RESPONSES_API if path.endswith("/v1/responses") else OPENAI
 
 
 def event(data: Any, pad: int = 0, named: bool = False) -> bytes:
@@ -67,19 +74,32 @@ async def framed(events: AsyncIterator[Any], pad: int, dialect: Dialect = OPENAI
 class EventStream(StreamingResponse):
     """Sends events as they arrive, and a comment after ``ping_s`` seconds of silence; for ``pad`` see :func:`event`.
 
-    A separate task sends the comments: waiting for every event with a time limit would cost a task per event.
+    ``unread`` is called if the client leaves before the head was sent: events that have not begun cannot end anything
+    themselves.  A separate task sends the comments: waiting for every event with a time limit would cost a task per
+    event.
     """
 
     def __init__(
-        self, events: AsyncIterator[Any], ping_s: float, pad: int, headers: dict[str, str], dialect: Dialect = OPENAI
+        self,
+        events: AsyncIterator[Any],
+        ping_s: float,
+        pad: int,
+        headers: dict[str, str],
+        dialect: Dialect = OPENAI,
+        unread: Callable[[], None] = lambda: None,
     ) -> None:
+        self.unread = unread
         self.frames, self.ping_s, self._sent_s = framed(events, pad, dialect), ping_s, 0.0
         self._in_frame = False
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "Connection": "keep-alive"} | headers
         super().__init__(self.frames, media_type="text/event-stream", headers=headers)
 
     async def stream_response(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        except BaseException:
+            self.unread()
+            raise
         clock = asyncio.get_running_loop().time
         self._sent_s = clock()
         pings = asyncio.create_task(self._ping(send))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Rng, TokenTree
+from foretoken.core.sampling import draw
 from foretoken.lab.parity.report import Report, Settings
 from foretoken.lab.parity.run import run_parity
 from foretoken.methods.drafters.base import Drafter, Traits
-from foretoken.methods.verifiers.base import draw
 from foretoken.models.base import Feed, LanguageModel, Rows
 from foretoken.models.other.table import TableModel
 from toys import MarkovTable, next_logits, tables

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Limits, Rng, Scores, StepRecord, TokenTree, Verdict
+from foretoken.core.budget import MovingThreshold
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
@@ -18,7 +19,7 @@ from foretoken.loading import build_controller
 from foretoken.methods.controllers.adaedl import AdaedlController
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.draft_verify import DraftVerifyController
-from foretoken.methods.controllers.stopping import MovingThreshold, entropy, levels, margin, top
+from foretoken.methods.controllers.stopping import entropy, levels, margin, top
 from foretoken.methods.controllers.svip import SvipController
 from foretoken.methods.controllers.tapout import RULES, Played, Rules, TapoutController
 from foretoken.methods.drafters.base import Drafter

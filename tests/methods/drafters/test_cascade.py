@@ -337,7 +337,7 @@ def test_the_inner_text_follows_the_output() -> None:
     cut = 0
     while speculative.busy:
         speculative.step()
-        for run in speculative.running:
+        for run in speculative.requests.running:
             inside, sequence = run.context.state[drafter], run.context.state[drafter, "text"]
             tokens = run.context.tokens
             assert tokens[: inside.shared] == inside.context.tokens[: inside.shared]

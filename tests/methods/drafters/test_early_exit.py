@@ -60,7 +60,7 @@ def test_layers_run_in_a_round(
     speculative = engine(target, drafter, controller=controller)
     speculative.add(Request(PROMPTS[0], SamplingParams(temperature=1.0), 40, seed=1, ignore_eos=True))
     speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     drafted = set()
     while speculative.busy:
         layers, tokens = layer_runs(target), run.stats.num_draft_tokens
@@ -136,7 +136,7 @@ def test_the_budget_is_kept() -> None:
     speculative = engine(target, drafter)
     speculative.add(Request(PROMPTS[0], max_new_tokens=30, ignore_eos=True))
     speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     for depth, nodes in ((2, 5), (1, 64), (2, 1)):
         tree = drafter.propose(run.context, Budget(depth, nodes))
         target.commit(run.sequence, ())

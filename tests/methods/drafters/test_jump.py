@@ -169,7 +169,7 @@ def test_the_verification_rewrites_what_was_drafted() -> None:
     rounds = 0
     while speculative.busy:
         speculative.step()
-        for running in speculative.running:
+        for running in speculative.requests.running:
             sequence = running.context.sequence
             fresh = target.open()
             target.prefill(fresh, sequence.tokens)
@@ -209,7 +209,7 @@ def test_a_round_costs_one_layer_a_draft() -> None:
     speculative = engine(target, drafter_for(target, k=3))
     speculative.add(Request(PROMPTS[0], SamplingParams(), 12, seed=0, ignore_eos=True))
     speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     while speculative.busy:
         layers, drafts = layer_runs(target), run.stats.num_draft_tokens
         speculative.step()

@@ -232,7 +232,7 @@ def test_the_adapter_has_read_the_true_state_of_every_token(options: dict[str, A
     checked = 0
     while speculative.busy:
         speculative.step()
-        for run in speculative.running:
+        for run in speculative.requests.running:
             sequence, unread = run.context.state.get(drafter.reader), run.context.state[drafter.reader, "pending"]
             text = run.context.tokens[:-1]
             if sequence is None:  # no draft was asked for yet
@@ -311,7 +311,7 @@ def test_layers_run_in_a_round(lean: bool, options: dict[str, Any], controller: 
     speculative = engine(target, drafter, controller=controller)
     speculative.add(Request(PROMPTS[0], SamplingParams(temperature=1.0), 40, seed=0, ignore_eos=True))
     speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     levels_seen = set()
     propose = drafter.propose_batch
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget
+from foretoken.core import Budget, Scores, Verdict
+from foretoken.core.budget import MovingThreshold
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.methods.drafters.growing import Growing
-from foretoken.methods.drafters.layer_skip import LayerSkipDrafter, Threshold
+from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
 from foretoken.methods.drafters.skip_sets import SkipSet, fingerprint, load_skips, save_skips
 from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
@@ -47,7 +48,7 @@ def started(target: HuggingFaceModel, drafter: LayerSkipDrafter, params: Samplin
     speculative = engine(target, drafter)
     speculative.add(Request(PROMPT, params, 60, seed=0, ignore_eos=True))
     speculative.step()
-    return speculative.running[0]
+    return speculative.requests.running[0]
 
 
 # -- sets ------------------------------------------------------------------------------------------------------------
@@ -230,12 +231,26 @@ def test_experts_that_return_their_scores_too_can_be_skipped(name: str) -> None:
 
 def test_the_threshold_follows_the_acceptance_rate() -> None:
     """By hand: rates .5, .75, .875 raise it, .9375 at full length holds it, a stop at .97 lowers it, .48 raises it."""
-    threshold, seen = Threshold(0.8, limit=8), []
+    threshold, seen = MovingThreshold(0.8), []
     for drafted, accepted in ((8, 8), (8, 8), (8, 8), (8, 8), (4, 4), (4, 0)):
-        threshold.update(drafted, accepted)
+        threshold.update(drafted, accepted, cap=8)
         seen.append(threshold.value)
     assert seen == pytest.approx([0.801, 0.802, 0.803, 0.803, 0.802, 0.803])
     assert threshold.rate == pytest.approx(0.484375)
+
+
+def test_the_threshold_stays_a_probability() -> None:
+    target = model()
+    drafter = LayerSkipDrafter(target, k=4)
+    run = started(target, drafter)
+    threshold = run.context.state[drafter, "threshold"]
+    threshold.value = 0.9995
+    for _ in range(3):
+        tree = drafter.propose(run.context, Budget(4, 64))
+        target.commit(run.sequence, ())
+        scores = Scores(torch.zeros(len(tree), 1), tree, run.context.tokens, run.context.sampler)
+        drafter.observe(run.context, tree, scores, Verdict((), 0, next_is_bonus=False))
+    assert threshold.value == 1.0
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), T1], ids=["greedy", "sampled"])
@@ -243,7 +258,7 @@ def test_a_stop_keeps_the_drawn_token(params: SamplingParams) -> None:
     target = model()
     drafter = LayerSkipDrafter(target, k=6)
     run = started(target, drafter, params)
-    threshold: Threshold = run.context.state[drafter, "threshold"]
+    threshold: MovingThreshold = run.context.state[drafter, "threshold"]
     lengths = []
     for value in (0.0, 1.1):
         threshold.value = value
@@ -259,7 +274,7 @@ def test_every_request_has_a_threshold_of_its_own() -> None:
     for params in (SamplingParams(), T1):
         speculative.add(Request(PROMPT, params, 30, seed=0, ignore_eos=True))
     speculative.step()
-    contexts = [run.context for run in speculative.running]
+    contexts = [run.context for run in speculative.requests.running]
     values = [context.state[drafter, "threshold"].value for context in contexts]
     assert values == pytest.approx([0.801, 0.501])  # nothing is accepted often enough yet
     while speculative.busy:

@@ -107,7 +107,7 @@ def test_sizes_after_the_warm_up(w: int, n: int) -> None:
         assert len(emission.token_ids) == 1  # nothing to guess yet
         assert len(drafter.trees[step]) == (step + 1) * (w + n - 2 - step)  # rows times columns, the root included
     serving.step()
-    state: _Lookahead = serving.running[0].context.state[drafter]
+    state: _Lookahead = serving.requests.running[0].context.state[drafter]
     assert [len(row) for row in state.rows] == [w - 1] + [w] * (n - 2)
     assert sum(drafter.trees[-1].probes) == w * (n - 1) - 1
     assert 1 <= len(state.pool) <= w
@@ -227,7 +227,7 @@ def test_window_pool_and_text_in_every_round(w: int, n: int, g: int, shift: str)
         _, emission = serving.step()[0]
         lengths.append(len(emission.token_ids))
         plain.round(shift)
-        context = serving.running[0].context
+        context = serving.requests.running[0].context
         state: _Lookahead = context.state[drafter]
         assert context.tokens == plain.text
         assert state.rows == plain.rows
@@ -244,7 +244,7 @@ def test_all_grams_are_kept_where_no_number_is_set() -> None:
     for _ in range(30):
         serving.step()
         plain.round("one")
-    state: _Lookahead = serving.running[0].context.state[drafter]
+    state: _Lookahead = serving.requests.running[0].context.state[drafter]
     assert {key: state.pool.of(key)[::-1] for key in plain.pool} == plain.pool
     assert max(map(len, plain.pool.values())) > 3
 
@@ -255,7 +255,7 @@ def test_the_window_can_begin_with_any_token() -> None:
     serving = engine(target, drafter)
     serving.add(Request([1, 1, 1], max_new_tokens=20))
     serving.step()
-    state: _Lookahead = serving.running[0].context.state[drafter]
+    state: _Lookahead = serving.requests.running[0].context.state[drafter]
     assert len(set(state.rows[0])) > 5, "the prompt has one token"
 
 
@@ -269,7 +269,7 @@ def test_rows_of_length_two_grams() -> None:
     for _ in range(20):
         serving.step()
         plain.round("one")
-        context = serving.running[0].context
+        context = serving.requests.running[0].context
         assert (context.tokens, context.state[drafter].rows) == (plain.text, plain.rows)
 
 
@@ -286,8 +286,8 @@ def test_pool_from_prompt() -> None:
     serving.add(Request(prompt, max_new_tokens=30))
     for _ in range(8):
         serving.step()
-    text = serving.running[0].context.tokens
-    pool = serving.running[0].context.state[drafter].pool
+    text = serving.requests.running[0].context.tokens
+    pool = serving.requests.running[0].context.state[drafter].pool
     assert pool.of(text[-3])[0] == tuple(text[-2:])
     assert LookaheadDrafter(w=2, n=3, g=3).pool_from_prompt is False
 

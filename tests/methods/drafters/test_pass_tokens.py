@@ -373,3 +373,14 @@ def test_folders(tmp_path: Path) -> None:
         build_drafter(f"pass_tokens:{tmp_path}", llamas(vocab=8)[0], target_source="x")
     with pytest.raises(CapabilityError, match="hidden states"):
         build_drafter(f"pass_tokens:{tmp_path}", TableModel(lambda _: [0.5, 0.5], 2), target_source="x")
+
+
+def test_ids_of_probes_are_not_compared_with_q() -> None:
+    """They lie behind the vocabulary; this class is checked as one from outside, alone and in a group."""
+    target = llamas()[0]
+    for group in (Watched(net_for(target, 3), target), EnsembleDrafter([Watched(net_for(target, 3), target)])):
+        drawn: list[TokenTree] = []
+        speculative = engine(target, group)
+        speculative.on_round = lambda runs, trees, verdicts, times, drawn=drawn: drawn.extend(trees)
+        serve(speculative, [Request(PROMPTS[0], SamplingParams(temperature=1.0), 20, ignore_eos=True)])
+        assert any(tree.q is not None and any(tree.probes) for tree in drawn)

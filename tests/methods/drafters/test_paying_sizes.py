@@ -12,16 +12,16 @@ from foretoken.core import Budget, Context, Rng
 from foretoken.core.costs import TargetCost
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
-from foretoken.loading import build_drafter, load_model
-from foretoken.methods.drafters import features, heads, pass_tokens
+from foretoken.loading import build_drafter, load_model, load_tokenizer
+from foretoken.methods.drafters import dynamic, features, heads, pass_tokens
 from foretoken.methods.drafters.pass_tokens import paying_shape
 from foretoken.methods.trees.cost_aware import paying_count
-from foretoken.models import call_costs
+from foretoken.models import call_costs, wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.machine import results_file
 from foretoken.training.recipes.kangaroo import KangarooRecipe
-from toys import engine, llamas, outputs, tables
+from toys import engine, llama, llamas, outputs, tables
 
 FREE = TargetCost({1: 1.0, 64: 1.0})
 STEEP = TargetCost({1: 1.0, 2: 2.0, 64: 64.0})
@@ -57,6 +57,30 @@ def test_trees_are_large_where_rows_are_free_and_small_where_they_are_not(
     free, steep = (nodes_of(built(spec, builtin, costs, monkeypatch), builtin) for costs in (FREE, STEEP))
     assert free > 40 and steep < 6
     assert nodes_of(built(f"{spec},nodes=9", builtin, STEEP, monkeypatch), builtin) > 6, "what is asked for is done"
+
+
+@pytest.mark.parametrize("spec", ["eagle", "dflash", "dflash2"])
+def test_costs_can_be_set(spec: str, builtin: LanguageModel) -> None:
+    drafter = build_drafter(f"{spec},nodes=40", builtin, target_source="builtin")
+    sizes = []
+    for costs in (None, FREE, STEEP, None):
+        drafter.costs = costs
+        sizes.append(nodes_of(drafter, builtin))
+    assert sizes[0] == sizes[1] == sizes[3] > 20 and sizes[2] < 10
+
+
+@pytest.mark.parametrize("name", ["model", "shared_vocab"])
+@pytest.mark.parametrize("tree", ["eagle2", "opt_tree", "cost_aware"])
+def test_trees_of_draft_models_are_sized_by_the_target(
+    name: str, tree: str, builtin: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(dynamic, "quick_costs", lambda model: asked.append(model) or STEEP)
+    tokenizer = load_tokenizer("builtin")
+    drafter = build_drafter(f"{name},tree={tree}", builtin, target_source="builtin", tokenizer=tokenizer)
+    assert asked == [builtin]
+    if tree == "cost_aware":
+        assert drafter.dynamic.growth.step_cost == drafter.model.weight_bytes / builtin.weight_bytes
 
 
 def test_the_text_does_not_depend_on_the_costs(builtin: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +216,17 @@ def test_costs_are_remembered_by_fingerprint(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(call_costs.KEPT, "results", {})
     monkeypatch.setattr(call_costs, "_measure_quickly", lambda target: {1: 7.0})
     assert quick_costs(llamas(torch.float32)[0]).seconds == {1: 7.0}, "a damaged file counts as none"
+
+
+def test_another_forward_of_the_same_network_has_costs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_costs.KEPT, "results", {})
+    monkeypatch.setattr(call_costs, "_measure_quickly", lambda target: {1: next(seconds)})
+    seconds, network = iter([5.0, 1.0, 2.0]), llama(dtype=torch.float32)
+    public, fast = wrap(network, exact="bitwise", lean=False), wrap(network)
+    assert [quick_costs(target).seconds for target in (public, fast, public, fast)] == [{1: 5.0}, {1: 1.0}] * 2
+    assert quick_costs(wrap(network)).seconds == {1: 1.0}
+    public.graphs = object()  # type: ignore[attr-defined]
+    assert quick_costs(public).seconds == {1: 2.0}
 
 
 def test_what_a_busy_machine_tells_is_for_this_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def rows_after_rounds(target: HuggingFaceModel, drafter: Any, rounds: int) -> It
     speculative.add(Request(PROMPTS[0], SamplingParams(), 60, ignore_eos=True))
     for _ in range(rounds):
         speculative.step()
-        (run,) = speculative.running
+        (run,) = speculative.requests.running
         yield list(run.sequence.tokens), stored(target, run.sequence.row, len(run.sequence.tokens))
     speculative.cancel(run.id)
 
@@ -213,7 +213,7 @@ def test_the_target_is_as_it_was(lean: bool) -> None:
     speculative = engine(target, drafter)
     speculative.add(requests()[0])
     speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     drafter.propose_batch([run.context], [Budget(3, 8)])
     assert not run.sequence.scratch_tokens and not run.sequence.provisional
     after = target.model.state_dict()
@@ -244,13 +244,13 @@ def test_bits_16_accept_everything() -> None:
     target = model()
     for run in serve(engine(target, QuantizedDrafter(target, "16", k=4)), requests()):
         assert run.stats.acceptance_rate == 1.0
-    assert not target.forwards.second
+    assert not target.forwards._second
 
 
 def test_acceptance_on_the_builtin_target(product: str) -> None:
     """At least .9 of the int8 drafts are accepted, and .75 of the int4 drafts."""
     target = builtin()
-    target.forwards.second = {}
+    target.forwards._second = {}
     prompts = [list(range(400, 424)), [50, 90, 17], list(range(1000, 1020))]
     texts = [Request(p, SamplingParams(), 32, ignore_eos=True) for p in prompts]
     runs = serve(engine(target, QuantizedDrafter(target, product, k=4)), texts)
@@ -370,7 +370,7 @@ def test_targets_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     gpt2 = HuggingFaceModel(new_model("gpt2"))
     with pytest.raises(CapabilityError, match=r"GPT2Block layers of this target have no nn\.Linear") as error:
         QuantizedDrafter(gpt2)
-    assert one_line(error) and not gpt2.forwards.second
+    assert one_line(error) and not gpt2.forwards._second
     odd = model(hidden_size=40, num_attention_heads=4, intermediate_size=72)
     with pytest.raises(CapabilityError, match=r"no layer of this target fits bits=4: .* use bits=8") as error:
         QuantizedDrafter(odd, "4")
@@ -381,11 +381,11 @@ def test_targets_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         lacking.setattr(second_weights, "multiplies_bytes", lambda: False)
         with pytest.raises(CapabilityError, match="no kernel for activations of 8 bits: leave it out") as error:
             QuantizedDrafter(whole, "8", activations="8")
-        assert one_line(error) and not whole.forwards.second
+        assert one_line(error) and not whole.forwards._second
     monkeypatch.setattr(second_weights, "free_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"a second set of weights takes .* GB and .* are free") as full:
         QuantizedDrafter(whole, "8")
-    assert one_line(full) and not whole.forwards.second
+    assert one_line(full) and not whole.forwards._second
     monkeypatch.setattr(second_weights, "available", dict)
     with pytest.raises(CapabilityError, match="this build of PyTorch") as error:
         QuantizedDrafter(whole, "8")
@@ -428,7 +428,7 @@ def test_the_request_only_pays_for_its_own_rounds() -> None:
     speculative: Engine = engine(target, drafter)
     speculative.add(requests()[0])
     speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     context: Context = run.context
     before = layer_runs(target)
     assert drafter.propose_batch([context], [Budget(0, 0)])[0].num_drafts == 0

@@ -249,7 +249,7 @@ def test_what_was_rewritten_is_rewound(monkeypatch: pytest.MonkeyPatch) -> None:
         speculative.add(Request([1, 2, 3, seed], T1, 40, seed=seed))
     while speculative.busy:
         speculative.step()
-        for run in speculative.running:
+        for run in speculative.requests.running:
             text, sequence = run.context.state[drafter], run.context.state[drafter, "text"]
             assert sequence.tokens == text.ids[: len(sequence.tokens)]
             if sequence.tokens:

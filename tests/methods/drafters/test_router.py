@@ -239,7 +239,7 @@ def test_a_model_that_was_left_out_for_long_catches_up() -> None:
     speculative.add(Request(PROMPT, SamplingParams(), 110, ignore_eos=True))
     accepted = drafted = 0
     while speculative.busy:
-        (run,) = speculative.running or [None]  # type: ignore[list-item]
+        (run,) = speculative.requests.running or [None]  # type: ignore[list-item]
         start = len(run.context.tokens) if run else 0
         ((run, _),) = speculative.step()
         if start >= long_away:
@@ -290,7 +290,7 @@ def test_nothing_is_left_behind() -> None:
     state = None
     while speculative.busy:
         speculative.step()
-        state = speculative.running[0].context.state if speculative.running else state
+        state = speculative.requests.running[0].context.state if speculative.requests.running else state
     assert state == {} and not draft._sequences
 
 
@@ -400,3 +400,37 @@ def test_bad_specs(spec: str, words: str) -> None:
 def test_no_members() -> None:
     with pytest.raises(ValueError, match="drafter 'router' needs at least one member"):
         RouterDrafter([])
+
+
+# -- what the members see --------------------------------------------------------------------------------------------
+
+
+class Reading(ModelDrafter):
+    """Reads, after the commit, the distributions of all nodes: most of them were never visited."""
+
+    traits = replace(ModelDrafter.traits, learns=True)
+    known, checked = 0, 0
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        before = context.tokens[: self.known]
+        assert before[-1] == tree.tokens[0]
+        for node in range(len(tree)):
+            prefix = [*before, *(tree.tokens[n] for n in tree.path(node)[1:])]
+            assert scores.p(node).equal(context.sampler.distribution(scores.logits[node], prefix))
+            assert list(scores.node_prefix(node)) == prefix
+            assert scores.lengths[node] == len(prefix)
+            self.checked += 1
+        self.known += len(verdict.path) + 1
+
+
+@pytest.mark.parametrize("group", ["alone", "drafts", "watches"])
+def test_scores_are_those_of_the_round_after_its_commit(group: str) -> None:
+    target, draft = llamas()
+    reading = Reading(draft, tree="2x2")
+    reading.known = len(PROMPT)
+    other = ModelDrafter(llamas()[1], k=2)
+    drafter = reading if group == "alone" else RouterDrafter([reading, other], costs=(0.1, 0.1))
+    params = SamplingParams(temperature=0.8, repetition_penalty=1.5, frequency_penalty=0.5)
+    speculative = engine(target, drafter, controller=Naming(int(group == "watches")))
+    (run,) = serve(speculative, [Request(PROMPT, params, 20, ignore_eos=True)])
+    assert run.stats.num_accepted_tokens and reading.checked >= 15

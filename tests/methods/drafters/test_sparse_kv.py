@@ -58,7 +58,7 @@ def test_the_sparse_cache_is_what_it_should_be_after_every_round(select: str) ->
     cut = set()
     while speculative.busy:
         speculative.step()
-        for run in speculative.running:
+        for run in speculative.requests.running:
             state: SparseState = run.context.state[drafter]
             assert run.context.tokens[: len(state.tokens)] == state.tokens
             assert state.source is run.sequence

@@ -121,9 +121,9 @@ def test_the_whole_model_predicts_its_own_greedy_text() -> None:
     drafter = SwiftDrafter(target, window=8)
     speculative = engine(target, drafter)
     speculative.add(Request(PROMPT, max_new_tokens=40, ignore_eos=True))
-    while len(speculative.running[0].output if speculative.running else ()) < 12:
+    while len(speculative.requests.running[0].output if speculative.requests.running else ()) < 12:
         speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     assert drafter.matchness(run.context, SkipSet()) == 1.0
     skips = SkipSet(frozenset({2}), frozenset({2, 3}))
     measured = drafter.matchness(run.context, skips)
@@ -149,7 +149,7 @@ def test_requests_take_part_in_one_search_or_have_their_own(share: bool) -> None
         speculative.add(request)
     for _ in range(12):
         speculative.step()
-    searches = [drafter.search(run.context) for run in speculative.running]
+    searches = [drafter.search(run.context) for run in speculative.requests.running]
     assert len(searches) == 2 and (searches[0] is searches[1]) is share
     assert all(search.measured > 2 for search in searches)
     assert outputs(engine(target, drafter), requests) == plain
@@ -182,7 +182,7 @@ def proposed(drafter: SwiftDrafter, params: SamplingParams, *budgets: Budget) ->
     speculative = engine(drafter.model, drafter)
     speculative.add(Request(PROMPT, params, 60, seed=0, ignore_eos=True))
     speculative.step()
-    (run,) = speculative.running
+    (run,) = speculative.requests.running
     trees = []
     for budget in budgets:
         trees.append(drafter.propose(run.context, budget))

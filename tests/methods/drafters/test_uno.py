@@ -198,7 +198,7 @@ def rows_after_rounds(target: HuggingFaceModel, drafter: Any, rounds: int) -> It
     speculative.add(Request(PROMPTS[0], SamplingParams(), 60, ignore_eos=True))
     for _ in range(rounds):
         speculative.step()
-        (run,) = speculative.running
+        (run,) = speculative.requests.running
         yield list(run.sequence.tokens), stored(target, run.sequence.row, len(run.sequence.tokens))
     speculative.cancel(run.id)
 

@@ -219,3 +219,4 @@ def test_how_far_a_tree_says_what_was_written() -> None:
     tree = TokenTree((9, 1, 2, 3, 4), (-1, 0, 0, 2, 3))
     assert [tree.matched(tokens) for tokens in ([], [5], [1], [1, 3], [2, 3, 4, 7], [2, 4])] == [0, 0, 1, 1, 3, 1]
     assert TokenTree.root_only(9).matched([9]) == 0
+    assert TokenTree((9, 1, 1, 2), (-1, 0, 0, 2)).path_along([1, 2]) == (2, 3), "the second of equal siblings goes on"

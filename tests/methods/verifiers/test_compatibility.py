@@ -7,7 +7,7 @@ import pytest
 from foretoken import registry
 from foretoken.core import Kind
 from foretoken.methods.verifiers.base import Verifier
-from foretoken.methods.verifiers.compatibility import auto_verifier, check_pair, verifiers_for
+from foretoken.methods.verifiers.compatibility import auto_verifier, check_proposals, verifiers_for
 
 
 def rule(name: str) -> Verifier:
@@ -15,7 +15,7 @@ def rule(name: str) -> Verifier:
 
 
 def check(name: str, kind: Kind, is_tree: bool = False, allow_lossy: bool = False, greedy: bool = False) -> None:
-    check_pair(kind, is_tree, rule(name), "some_drafter", allow_lossy, greedy)
+    check_proposals([(kind, is_tree)], rule(name), "some_drafter", allow_lossy, greedy)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_verifiers_for() -> None:
 @pytest.mark.parametrize(("greedy", "fixed"), [(True, True), (False, True), (False, False)])
 def test_auto_is_always_right(kind: Kind, is_tree: bool, greedy: bool, fixed: bool) -> None:
     verifier = auto_verifier(kind, is_tree, greedy, fixed)
-    check_pair(kind, is_tree, verifier, "some_drafter", allow_lossy=False, greedy=greedy)
+    check_proposals([(kind, is_tree)], verifier, "some_drafter", allow_lossy=False, greedy=greedy)
     if greedy:
         assert verifier.name == "greedy"
     elif fixed:

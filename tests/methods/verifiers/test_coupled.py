@@ -21,7 +21,7 @@ from foretoken.methods.drafters.drawing import best, ranked
 from foretoken.methods.verifiers.base import Coins, Verifier
 from foretoken.methods.verifiers.batched import verify_batch
 from foretoken.methods.verifiers.block import BlockVerifier
-from foretoken.methods.verifiers.compatibility import auto_verifier, check_pair, check_proposals
+from foretoken.methods.verifiers.compatibility import auto_verifier, check_proposals
 from foretoken.methods.verifiers.coupled import CoupledVerifier
 from foretoken.methods.verifiers.greedy import GreedyVerifier
 from foretoken.methods.verifiers.point import PointVerifier
@@ -502,7 +502,7 @@ def test_a_long_tail_races() -> None:
 def test_it_is_right_for_all_proposals(greedy: bool) -> None:
     sorts = [(kind, is_tree) for kind in Kind for is_tree in (False, True)]
     for kind, is_tree in sorts:
-        check_pair(kind, is_tree, RULE, "some_drafter", allow_lossy=False, greedy=greedy)
+        check_proposals([(kind, is_tree)], RULE, "some_drafter", allow_lossy=False, greedy=greedy)
         assert isinstance(auto_verifier(kind, is_tree, False, True), CoupledVerifier)
         assert not isinstance(auto_verifier(kind, is_tree, False, False), CoupledVerifier)
     check_proposals(sorts, RULE, "some_drafter", allow_lossy=False, greedy=greedy)

@@ -14,8 +14,8 @@ from torch import Tensor
 from foretoken import registry
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.methods.drafters.base import Drafter, Traits
-from foretoken.methods.drafters.cascade import CascadeDrafter, Rule
+from foretoken.methods.drafters.base import Drafter, Traits, Verify
+from foretoken.methods.drafters.cascade import CascadeDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.methods.drafters.staged import StagedDrafter
@@ -59,7 +59,7 @@ class Drawn(Drafter):
         return TokenTree(tokens, parents, self.traits.kind, torch.stack(distributions), q_rows)
 
 
-def right_rule(coins: Coins) -> Rule:
+def right_rule(coins: Coins) -> Verify:
     """The library's own choice, with these coins."""
 
     def verify(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
@@ -69,7 +69,7 @@ def right_rule(coins: Coins) -> Rule:
     return verify
 
 
-def triforce_rule(coins: Coins) -> Rule:
+def triforce_rule(coins: Coins) -> Verify:
     """The published slip: after a rejection the next token is drawn from the model's distribution, not from the
     residual."""
 
@@ -262,7 +262,7 @@ def test_the_triforce_slip_emits_another_distribution() -> None:
     as 0 again."""
     middle = TableModel(lambda prefix: [0.5, 0.5], 2)
 
-    def build(rule: Callable[[Coins], Rule]) -> Build:
+    def build(rule: Callable[[Coins], Verify]) -> Build:
         return lambda coins: CascadeDrafter(middle, ScriptedDrafter("0"), rule(coins), k=2)
 
     def first_token(trees: Drafts) -> list[float]:

@@ -16,7 +16,6 @@ from foretoken.methods.verifiers.base import Coins, Verifier
 from foretoken.methods.verifiers.block import BlockVerifier
 from foretoken.methods.verifiers.kseq import threshold as kseq_threshold
 from foretoken.methods.verifiers.point import PointVerifier
-from foretoken.methods.verifiers.rejection import RejectionVerifier
 
 CHAINS = [(1,), (1, 1), (1, 1, 1)]
 TREES = [(2,), (3,), (2, 1), (2, 2), (3, 1), (1, 2)]
@@ -76,8 +75,6 @@ def test_uniform_fallback_when_the_support_is_smaller_than_k(name: str, shape: t
 
 def faster_twins() -> list[tuple[str, Rule, Kind]]:
     return [
-        ("rejection", RejectionVerifier().decide_in_one_go, Kind.IID),
-        ("rejection", RejectionVerifier().decide_in_one_go, Kind.POINT),
         ("block", BlockVerifier().decide_fast, Kind.IID),
         ("block", BlockVerifier().decide_fast, Kind.POINT),
         ("point", PointVerifier().decide_fast, Kind.POINT),

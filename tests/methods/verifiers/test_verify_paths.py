@@ -9,8 +9,8 @@ from enumeration import Tables, grow, scores_of
 from foretoken import registry
 from foretoken.core import Kind, Rng, Scores, TokenTree
 from foretoken.core.noise import Noise
-from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.methods.verifiers.base import Coins, SiblingDistributions, Verifier, draw, draw_by_blocks
+from foretoken.core.sampling import Sampler, SamplingParams, draw, draw_by_blocks
+from foretoken.methods.verifiers.base import Coins, SiblingDistributions, Verifier
 from foretoken.methods.verifiers.block import BlockVerifier
 from foretoken.methods.verifiers.rejection import RejectionVerifier
 
@@ -64,15 +64,6 @@ def test_verify_equals_the_plain_rule(name: str, kind: Kind, params: SamplingPar
             assert verifier.verify(scores.tree, scores, Rng(seed)) == plain
             accepted += len(plain.path)
     assert accepted or not has_twin
-
-
-@pytest.mark.parametrize("kind", [Kind.IID, Kind.POINT])
-def test_both_chain_paths_decide_the_same(kind: Kind) -> None:
-    for seed in range(50):
-        scores = random_scores(seed, kind, (1,) * 5, PARAMS[0])
-        assert RejectionVerifier().decide_in_one_go(
-            scores.tree, scores, Coins(Rng(seed))
-        ) == RejectionVerifier().decide(scores.tree, scores, Coins(Rng(seed)))
 
 
 def test_large_vocabularies_make_distributions_one_by_one() -> None:

@@ -9,8 +9,8 @@ import torch
 from test_verify_paths import ALL, kinds_of, random_scores, rule
 
 from foretoken.core import Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
-from foretoken.core.sampling import SamplingParams
-from foretoken.methods.verifiers.base import Verifier, draw, draw_all
+from foretoken.core.sampling import SamplingParams, draw
+from foretoken.methods.verifiers.base import Verifier, draw_all
 from foretoken.methods.verifiers.batched import LateCoins, verify_batch
 from foretoken.methods.verifiers.block import BlockVerifier
 from foretoken.methods.verifiers.point import PointVerifier
@@ -77,8 +77,6 @@ def test_distributions_and_weights_are_made_once() -> None:
 
 def test_a_rule_with_a_verify_of_its_own_is_asked() -> None:
     class Stubborn(BlockVerifier):
-        verifies_alone = True
-
         def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
             return Verdict((), 7, next_is_bonus=False)
 

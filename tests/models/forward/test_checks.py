@@ -16,7 +16,7 @@ from torch import nn
 import foretoken as ft
 from foretoken.models.base import Refusal
 from foretoken.models.checks import fast_paths as checks_module
-from foretoken.models.checks.fast_paths import Checks, fingerprint
+from foretoken.models.checks.fast_paths import Checks, code_version, fingerprint
 from foretoken.models.checks.judging import CHAIN, NODES, ROWS, TEXTS, Judge, ordinary_ids, probe_logits, widened
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.network import Network
@@ -177,6 +177,22 @@ def test_results_are_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch) 
     checks_module.KEPT.results.clear()
     with pytest.raises(TypeError):
         HuggingFaceModel(model)
+
+
+def test_results_belong_to_the_code_in_both_languages_but_not_to_what_is_compiled(tmp_path: Path) -> None:
+    def version() -> str:
+        code_version.cache_clear()
+        return code_version(tmp_path)
+
+    seen = [version()]
+    for name in ("one.py", "native/one.cpp", "native/one.h"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+        seen.append(version())
+    assert len(set(seen)) == 4
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "one.cpython-313.pyc").write_text("x")
+    assert version() == seen[-1]
 
 
 def test_all_results_of_a_model_with_a_slow_check_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import foretoken as ft
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear import packing, product_costs
+from foretoken.models.linear.draft_packing import packed
 from foretoken.models.linear.layouts import HalfLayout, halved, usable_layouts
 from foretoken.models.linear.packing import (
     Home,
@@ -29,6 +30,8 @@ from foretoken.models.linear.packing import (
     unpack_linears,
     weight_bytes,
 )
+from foretoken.models.native import why_not
+from foretoken.models.variants import second_weights
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CASES = [(layout, dtype) for dtype in DTYPES for layout in usable_layouts(dtype)]
@@ -250,6 +253,21 @@ def test_the_wrong_rows_are_caught() -> None:
     with torch.inference_mode():
         expected, got = plain(ids).logits, network(ids).logits
     assert float((expected - got).square().mean().sqrt() / expected.std()) > 0.05
+
+
+@pytest.mark.parametrize("kind", ["projection", "quantised projection", "draft projection"])
+def test_layers_with_and_without_biases_share_a_projection(kind: str) -> None:
+    if kind == "draft projection" and why_not() is not None:
+        pytest.skip(f"no kernels: {why_not()}")
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, out, bias=bias) for out, bias in ((48, True), (16, False), (16, True))]
+    quantised = second_weights._QuantisedPacking(scheme=second_weights.Scheme("8"))
+    product = {"projection": Packing("plain").projection, "quantised projection": quantised.projection}.get(
+        kind, packed
+    )
+    x = torch.randn(3, 32)
+    expected = torch.cat([layer(x) for layer in layers], 1)
+    assert (product(*layers)(x) - expected).norm() < 0.01 * expected.norm()
 
 
 def test_a_deeper_model_is_not_walked_through_more_often(monkeypatch: pytest.MonkeyPatch) -> None:

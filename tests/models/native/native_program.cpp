@@ -13,10 +13,7 @@
 #include "forward.cpp"
 
 extern "C" {
-void product(bfloat16 *, long, long, long, const bfloat16 *, long, const float *, const bfloat16 *, bfloat16 *);
-void integer_product(bfloat16 *, long, long, long, const std::uint8_t *, long, long, const bfloat16 *, long, bfloat16 *,
-                     char *);
-void integer8_product(const Linear *, bfloat16 *, long, long, bfloat16 *, char *);
+void linear_product(const Linear *, bfloat16 *, long, long, const bfloat16 *, bfloat16 *, long *);
 void attention(const bfloat16 *, const bfloat16 *, const bfloat16 *, const long *, const bfloat16 *, long, long, long, long,
                long, long, long, long, double, bfloat16 *, long, long *);
 }
@@ -64,6 +61,14 @@ void write(const std::string &name, const Numbers &x) {
     std::fwrite(x.data(), sizeof x[0], x.size(), file);
 }
 
+Numbers product(const Linear &linear, bfloat16 *x, long rows, const bfloat16 *residual = nullptr) {
+    Numbers y(rows * linear.out);
+    long failed = 0;
+    linear_product(&linear, x, rows, linear.in, residual, y.data(), &failed);
+    if (failed) std::exit(2);
+    return y;
+}
+
 // Results [rows, out] of `run(first row, rows)`, which are written, and those of every row alone.
 template <class Run>
 void compare(const std::string &name, long rows, Run run) {
@@ -90,11 +95,9 @@ void bfloat16_products() {
             Numbers x = some(9 * in, -2, 2), residual = some(9 * out, -2, 2);
             const Numbers weight = some((out + WIDTH - 1) / WIDTH * WIDTH * in, -1, 1);
             const auto bias = wide(out, -1, 1);
-            compare(numbered("bfloat16", in, out), 9, [&](long row, long rows) {
-                Numbers y(rows * out);
-                product(&x[row * in], rows, in, in, weight.data(), out, bias.data(), &residual[row * out], y.data());
-                return y;
-            });
+            const Linear linear = {BFLOAT16, in, out, 0, weight.data(), nullptr, bias.data()};
+            compare(numbered("bfloat16", in, out), 9,
+                    [&](long row, long rows) { return product(linear, &x[row * in], rows, &residual[row * out]); });
         }
 }
 
@@ -105,13 +108,9 @@ void integer_products() {
             Numbers x = some(9 * in, -2, 2);
             const auto weight = random_bits<std::uint8_t>(blocks * WIDTH * in * bits / 8, 255);
             const Numbers scales = some(blocks * 2 * WIDTH * (in / each), -.02f, .02f);
-            std::vector<char> work(2 * 9 * in + 4 * 9 * (1 + in / each));
-            compare(numbered("integers", bits, group), 9, [&](long row, long rows) {
-                Numbers y(rows * out);
-                integer_product(&x[row * in], rows, in, in, weight.data(), bits, each, scales.data(), out, y.data(),
-                                work.data());
-                return y;
-            });
+            const Linear linear = {bits == 8 ? EIGHT : FOUR, in, out, each, weight.data(), scales.data(), nullptr};
+            compare(numbered("integers", bits, group), 9,
+                    [&](long row, long rows) { return product(linear, &x[row * in], rows); });
         }
 }
 
@@ -145,12 +144,8 @@ void byte_products() {
         const long in = 512, out = 40;
         const Bytes weight(one.form, one.bits, one.group, in, out, one.zeros);
         Numbers x = some(11 * in, -2, 2);
-        std::vector<char> work(2 * prepared_bytes8(11, in));
-        compare(numbered("bytes", one.form, one.bits, one.group), 11, [&](long row, long rows) {
-            Numbers y(rows * out);
-            integer8_product(&weight.linear, &x[row * in], rows, in, y.data(), work.data());
-            return y;
-        });
+        compare(numbered("bytes", one.form, one.bits, one.group), 11,
+                [&](long row, long rows) { return product(weight.linear, &x[row * in], rows); });
     }
 }
 

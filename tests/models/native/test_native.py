@@ -17,10 +17,18 @@ from foretoken.models.linear.layouts import usable_layouts
 from foretoken.models.linear.quantised import fastest_draft_product
 from foretoken.models.linear.quantised_products import NativeInt4Product, NativeInt8Product, NativeProduct
 from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight
-from foretoken.models.native import bfloat16, compiling, library
+from foretoken.models.native import bfloat16, compiling, library, linear
+from foretoken.models.native.library import address
 
 needs_it = pytest.mark.skipif(library.why_not() is not None, reason=f"no native kernels: {library.why_not()}")
 HALF_STEP = 2.0**-8
+
+
+def multiplied(x: Tensor, packed: Tensor, out: int, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """The product of a weight that was laid out."""
+    offset = None if bias is None else bias.float()
+    described = linear.Linear(linear.BFLOAT16, 2 * packed.shape[1], out, 0, address(packed), None, address(offset))
+    return linear.product(x, described, residual)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -58,7 +66,7 @@ def test_products_are_rounded_once(level: str, out: int, inner: int) -> None:
                 room = inner * 2.0**-23 * (x.double().abs() @ weight.double().abs().T)  # of float32 sums
                 for term in (offset, added):
                     expected = expected if term is None else expected + term.double()
-                output = bfloat16.product(x, packed, out, offset, added)
+                output = multiplied(x, packed, out, offset, added)
                 assert output.shape == (rows, out) and output.dtype == torch.bfloat16
                 assert ((output.double() - expected).abs() <= HALF_STEP * expected.abs() + room).all()
 
@@ -67,14 +75,14 @@ def test_products_are_rounded_once(level: str, out: int, inner: int) -> None:
 @pytest.mark.parametrize("inner", [96, 512, 2048])
 def test_a_rows_bits_do_not_depend_on_the_others(level: str, inner: int) -> None:
     packed, x, residual = bfloat16.laid_out(numbers(70, inner)), numbers(40, inner, seed=2), numbers(40, 70, seed=3)
-    alone = torch.cat([bfloat16.product(x[i : i + 1], packed, 70, None, residual[i : i + 1]) for i in range(40)])
+    alone = torch.cat([multiplied(x[i : i + 1], packed, 70, None, residual[i : i + 1]) for i in range(40)])
     for rows in range(1, 41):
-        assert torch.equal(bfloat16.product(x[:rows], packed, 70, None, residual[:rows]), alone[:rows])
+        assert torch.equal(multiplied(x[:rows], packed, 70, None, residual[:rows]), alone[:rows])
     for threads in (1, 2, 3):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            assert torch.equal(bfloat16.product(x, packed, 70, None, residual), alone)
+            assert torch.equal(multiplied(x, packed, 70, None, residual), alone)
         finally:
             torch.set_num_threads(before)
 
@@ -83,8 +91,8 @@ def test_a_rows_bits_do_not_depend_on_the_others(level: str, inner: int) -> None
 @pytest.mark.parametrize("rows", [33, 64, 65, 97, 257, 300])
 def test_rows_of_several_tiles_have_the_bits_of_one(level: str, rows: int) -> None:
     packed, x, residual = bfloat16.laid_out(numbers(70, 96)), numbers(rows, 96, seed=2), numbers(rows, 70, seed=3)
-    alone = torch.cat([bfloat16.product(x[i : i + 1], packed, 70, None, residual[i : i + 1]) for i in range(rows)])
-    assert torch.equal(bfloat16.product(x, packed, 70, None, residual), alone)
+    alone = torch.cat([multiplied(x[i : i + 1], packed, 70, None, residual[i : i + 1]) for i in range(rows)])
+    assert torch.equal(multiplied(x, packed, 70, None, residual), alone)
 
 
 @needs_it
@@ -94,8 +102,8 @@ def test_rows_may_lie_anywhere(level: str) -> None:
     for x in (wide[:, :64], wide[:, 3:67], wide[::2, :64], numbers(64, 9, seed=4).T, wide[:0, :64]):
         residual = numbers(80, len(x), seed=5).T[:, ::2]
         assert torch.equal(
-            bfloat16.product(x, packed, 40, None, residual),
-            bfloat16.product(x.contiguous(), packed, 40, None, residual.contiguous()),
+            multiplied(x, packed, 40, None, residual),
+            multiplied(x.contiguous(), packed, 40, None, residual.contiguous()),
         )
 
 
@@ -103,18 +111,26 @@ def test_rows_may_lie_anywhere(level: str) -> None:
 def test_what_is_not_a_number_stays_in_its_row_or_output(level: str) -> None:
     weight, x = numbers(33, 64), numbers(3, 64, seed=2)
     weight[5, 7], x[1, 3] = float("inf"), float("nan")
-    output = bfloat16.product(x, bfloat16.laid_out(weight), 33, None)
+    output = multiplied(x, bfloat16.laid_out(weight), 33, None)
     assert output[1].isnan().all() and output[[0, 2]][:, 5].isinf().all()
     rest = output[[0, 2]][:, torch.arange(33) != 5]
     assert rest.isfinite().all()
 
 
 @needs_it
+@pytest.mark.parametrize("kind", [linear.EIGHT, linear.FOUR, linear.BYTES])
+def test_too_little_memory_is_an_error(level: str, kind: int) -> None:
+    """Before anything is read or written."""
+    x, inner = numbers(40, 64), 2**50
+    with pytest.raises(MemoryError, match="too little memory for a product of 40 rows"):
+        linear.product(x, linear.Linear(kind, inner, 32, inner, address(x), address(x)))
+
+
 def test_a_large_product_by_several_threads_is_the_small_ones_side_by_side(level: str) -> None:
     """What one thread does alone (below ``ONE_THREAD`` weights) and what several share."""
     weight, x = numbers(640, 256), numbers(5, 256, seed=2)
-    parts = [bfloat16.product(x, bfloat16.laid_out(weight[i : i + 64]), 64, None) for i in range(0, 640, 64)]
-    assert torch.equal(bfloat16.product(x, bfloat16.laid_out(weight), 640, None), torch.cat(parts, 1))
+    parts = [multiplied(x, bfloat16.laid_out(weight[i : i + 64]), 64, None) for i in range(0, 640, 64)]
+    assert torch.equal(multiplied(x, bfloat16.laid_out(weight), 640, None), torch.cat(parts, 1))
 
 
 def test_pairs_need_an_even_number_of_inputs() -> None:

@@ -22,8 +22,9 @@ from foretoken.models.linear.quantised_products import (
     NativeInt8Product,
 )
 from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight
-from foretoken.models.native import bfloat16, library
+from foretoken.models.native import bfloat16, library, linear
 from foretoken.models.native.attention import attention
+from foretoken.models.native.library import address
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no native kernels: {library.why_not()}")
 EIGHTS, SIXTEENS = ("portable", "avx2", "avx2-vnni"), ("avx512", "avx512-vnni")
@@ -55,6 +56,13 @@ def on_each(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnEach]:
         function.cache_clear()
 
 
+def multiplied(x: Tensor, packed: Tensor, out: int, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """The product of a weight that was laid out."""
+    offset = None if bias is None else bias.float()
+    described = linear.Linear(linear.BFLOAT16, 2 * packed.shape[1], out, 0, address(packed), None, address(offset))
+    return linear.product(x, described, residual)
+
+
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
@@ -76,7 +84,7 @@ def test_bfloat16_products_have_the_same_bits_where_they_are_made_in_float32(on_
     weight, x, bias = numbers(500, 512), numbers(100, 512, seed=1), numbers(500, seed=2)
 
     def product() -> Tensor:
-        return bfloat16.product(x, bfloat16.laid_out(weight), 500, bias)
+        return multiplied(x, bfloat16.laid_out(weight), 500, bias)
 
     same, other = on_each((*EIGHTS, *SIXTEENS), product), on_each(("avx512-bf16", "amx"), product)
     assert are_equal(same)

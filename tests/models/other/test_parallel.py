@@ -117,6 +117,35 @@ def test_kept_texts_are_forgotten_everywhere(tmp_path: Path) -> None:
     assert listener.lines[-1]["forget"] == []
 
 
+def test_values_that_are_not_finite_are_forgotten_everywhere(tmp_path: Path) -> None:
+    """A masked slot still adds 0 times its value, which NaN would poison."""
+    leader, listener = in_memory(tmp_path)
+    text = leader.open()
+    leader.prefill(text, [1, 2, 3])
+    leader.forward([Feed(text, [4, 5])])
+
+    def scratch() -> list[torch.Tensor]:
+        return [values[text.row, :, 3:] for values in leader.inner.cache.values if values is not None]
+
+    with torch.inference_mode():
+        for values in scratch():
+            values.fill_(torch.inf)
+    leader.forget(text)
+    assert scratch() and not any(values.any() for values in scratch())
+    follow(listener.inner, [json.dumps(line) for line in listener.lines])
+    written = [values for values in listener.inner.cache.values if values is not None]
+    assert written and not any(values[0, :, 3:].any() for values in written)
+
+
+def test_followers_keep_nothing_of_a_snapshot_that_the_leader_cannot_take(tmp_path: Path) -> None:
+    leader, listener = in_memory(tmp_path)
+    text = leader.open()
+    assert leader.snapshot(text, 0) is None  # nothing is read yet
+    key = listener.lines[-1]["key"]
+    leader.prefill(text, [1])
+    assert key in [gone for line in listener.lines for gone in line["forget"]]
+
+
 def test_what_cannot_be_fed_is_refused_before_anybody_is_told(tmp_path: Path) -> None:
     leader, listener = in_memory(tmp_path)
     text = leader.open()

@@ -20,6 +20,7 @@ from foretoken.server.cluster.replica import Replica
 from foretoken.server.cluster.routing import asked_of, order, ranked, session_of
 from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
+from foretoken.server.lifecycle import _drained
 from foretoken.server.serving import Serving
 
 NAMES = ["a", "b", "c", "d"]
@@ -132,7 +133,7 @@ class InMemory:
         self.num_ready = 0
         self.script = script or []
         self.sessions: list[str] = []
-        self.cancelled = 0
+        self.cancelled = self.silent = 0
         self._settings = settings
         with mock.patch("foretoken.server.logs.install"):  # for a process of its own: it takes over the log for good
             self._replica = Replica(settings, "one", lambda options: Serving(options, make_llm))
@@ -151,6 +152,7 @@ class InMemory:
         if fate == "error":
             raise RuntimeError("nobody expects this")
         if fate == "silent":
+            self.silent += 1
             await asyncio.sleep(3600)
         seen = 0
         whole = False
@@ -163,8 +165,13 @@ class InMemory:
                 seen += 1
                 if fate == "lost in the middle" and seen == 3:
                     raise ReplicaLost("gone")
+                if fate == "error in the middle" and seen == 3:
+                    raise RuntimeError("nobody expects this")
                 if fate == "ends in the middle" and seen == 3:
                     return
+                if fate == "silent in the middle" and seen == 3:
+                    self.silent += 1
+                    await asyncio.sleep(3600)
             whole = True
         finally:
             self.cancelled += not whole
@@ -253,16 +260,77 @@ def test_a_stream_is_the_same_as_the_whole(whole: str) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fate", ["lost in the middle", "ends in the middle"])
-def test_a_stream_that_breaks_ends_with_an_error(fate: str) -> None:
+@pytest.mark.parametrize(
+    ("fate", "code"),
+    [
+        ("lost in the middle", "replica_lost"),
+        ("ends in the middle", "replica_lost"),
+        ("error in the middle", "internal_error"),
+    ],
+)
+def test_a_stream_that_breaks_ends_with_an_error(fate: str, code: str) -> None:
     async def run() -> None:
         async with gateway(SETTINGS, fate) as (client, _, fleet):
             request = {**ASKED, "max_tokens": 64, "stream": True, "ignore_eos": True}
             answer = await client.post("/v1/completions", json=request)
             data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-            assert json.loads(data[-1])["error"]["code"] == "replica_lost" and "[DONE]" not in data
+            assert json.loads(data[-1])["error"]["code"] == code and "[DONE]" not in data
             assert json.loads(data[0])["choices"][0]["text"]
             assert fleet.num_open == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "start"),
+    [
+        ("/v1/responses", 'event: error\ndata: {"message":"the replica of this request is gone'),
+        ("/v1/messages", 'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"'),
+        ("/v1/chat/completions", 'data: {"error":{"message":"the replica of this request is gone'),
+    ],
+)
+def test_a_stream_that_breaks_ends_in_the_format_of_its_route(path: str, start: str) -> None:
+    async def run() -> None:
+        async with gateway(SETTINGS, "lost in the middle") as (client, _, _):
+            messages = [{"role": "user", "content": "Hi"}]
+            said = {"input": "Hi"} if path == "/v1/responses" else {"messages": messages, "max_tokens": 64}
+            answer = await client.post(path, json={"model": "builtin", "stream": True, **said})
+            last = answer.text.strip().split("\n\n")[-1]
+            assert last.startswith(start), answer.text[-500:]
+            assert path != "/v1/responses" or json.loads(last.partition("data: ")[2])["type"] == "error"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("root", ["/x", "/x/"])
+def test_probes_below_a_path_of_a_proxy(root: str) -> None:
+    async def run() -> None:
+        async with gateway(ServerSettings(dtype="float32", root_path=root)) as (client, _, _):
+            for path in ("/x/health", "/x/ready", "/health"):
+                assert (await client.get(path)).json()["replicas"] == {"ready": 2, "wanted": 2}
+
+    asyncio.run(run())
+
+
+def test_what_takes_longer_than_the_drain_ends_with_an_error() -> None:
+    """R5, for a gateway: what began ends with an error event, what did not is refused, and the server can end."""
+
+    async def run() -> None:
+        async with gateway(SETTINGS, "silent in the middle", "silent") as (client, replicas, fleet):
+            request = {**ASKED, "max_tokens": 64, "stream": True, "ignore_eos": True}
+            begun = asyncio.create_task(client.post("/v1/completions", json=request))
+            while not replicas.silent:
+                await asyncio.sleep(0.01)
+            silent = asyncio.create_task(client.post("/v1/completions", json=ASKED))
+            while replicas.silent < 2:
+                await asyncio.sleep(0.01)
+            await _drained(fleet, 0.05)
+            check_error(await asyncio.wait_for(silent, 5), 503, "draining")
+            stream = await asyncio.wait_for(begun, 5)
+            data = [line[6:] for line in stream.text.splitlines() if line.startswith("data: ")]
+            assert json.loads(data[-1])["error"]["code"] == "draining" and "[DONE]" not in data
+            assert json.loads(data[0])["choices"][0]["text"]
+            assert fleet.num_open == 0 and replicas.cancelled == 1
 
     asyncio.run(run())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from typing import Any
 
@@ -23,8 +25,9 @@ from foretoken.engine.processors import OfAnswer  # noqa: E402
 from foretoken.methods.drafters.base import Drafter, Traits  # noqa: E402
 from foretoken.methods.drafters.known import KnownDrafter  # noqa: E402
 from foretoken.server.grammar import compile_constraint  # noqa: E402
-from foretoken.server.grammar.compiling import TRIAL  # noqa: E402
+from foretoken.server.grammar.compiling import LIMITS, TRIAL  # noqa: E402
 from foretoken.server.grammar.constraint import GrammarConstraint  # noqa: E402
+from foretoken.server.grammar.trial import Trial  # noqa: E402
 from foretoken.server.known_formats import FORMATS, without_unknown_formats  # noqa: E402
 
 SCHEMA = {
@@ -279,6 +282,22 @@ def test_a_grammar_that_ended_the_trial_leaves_it_working(plain: Llm) -> None:
     assert TRIAL._process is None  # it was ended, and the next grammar gets another one
     rule = constraint(plain, "regex", "[0-9]{3}")
     assert rule.fits([], spelled(plain, "123")) > 0
+
+
+def test_a_trial_that_the_machine_interrupted_is_repeated() -> None:
+    """A busy machine is not the grammar's fault, so only refusals by the trial's own limits are kept."""
+    trial = Trial()
+    try:
+        assert trial.error("start: /a/", LIMITS) == ""
+        assert trial._process is not None
+        os.kill(trial._process.pid, signal.SIGSTOP)
+        assert "too much time" in trial.error("start: /b/", LIMITS)  # after 1.6 s by the clock
+        assert trial.error("start: /b/", LIMITS) == ""
+        costly = "start: /" + ".*" * 19_000 + "/"
+        assert "too much time" in trial.error(costly, LIMITS) and trial._process is None
+        assert "too much time" in trial.error(costly, LIMITS) and trial._process is None, "it was tried again"
+    finally:
+        trial.close()
 
 
 ENDLESS = ["a{1000000000}", "(ab){1000000000}"]

@@ -196,11 +196,8 @@ def test_unknown_layouts(target: Path, tmp_path: Path) -> None:
     refused(empty, target, r"\(no config.json\) is in no layout")
     (empty / "config.json").write_text('{"architectures": ["DFlashDraftModel"]}')
     save_file({"x": torch.zeros(1)}, empty / "model.safetensors")
-    refused(
-        empty,
-        target,
-        r"\(DFlashDraftModel\) is in no layout .* eagle3, peagle, dflash, .*eagle, medusa, pard, uno, model",
-    )
+    words = r"\(DFlashDraftModel\) is in no layout .* eagle3, peagle, dflash, .*eagle, medusa, pard, uno, model"
+    refused(empty, target, words)
     refused(empty, target, "in no layout that can be imported as medusa", method="medusa")
     refused(empty, target, "no other project supports drafters of the method 'ngram'", method="ngram")
     drafter = save_net("medusa", tmp_path / "mine", target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import logging
 import zlib
@@ -173,7 +172,7 @@ def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def asked_of(row: Mapping[str, Any]) -> list[Any]:
     """The messages of a row with a ``prompt``, ``instruction`` or ``question``; else empty.
 
-    A ``system`` or ``system_prompt`` precedes them. Alpaca's ``input`` and Dolly's ``context`` extend an
+    A ``system`` or ``system_prompt`` precedes them. Alpaca's ``input`` and Dolly's ``context``, texts, extend an
     ``instruction``. Raises ``ValueError`` for several questions, or one that is neither text nor messages.
     """
     keys = [key for key in ("prompt", "instruction", "question") if row.get(key)]
@@ -187,8 +186,11 @@ def asked_of(row: Mapping[str, Any]) -> list[Any]:
     first = next((_turns(row, key, "system") for key in ("system", "system_prompt") if row.get(key)), [])
     questions = _turns(row, keys[0], "user")
     for key in beside:
+        text = questions[-1].get("content")
+        if not isinstance(text, str) or isinstance(row[key], list):
+            raise ValueError(f"{key!r} extends {keys[0]!r} only where both are text: give 'messages'")
         (context,) = _turns(row, key, "user")
-        questions[-1] = {**questions[-1], "content": f"{questions[-1]['content']}\n\n{context['content']}"}
+        questions[-1] = {**questions[-1], "content": f"{text}\n\n{context['content']}"}
     return [*first, *questions]
 
 
@@ -221,14 +223,7 @@ def iter_rows(file: Path) -> Iterator[tuple[str, str, Any]]:
 def _read(file: Path) -> str:
     raw = file.read_bytes()
     if file.suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError:
-            raise ValueError(f"{file} is zstandard-compressed: pip install 'foretoken[train]'") from None
-        try:
-            raw = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw)).read()
-        except zstandard.ZstdError as error:
-            raise ValueError(f"{file} is damaged: {error}") from None
+        raw = _decompressed(raw, file)
     if file.suffix == ".gz":
         try:
             raw = gzip.decompress(raw)
@@ -239,6 +234,25 @@ def _read(file: Path) -> str:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise NotTextError(f"{file} is not UTF-8 text: line {line} has the byte 0x{raw[error.start]:02x}") from None
+
+
+def _decompressed(raw: bytes, file: Path) -> bytes:
+    """The content of all zstandard frames of a file. Raises ``ValueError`` for a damaged one."""
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError(f"{file} is zstandard-compressed: pip install 'foretoken[train]'") from None
+    pieces = []
+    while raw:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        try:
+            pieces.append(frame.decompress(raw))
+        except zstandard.ZstdError as error:
+            raise ValueError(f"{file} is damaged: {error}") from None
+        if not frame.eof:  # a stream reader would return what it has
+            raise ValueError(f"{file} is damaged: its last frame is incomplete")
+        raw = frame.unused_data
+    return b"".join(pieces)
 
 
 def _count(faults: Sequence[object], name: str) -> str:

@@ -84,7 +84,7 @@ def save_model(network: Any, tokenizer: Any | None, folder: Path) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         for file in sorted(draft.iterdir()):
-            file.replace(folder / file.name)
+            _put(file, folder / file.name)  # several chat templates are a folder
     finally:
         _remove(draft)
 

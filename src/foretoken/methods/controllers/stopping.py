@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Limits, StepRecord, check_least
+from foretoken.core.budget import MovingThreshold
 from foretoken.core.largest import largest
 from foretoken.methods.controllers.base import Controller
 
@@ -41,34 +41,6 @@ def margin(distribution: Tensor | None, probability: float) -> float:
         return max(2.0 * probability - 1.0, 0.0)
     best, second = largest(distribution, 2)[0].tolist()
     return float(best - second)
-
-
-@dataclass
-class MovingThreshold:
-    """A threshold that rises while too little is accepted and falls when a draft could have been longer.
-
-    Draft & Verify, arXiv 2309.08168: ``rate`` and ``value`` are moving averages, and one round moves the value by at
-    most ``(1 - smoothing) * step``.
-
-    A draft ends where its signal is below ``value``, which stays within [0, 1], the range of all signals. ``rate`` is
-    steered to ``aim``, and ``step`` is the change of the value before smoothing.
-    """
-
-    value: float
-    aim: float = 0.9
-    step: float = 0.01
-    rate: float = 0.0
-    rate_smoothing: float = 0.5
-    smoothing: float = 0.9
-
-    def update(self, drafted: int, accepted: int, cap: int) -> None:
-        """Learn from a round of ``drafted`` > 0 tokens; at the cap it was not this threshold that ended the draft."""
-        self.rate = self.rate_smoothing * self.rate + (1 - self.rate_smoothing) * accepted / drafted
-        if self.rate < self.aim:
-            goal = self.value + self.step
-        else:
-            goal = self.value if drafted >= cap else self.value - self.step
-        self.value = min(max(self.smoothing * self.value + (1 - self.smoothing) * goal, 0.0), 1.0)
 
 
 class StoppingController(Controller):

@@ -202,7 +202,7 @@ def share_of_bytes(num_bytes: int, target_bytes: int) -> float:
 
 
 Verify = Callable[[TokenTree, Scores, Any], Verdict]
-"""Rule by which a drafter with an inner loop verifies inner drafts."""
+"""Rule by which a drafter with an inner loop verifies inner drafts; it must keep the inner model's distribution."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from the residual, never from the model's distribution itself (an error in TriFo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -18,16 +18,13 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict, check_least
 from foretoken.core.sampling import Sampler
-from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits
+from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits, Verify
 from foretoken.methods.drafters.group import ask
-from foretoken.methods.drafters.growing import cut_back, readable, widened
+from foretoken.methods.drafters.growing import check_growth, cut_back, readable, widened
 from foretoken.methods.drafters.nested import Nested, works_nested
 from foretoken.methods.drafters.texts import TextReader, level
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
+from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.cache.window import Window
-
-Rule = Callable[[TokenTree, Scores, Rng], Verdict]
-"""Rule that verifies inner drafts against the draft model; it must keep the model's distribution."""
 
 
 @dataclass
@@ -95,18 +92,14 @@ class CascadeDrafter(BatchDrafter):
         self,
         model: LanguageModel,
         inner: Drafter,
-        rule: Rule,
+        rule: Verify,
         k: int = 8,
         early: int = 0,
         late: Drafter | None = None,
         lenience: float = 1.0,
         target: LanguageModel | None = None,
     ) -> None:
-        for need in ("rollback", "tree_mask", "keep_path"):
-            if not getattr(model.capabilities, need):
-                raise CapabilityError(
-                    f"this model cannot be used here as a draft model: {model.capabilities.missing.get(need, need)}"
-                )
+        check_growth(model, True)
         self.model, self.inner, self.late = model, inner, late
         self.target_bytes = 0 if target is None else target.weight_bytes
         self.nested = [inner] if late is None or late is inner else [inner, late]
@@ -114,7 +107,7 @@ class CascadeDrafter(BatchDrafter):
         self.k = self.max_depth = self.max_nodes = k
         self.early, self.lenience = early, lenience
         self._check_options()
-        self._rule: Rule = rule if lenience == 1.0 else self._review_leniently
+        self._rule: Verify = rule if lenience == 1.0 else self._review_leniently
         self.traits = replace(
             self.traits,
             kind=Kind.POINT if lenience > 1.0 else Kind.IID,

@@ -5,6 +5,15 @@ The race chooses tokens for a request with noise (:mod:`foretoken.core.noise`): 
 tokens of largest ``log q + noise``.  The target takes the token of largest ``log p + noise``, so they are more likely
 right the nearer q is to p.  Given the noise they are fixed, like the best tokens of a greedy request, and are proposed,
 ranked, pruned and stopped like these.
+
+How the candidates of a position are chosen, by the request and a drafter's option ``draw``:
+
+    temperature 0                        the best tokens                            POINT, without q
+    with noise                           the first of the race                      POINT, without q
+    with noise, draw=greedy              the likeliest tokens                       POINT, without q
+    without noise, draw=iid              independent draws                          IID, with q
+    without noise, without_replacement   draws without the earlier siblings         WITHOUT_REPLACEMENT, with q
+    without noise, draw=greedy           the likeliest tokens                       POINT, without q
 """
 
 from __future__ import annotations
@@ -14,9 +23,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, NonFiniteLogitsError, is_large
+from foretoken.core import Budget, Context, NonFiniteLogitsError
 from foretoken.core.largest import largest
-from foretoken.core.sampling import Sampler, draw_by_blocks, running_sums
+from foretoken.core.sampling import Sampler, draw, draws
 from foretoken.models.forward.heads.draft_head import DraftHead
 
 
@@ -144,40 +153,13 @@ def draw_iid(distribution: Tensor, count: int, context: Context) -> list[int]:
 
 def drawn_at(distribution: Tensor, uniforms: Sequence[float]) -> list[int]:
     """The draws from ``distribution`` [V] for the given uniforms."""
-    if is_large(distribution):
-        return [draw_by_blocks(distribution, uniform) for uniform in uniforms]
-    cdf = running_sums(distribution)
-    points = torch.tensor(uniforms, dtype=cdf.dtype, device=cdf.device) * cdf[-1]
-    drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(distribution) - 1)
-    return _positive(distribution, drawn).tolist()
+    return draws(distribution[None], [uniforms])[0]
 
 
 def draw_each(distributions: Tensor, contexts: Sequence[Context]) -> list[int]:
     """A draw from each of the distributions [n, V] by its request's random numbers, as by :func:`draw_iid` but in one
     call."""
-    if is_large(distributions):
-        each = zip(distributions, contexts, strict=True)
-        return [draw_by_blocks(distribution, context.rng.uniform()) for distribution, context in each]
-    cdf = running_sums(distributions)
-    points = torch.tensor([context.rng.uniform() for context in contexts], dtype=cdf.dtype, device=cdf.device)
-    drawn = torch.searchsorted(cdf, points[:, None] * cdf[:, -1:], right=True).clamp_(max=distributions.shape[-1] - 1)
-    tokens: list[int] = drawn[:, 0].tolist()
-    for index, weight in enumerate(distributions.gather(-1, drawn)[:, 0].tolist()):
-        if not weight > 0:
-            tokens[index] = int(_positive(distributions[index], drawn[index]))
-    return tokens
-
-
-def _positive(distribution: Tensor, drawn: Tensor) -> Tensor:
-    """Replace draws that rounding put on a token of zero probability by the last possible token."""
-    if bool((distribution[drawn] > 0).all()):
-        return drawn
-    return torch.where(distribution[drawn] > 0, drawn, last_possible(distribution))
-
-
-def last_possible(distribution: Tensor) -> int:
-    """The last token of positive probability in a distribution [V]."""
-    return int(distribution.nonzero()[-1, 0])
+    return [token for (token,) in draws(distributions, [[context.rng.uniform()] for context in contexts])]
 
 
 def draw_without_replacement(distribution: Tensor, count: int, context: Context) -> list[int]:
@@ -187,15 +169,8 @@ def draw_without_replacement(distribution: Tensor, count: int, context: Context)
     """
     weights = distribution.clone()
     chosen: list[int] = []
-    for _ in range(count):
-        cdf = running_sums(weights)
-        total = cdf[-1]
-        if float(total) <= torch.finfo(distribution.dtype).tiny:
-            break
-        point = (total * context.rng.uniform())[None]
-        token = min(int(torch.searchsorted(cdf, point, right=True)), len(distribution) - 1)
-        if float(weights[token]) <= 0:
-            token = last_possible(weights)
+    while len(chosen) < count and float(weights.sum()) > torch.finfo(distribution.dtype).tiny:
+        token = draw(weights, context.rng.uniform())
         chosen.append(token)
         weights[token] = 0.0
     return chosen

@@ -3,6 +3,9 @@
 The number of a node's children is fixed before any of them is drawn, by a static tree of ranks and by stop rules that
 depend on the tokens above.  Tokens below a node are drawn for that node alone and never shared: traversal verification
 moves from one subtree to the next, and is exact only if it has not seen the next one.
+
+Limits on nodes: a drafter passes its own as ``most``, :class:`DrawnTree` takes the smaller of it and the budget's, the
+static tree plans the children within that, and :meth:`DrawnTree.width` holds it where a shape by levels does not.
 """
 
 from __future__ import annotations

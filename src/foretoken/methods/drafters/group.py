@@ -110,7 +110,7 @@ def show(member: Drafter, context: Context, part: MemberTree | None, scores: Sco
     tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
     first = 0
     if part is not None:
-        path = _path_along(part.tree, tokens[:-1])
+        path = part.tree.path_along(tokens[:-1])
         last = path[-1] if path else 0
         part_scores = _scores_at(scores, part.tree, part.nodes)
         member.observe(context, part.tree, part_scores, Verdict(path, tokens[len(path)], not part.tree.children[last]))
@@ -120,24 +120,13 @@ def show(member: Drafter, context: Context, part: MemberTree | None, scores: Sco
         member.observe(context, root, _scores_at(scores, root, [node]), Verdict((), token, next_is_bonus=True))
 
 
-def _path_along(tree: TokenTree, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The nodes of ``tree`` with the longest prefix of ``tokens`` (siblings may hold the same token)."""
-    alive = [0]
-    for token in tokens:
-        matching = [child for node in alive for child in tree.children[node] if tree.tokens[child] == token]
-        if not matching:
-            break
-        alive = matching
-    return tuple(tree.path(alive[0])[1:])
-
-
 def _scores_at(scores: Scores, tree: TokenTree, nodes: Sequence[int]) -> Scores:
     """The scores of ``tree``, whose nodes are at ``nodes`` of the scored tree."""
     if list(nodes) == list(range(len(scores.tree))):
         return replace(scores, tree=tree, _distributions={})
     rows = slice(nodes[0], nodes[0] + 1) if len(nodes) == 1 else list(nodes)  # a slice does not copy
     taps = HiddenStates.of(scores.taps).at(rows) if scores.taps else {}
-    return Scores(scores.logits[rows], tree, scores.prefix, scores.sampler, taps)
+    return Scores(scores.logits[rows], tree, scores.node_prefix(nodes[0]), scores.sampler, taps)
 
 
 def check_members(name: str, drafters: Sequence[Drafter]) -> None:

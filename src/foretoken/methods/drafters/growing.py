@@ -55,7 +55,7 @@ class Growing(DrawnTree):
         super().__init__(context, shape, budget, most)
         self.sequence, self.draws, self.races, self.committed = sequence, draws, races, tokens
         self.candidates, self.sharing = candidates, sharing
-        if candidates is not None:
+        if candidates is not None:  # the same lists: both grow together
             self.tokens, self.parents = candidates.tokens, candidates.parents
         self.frontier = [0]
         self.states: list[Tensor] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from foretoken.methods.drafters.nets.store import load_net
 from foretoken.methods.trees.cost_aware import paying_count
 from foretoken.methods.trees.counts import Ranks
 from foretoken.methods.trees.medusa_tree import TYPICAL
-from foretoken.methods.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
+from foretoken.methods.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree, values_of
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.blocks import NativeBlocks
@@ -298,11 +297,6 @@ class HeadsDrafter(BatchDrafter):
         new_index = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         parents = (new_index[self.parents[node - 1]] for node in nodes)
         return TokenTree((root, *(tokens[node] for node in nodes)), (-1, *parents))
-
-
-def values_of(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) -> list[float]:
-    """Probability that a node and all before it are right, from the accuracies [K][R] of its ranks."""
-    return [math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices]
 
 
 def ends_after(budget: Budget, logits: Tensor | None, row: int, rank: int) -> bool:

@@ -110,11 +110,8 @@ class JumpDrafter(OwnLayersDrafter):
                 states = part if self.net.config.state == self.net.config.start else row.taps[self.taps[0]]
                 self._remember(tree.context, states)
             logits = self.logits(torch.cat([row.taps[self.ends] for row in rows])).split(counts)
-        num_logits = [count if feed.wanted is None else feed.wanted for feed, count in zip(feeds, counts, strict=True)]
-        return [
-            replace(row, logits=part[len(part) - count :])
-            for row, part, count in zip(rows, logits, num_logits, strict=True)
-        ]
+        each = zip(rows, logits, feeds, strict=True)
+        return [replace(row, logits=part[len(part) - feed.num_wanted :]) for row, part, feed in each]
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [n, V_d] of states [n, D] after the last layer of the window."""

@@ -6,51 +6,19 @@ Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.core.budget import MovingThreshold
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.methods.drafters.skip_default import default_set
 from foretoken.methods.drafters.skip_sets import SkipSet, load_skips
 from foretoken.models.base import LanguageModel
-
-
-@dataclass
-class Threshold:
-    """Adaptive stop: a draft ends after a token whose draft distribution has no probability of at least ``value``.
-
-    Attributes:
-        value: gamma.
-        rate: smoothed acceptance rate.
-        limit: maximum depth of the current draft; 0 without one.
-    """
-
-    value: float
-    rate: float = 0.0
-    limit: int = 0
-
-    def update(
-        self,
-        drafted: int,
-        accepted: int,
-        *,
-        aim: float = 0.9,
-        step: float = 0.01,
-        rate_smoothing: float = 0.5,
-        smoothing: float = 0.9,
-    ) -> None:
-        """Learn from a round: stop earlier below the acceptance rate ``aim``, later if a stop was too early."""
-        self.rate = rate_smoothing * self.rate + (1 - rate_smoothing) * accepted / drafted
-        if self.rate < aim:
-            goal = self.value + step
-        else:
-            goal = self.value if drafted >= self.limit else self.value - step
-        self.value = smoothing * self.value + (1 - smoothing) * goal
 
 
 class LayerSkipDrafter(OwnLayersDrafter):
@@ -118,7 +86,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
         """
         self.decide()
         super().start(context)
-        context.state[self, "threshold"] = Threshold(0.8 if context.sampler.greedy else 0.5)
+        context.state[self, "threshold"] = MovingThreshold(0.8 if context.sampler.greedy else 0.5)
 
     def decide(self) -> None:
         """Measure the best set, if the options have none."""
@@ -134,9 +102,8 @@ class LayerSkipDrafter(OwnLayersDrafter):
 
     def _stopping(self, context: Context, budget: Budget) -> Budget:
         """The budget with the request's threshold added to its stop rule."""
-        threshold: Threshold = context.state[self, "threshold"]
-        threshold.limit = min(self.max_depth, budget.max_depth, budget.max_nodes)
-        gamma = threshold.value
+        gamma: float = context.state[self, "threshold"].value
+        context.state[self, "cap"] = min(self.max_depth, budget.max_depth, budget.max_nodes)
 
         def stop(distribution: Tensor | None, probability: float) -> bool:
             unsure = distribution is not None and float(distribution.max()) < gamma
@@ -146,7 +113,6 @@ class LayerSkipDrafter(OwnLayersDrafter):
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Update the threshold, unless this drafter had no part in the round."""
-        threshold: Threshold = context.state[self, "threshold"]
-        if threshold.limit and tree.num_drafts:
-            threshold.update(max(tree.depths), len(verdict.path))
-        threshold.limit = 0
+        cap = context.state.pop((self, "cap"), 0)
+        if cap and tree.num_drafts:
+            context.state[self, "threshold"].update(max(tree.depths), len(verdict.path), cap)

@@ -14,9 +14,9 @@ from torch import Tensor
 from foretoken.core import NON_FINITE, NonFiniteLogitsError
 from foretoken.core.noise import send_together
 from foretoken.core.race import race
-from foretoken.core.sampling import checks_later, running_sums
+from foretoken.core.sampling import checks_later, last_possible, running_sums
 from foretoken.core.transfers import read_together
-from foretoken.methods.drafters.drawing import draw_iid, draw_without_replacement, last_possible, log_beliefs
+from foretoken.methods.drafters.drawing import draw_iid, draw_without_replacement, log_beliefs
 from foretoken.methods.drafters.dynamic import WIDTH
 from foretoken.methods.drafters.growing import Growing
 

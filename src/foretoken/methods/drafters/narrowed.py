@@ -71,7 +71,7 @@ def projected(
     if head is None:
         return forward(feeds, taps)
     rows = forward([replace(feed, wanted=0) for feed in feeds], tuple(dict.fromkeys((*taps, "last"))))
-    counts = [len(feed.tokens) if feed.wanted is None else feed.wanted for feed in feeds]
+    counts = [feed.num_wanted for feed in feeds]
     states = [row.taps["last"][len(row.taps["last"]) - n :] for row, n in zip(rows, counts, strict=True)]
     logits = head(torch.cat(states) if len(states) > 1 else states[0]).split(counts)
     return [replace(row, logits=part) for row, part in zip(rows, logits, strict=True)]

@@ -99,6 +99,7 @@ class NgramCacheDrafter(SourceDrafter):
             lambda: NgramCache(self._loaded.sizes, self._loaded.table, tokens),
             size=lambda cache: cache.size,
             room=tokens,
+            shrink=NgramCache.forget_older,
         )
         self.static = NgramCache.load(static) if static else None
 

@@ -165,6 +165,12 @@ class NgramCache:
         self._num_new += len(tokens)
         self.count(tokens)
 
+    def forget_older(self) -> bool:
+        """Drop the earlier counts; false if there are none."""
+        dropped = self._num_old > 0
+        self.old, self._num_old = {}, 0
+        return dropped
+
     def count(self, tokens: Sequence[int], start: int = 0) -> None:
         """Count the n-grams before every token of ``tokens[start:]``."""
         for end in range(max(start, 1), len(tokens)):

@@ -114,7 +114,8 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
     if not isinstance(q, torch.Tensor) or not q.is_floating_point():
         kind = q.dtype if isinstance(q, torch.Tensor) else type(q).__name__
         raise _broken(author, f"gave q of type {kind}: it must be a tensor of floating-point numbers")
-    if q.dim() != 2 or len(rows) != len(tree) or max(rows) >= len(q) or max(tree.tokens) >= q.shape[1]:
+    highest = max(tree.tokens[node] for node in drawn)  # probes may lie behind the vocabulary
+    if q.dim() != 2 or len(rows) != len(tree) or max(rows) >= len(q) or highest >= q.shape[1]:
         raise _broken(author, f"gave q of shape {list(q.shape)} and q_rows that do not fit a tree of {len(tree)} nodes")
     # Comparisons with NaN are false, so test what must be true, not what must be false.
     if not bool((q >= 0).all()) or not bool(((q.sum(-1) - 1).abs() <= 1e-3).all()):

@@ -200,8 +200,17 @@ class ParallelDrafter(BatchDrafter):
     width: int
     draw: str
     shape: StaticTree
-    costs: TargetCost | None = None
     model: LanguageModel
+    _costs: TargetCost | None = None
+
+    @property
+    def costs(self) -> TargetCost | None:
+        return self._costs
+
+    @costs.setter
+    def costs(self, costs: TargetCost | None) -> None:
+        self._costs = costs
+        self._paying_of = dict[int, PayingNodes]()  # by the number of requests in a call
 
     def _shape(self, nodes: int, depth: int, width: int, draw: str, tree: str, rewinds: bool = False) -> None:
         """Set the options of the draft's shape.  Raises ``ValueError`` for an option outside its range."""
@@ -222,7 +231,6 @@ class ParallelDrafter(BatchDrafter):
     def fit(self, costs: TargetCost) -> None:
         """Keep as many nodes of every tree as pay off by the costs of the target's calls."""
         self.costs, self.shape = costs, paying_static_tree(self.shape, costs)
-        self._paying_of = dict[int, PayingNodes]()  # by the number of requests in a call
 
     def _races(self, context: Context) -> bool:
         return is_ranked(context.sampler, self.draw == "greedy")

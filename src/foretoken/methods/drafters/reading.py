@@ -1,4 +1,8 @@
-"""Readers that feed the target's hidden states to a small network, up to each request's last token."""
+"""Readers that feed the target's hidden states to a small network, up to each request's last token.
+
+A drafter whose network reads every token is its own reader (eagle, block drafters, peagle); one where that is optional
+has a ``reader`` (pard, hydra, kangaroo).
+"""
 
 from __future__ import annotations
 

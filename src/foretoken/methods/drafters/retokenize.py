@@ -13,6 +13,7 @@ import torch
 from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Traits
 from foretoken.methods.drafters.drawing import ends_draft
+from foretoken.methods.drafters.growing import check_growth
 from foretoken.methods.drafters.texts import TextReader, level
 from foretoken.methods.drafters.vocabulary import (
     ReadText,
@@ -22,7 +23,7 @@ from foretoken.methods.drafters.vocabulary import (
     translated_spellings,
     whole_characters,
 )
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
+from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.cache.window import Window
 
 
@@ -51,11 +52,7 @@ class RetokenizeDrafter(BatchDrafter):
         lookbehind: int = 10,
     ) -> None:
         check_least(self.name, 1, k=k, lookbehind=lookbehind)
-        if not model.capabilities.rollback:
-            raise CapabilityError(
-                "this model cannot be used here as a draft model: "
-                f"{model.capabilities.missing.get('rollback', 'rollback')}"
-            )
+        check_growth(model, False)
         self.model, self.k, self.lookbehind = model, k, lookbehind
         self.vocabulary, self.target_vocabulary = vocabulary, target_vocabulary
         self.max_depth = 2 * k  # tokens of the target may be shorter

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,31 +15,8 @@ from foretoken.methods.drafters.datastore import DEPTH, SEPARATOR, Datastore
 from foretoken.methods.drafters.sources import NOTHING, Automaton, NgramSource, SourceDraft, SourceDrafter
 
 
-class Corpus(Protocol):
-    """Text that is known beforehand."""
-
-    def after(self, context: Sequence[int], count: int) -> tuple[int, list[int]]:
-        """Length of the longest suffix of ``context`` that occurs, and up to ``count`` tokens that followed it."""
-
-
-class AutomatonCorpus:
-    """Texts in a suffix automaton, for corpora of at most a hundredth of the memory."""
-
-    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        self.automaton = Automaton()
-        for sequence in sequences:
-            self.automaton.add_text(sequence)
-        if len(self.automaton.length) == 1:
-            raise ValueError("the corpus is empty: sam needs at least one token in it")
-
-    def after(self, context: Sequence[int], count: int) -> tuple[int, list[int]]:
-        """The first occurrence of the longest suffix."""
-        state, matched = self.automaton.match(context)
-        return matched, _copied(self.automaton, self.automaton.first_end[state], count) if matched else []
-
-
 class DatastoreCorpus:
-    """Texts in a datastore file; its suffix array gives the same match as an automaton, in 8 bytes per token."""
+    """Texts in a datastore; its suffix array gives the same match as an automaton, in 8 bytes per token."""
 
     SCANNED = 4096
 
@@ -52,15 +29,8 @@ class DatastoreCorpus:
         if not matched:
             return 0, []
         row = low + int(np.argmin(self.datastore.order[low : min(high, low + self.SCANNED)]))
-        return matched, _until_separator(self.datastore.continuations(np.array([row]), matched, count)[0].tolist())
-
-
-def _until_separator(tokens: list[int]) -> list[int]:
-    return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
-
-
-def _copied(automaton: Automaton, end: int, count: int) -> list[int]:
-    return _until_separator(automaton.text[end + 1 : end + 1 + count].tolist())
+        tokens = self.datastore.continuations(np.array([row]), matched, count)[0].tolist()
+        return matched, tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
 
 
 class _SamSource(NgramSource):
@@ -90,12 +60,13 @@ class _SamSource(NgramSource):
 
     def _after(self, state: int, count: int) -> list[int]:
         """Tokens after the first occurrence, or after that of a shorter suffix if the former ends too soon."""
-        automaton = self.automaton
-        best = _copied(automaton, automaton.first_end[state], count)
-        while len(best) < count and (state := automaton.link[state]) > 0:
-            other = _copied(automaton, automaton.first_end[state], count)
+        automaton, best = self.automaton, list[int]()
+        while len(best) < count and state > 0:
+            after = automaton.first_end[state] + 1
+            other = automaton.text[after : after + count].tolist()
             if len(other) > len(best):
                 best = other
+            state = automaton.link[state]
         return best
 
 
@@ -107,7 +78,7 @@ class SamDrafter(SourceDrafter):
         alpha: draft tokens per matched token.
         min_match: shortest match that is used.
         bias: number of tokens by which a match in the corpus must be longer than one in the request's tokens.
-        corpus: texts that are known beforehand (token ids each), or an object with ``after``.
+        corpus: texts that are known beforehand (token ids each).
     """
 
     name = "sam"
@@ -118,12 +89,14 @@ class SamDrafter(SourceDrafter):
         alpha: float = 4.0,
         min_match: int = 1,
         bias: int = 5,
-        corpus: Iterable[Sequence[int]] | Corpus | None = None,
+        corpus: Iterable[Sequence[int]] | DatastoreCorpus | None = None,
     ) -> None:
         if k < 1 or min_match < 1 or not 0 < alpha < math.inf:
             raise ValueError(f"sam needs k >= 1, min_match >= 1 and alpha > 0, not {k}, {min_match} and {alpha}")
         self.max_depth, self.alpha, self.min_match, self.bias = k, alpha, min_match, bias
-        self.corpus: Corpus | None = AutomatonCorpus(corpus) if isinstance(corpus, Iterable) else corpus
+        if isinstance(corpus, Iterable):
+            corpus = DatastoreCorpus(Datastore.from_documents(corpus))
+        self.corpus = corpus
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> SamDrafter:

@@ -31,6 +31,7 @@ class SharedVocabDrafter(ModelDrafter):
     Args:
         vocabulary: spellings of the draft model's tokens.
         target_vocabulary: spellings of the target's tokens, as many as its logits are wide.
+        target: the target model, whose costs size trees that grow by the draft's confidence.
     """
 
     name = "shared_vocab"
@@ -46,8 +47,9 @@ class SharedVocabDrafter(ModelDrafter):
         k: int = 4,
         tree: str = "",
         draw: str = "",
+        target: LanguageModel | None = None,
     ) -> None:
-        super().__init__(model, k, tree, draw)
+        super().__init__(model, k, tree, draw, target)
         self.vocab_size = len(target_vocabulary)
         self.vocabulary, self.target_vocabulary = vocabulary, target_vocabulary
         pairs = common_tokens(target_vocabulary, vocabulary)
@@ -74,7 +76,7 @@ class SharedVocabDrafter(ModelDrafter):
         model, tokenizer = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         vocabulary = Vocabulary.of(tokenizer, model.vocab_size)
         target_vocabulary = Vocabulary.of(context.tokenizer, context.target.vocab_size)
-        return cls(model, vocabulary, target_vocabulary, **options)
+        return cls(model, vocabulary, target_vocabulary, **options, target=context.target)
 
     def read(self, context: Context) -> Sequence[int]:
         """The committed tokens in the draft model's ids; only new ones are translated."""

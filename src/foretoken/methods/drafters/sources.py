@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -202,13 +202,6 @@ class Automaton:
                 self.count[at] += 1
                 at = link[at]
         return state
-
-    def add_text(self, tokens: Iterable[int]) -> None:
-        """Append a whole text and a separator that matches nothing."""
-        last = 0
-        for token in tokens:
-            last = self.append(last, token)
-        self.text.append(-1)
 
     def match(self, tokens: Sequence[int]) -> tuple[int, int]:
         """State and length of the longest suffix of ``tokens`` that occurs."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, TokenTree, check_least
-from foretoken.methods.drafters.base import BuildContext, Drafter
-from foretoken.methods.drafters.cascade import CascadeDrafter, Chain, Rule
+from foretoken.methods.drafters.base import BuildContext, Drafter, Verify
+from foretoken.methods.drafters.cascade import CascadeDrafter, Chain
 from foretoken.methods.drafters.drawing import best, draw_without_replacement
-from foretoken.methods.trees.counts import Ranks, StaticTree
-from foretoken.methods.trees.shapes import Choice, fitting_nodes
+from foretoken.methods.trees.counts import Counts, Ranks, StaticTree
+from foretoken.methods.trees.shapes import Choice
 from foretoken.methods.trees.specs import static_tree_of
 from foretoken.models.base import LanguageModel
 
@@ -46,13 +46,13 @@ class Spine(Chain):
         nodes: the whole tree so far, parents and earlier siblings first.
     """
 
-    counts: dict[Choice, int] = field(default_factory=dict)
+    counts: Counts = lambda choice: 0
     nodes: list[StagedNode] = field(default_factory=list)
 
     def first_children(self, choice: Choice) -> int:
         """Planned length of the chain of first children below ``choice``."""
         length = 0
-        while self.counts.get(choice, 0):
+        while self.counts(choice):
             choice, length = (*choice, 0), length + 1
         return length
 
@@ -98,7 +98,7 @@ class StagedDrafter(CascadeDrafter):
         self,
         model: LanguageModel,
         inner: Drafter,
-        rule: Rule,
+        rule: Verify,
         k: int = 8,
         width: int = 3,
         target: LanguageModel | None = None,
@@ -111,9 +111,8 @@ class StagedDrafter(CascadeDrafter):
             raise ValueError(f"staged needs a tree of at most {MOST_NODES} nodes, not {tried}")
         self.choices = comb(k, width) if shape is None else shape
         super().__init__(model, inner, rule, max(map(len, self.choices)) if tree else k, target=target)
-        self._parents, branches = Ranks(self.choices).parents, Ranks(self.choices).branches
-        self.max_nodes = len(self.choices)
-        if branches:  # the first child is drawn first, its siblings after it with earlier ones removed
+        self.max_nodes, self._ranks = len(self.choices), Ranks(self.choices)
+        if self._ranks.branches:  # the first child is drawn first, its siblings after it with earlier ones removed
             self.traits = replace(self.traits, kind=Kind.WITHOUT_REPLACEMENT, draws_trees=True)
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -122,11 +121,7 @@ class StagedDrafter(CascadeDrafter):
         """The spine and the children per node, by the planned length instead of the one that a stop rule leaves, so
         that they do not depend on drawn tokens."""
         chain = super()._begin(context, budget)
-        ranks = 1 + max(choice[-1] for choice in self.choices)
-        counts: dict[Choice, int] = {}
-        for node in fitting_nodes(self.choices, self._parents, chain.length, budget.max_nodes, ranks):
-            parent = self.choices[node - 1][:-1]
-            counts[parent] = counts.get(parent, 0) + 1
+        counts = self._ranks.within(chain.length, budget.max_nodes)
         spine = Spine(context, chain.inside, chain.sequence, budget, chain.length, chain.to_write, counts=counts)
         spine.to_write = spine.first_children(())
         return spine
@@ -146,7 +141,7 @@ class StagedDrafter(CascadeDrafter):
         branches: Stage = []
         for depth, (_, distribution) in enumerate(pairs):
             above = (*choice, *[0] * depth)
-            siblings = self._siblings(chain, depth, spine.counts.get(above, 0) - 1)
+            siblings = self._siblings(chain, depth, spine.counts(above) - 1)
             for rank, token in enumerate(siblings, 1):
                 sibling, down = (*above, rank), (*path, *chain.tokens[:depth], token)
                 spine.nodes.append(StagedNode(sibling, token, distribution))

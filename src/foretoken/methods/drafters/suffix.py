@@ -168,6 +168,11 @@ class Outputs:
     def size(self) -> int:
         return sum(len(automaton.text) for automaton in self.generations)
 
+    def forget_older(self) -> bool:
+        """Drop the older automaton; false if there is none."""
+        dropped, self.generations = len(self.generations) > 1, self.generations[-1:]
+        return dropped
+
     def open(self) -> _Document:
         newest = self.generations[-1]
         if self._opened >= max(1, self.requests // 2) or len(newest.text) >= self.tokens // 2:
@@ -241,7 +246,12 @@ class SuffixDrafter(SourceDrafter):
             raise ValueError(f"suffix needs a finite offset, not {offset}")
         self.bounds = MatchLimits(k, depth, factor, offset, min_prob, tree)
         self.traits = Traits(draws_trees=tree, shares_state=share, learns=share)
-        self.tenants = Tenants(lambda: Outputs(depth, cached, tokens), size=lambda outputs: outputs.size, room=tokens)
+        self.tenants = Tenants(
+            lambda: Outputs(depth, cached, tokens),
+            size=lambda outputs: outputs.size,
+            room=tokens,
+            shrink=Outputs.forget_older,
+        )
         self.max_depth = self.max_nodes = k
 
     def open(self, context: Context) -> NgramSource:

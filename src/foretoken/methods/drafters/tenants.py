@@ -20,13 +20,20 @@ class Tenants(Generic[T]):
         new: creates a new tenant's state.
         most: maximum tenants.
         size: size of a tenant's state, for ``room``.
-        room: maximum total size, not counting the most recently used tenant.
+        room: maximum total size when a tenant is looked up; the most recently used tenant is always kept.
+        shrink: drops the older part of a tenant's state; false if it has none. One small tenant then leaves a large one
+            the newer part.
     """
 
     def __init__(
-        self, new: Callable[[], T], most: int = 64, size: Callable[[T], int] | None = None, room: int = 0
+        self,
+        new: Callable[[], T],
+        most: int = 64,
+        size: Callable[[T], int] = lambda _: 0,
+        room: int = 0,
+        shrink: Callable[[T], bool] = lambda _: False,
     ) -> None:
-        self._new, self._most, self._size, self._room = new, most, size, room
+        self._new, self._most, self._size, self._room, self._shrink = new, most, size, room, shrink
         self._by_salt: OrderedDict[str, T] = OrderedDict()
 
     def of(self, salt: str) -> T:
@@ -35,10 +42,13 @@ class Tenants(Generic[T]):
         if learned is None:
             learned = self._by_salt[salt] = self._new()
         self._by_salt.move_to_end(salt)
-        size = self._size or (lambda _: 0)  # computed every time, because states grow
         by_salt = self._by_salt
-        while len(by_salt) > 1 and (len(by_salt) > self._most or sum(map(size, by_salt.values())) > self._room):
+        if len(by_salt) > self._most:
             by_salt.popitem(last=False)
+        # Sizes are computed every time, because states grow.
+        while len(by_salt) > 1 and sum(map(self._size, by_salt.values())) > self._room:
+            if not self._shrink(next(iter(by_salt.values()))):
+                by_salt.popitem(last=False)
         return learned
 
     def __len__(self) -> int:

@@ -114,6 +114,11 @@ def read_tree(file: str | Path, method: str, heads: int | None = None) -> list[C
     return choices
 
 
+def values_of(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) -> list[float]:
+    """Probability that a node and all before it are right, from the accuracies [K][R] of its ranks."""
+    return [math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices]
+
+
 def expected_length(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) -> float:
     """Expected tokens per round of a shape, the target's own included, by these accuracies."""
-    return 1.0 + sum(math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices)
+    return 1.0 + sum(values_of(choices, accuracies))

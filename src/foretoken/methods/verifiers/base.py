@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Kind, Rng, Scores, TokenTree, Verdict, is_large
-from foretoken.core.sampling import draw_by_blocks, running_sums
+from foretoken.core.sampling import draw, draws
 
 
 class Coins:
@@ -64,8 +64,6 @@ class Verifier(ABC):
         reads_logits: whether the rule reads the logits of sampled requests, not only their distributions.
         decides_by: for traces, what the rule decides by: ``tests`` of one draft token after another, ``choices`` of the
             target, which draft tokens must equal, or whole ``paths``.
-        verifies_alone: whether :meth:`verify` does more than :meth:`decide_fast` with fresh coins; then it is called
-            request by request.
     """
 
     name: ClassVar[str]
@@ -77,7 +75,6 @@ class Verifier(ABC):
     asks_choices: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
     decides_by: ClassVar[Literal["tests", "choices", "paths"]] = "tests"
-    verifies_alone: ClassVar[bool] = False
 
     @abstractmethod
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
@@ -105,33 +102,12 @@ class Verifier(ABC):
         return False
 
 
-def draw(distribution: Tensor, u: float) -> int:
-    """Inverse-CDF draw from a distribution or unnormalised weights [V] with one uniform ``u`` in [0, 1).
-
-    Never returns a token of zero weight.
-    """
-    if is_large(distribution):  # a running sum is serial: 0.4 ms for 150,000 tokens
-        return draw_by_blocks(distribution, u)
-    cdf = running_sums(distribution)
-    index = int(torch.searchsorted(cdf, cdf[-1:] * u, right=True))
-    if index >= len(distribution) or float(distribution[index]) <= 0.0:  # rounded up to the last step of the CDF
-        index = int(distribution.nonzero()[-1])
-    return index
-
-
 def draw_all(drawings: Sequence[tuple[Tensor, float]]) -> list[int]:
     """:func:`draw` for several distributions or weights [V] of one size and their uniforms."""
     if len(drawings) < 2 or is_large(drawings[0][0]):
         return [draw(distribution, u) for distribution, u in drawings]
-    distributions = torch.stack([distribution for distribution, _ in drawings])
-    cdf = running_sums(distributions)
-    goal = cdf[:, -1] * torch.tensor([u for _, u in drawings], dtype=cdf.dtype, device=cdf.device)
-    indices = torch.searchsorted(cdf, goal[:, None], right=True).clamp_(max=distributions.shape[-1] - 1)
-    tokens, weights = torch.cat((indices, distributions.gather(-1, indices)), -1).T.tolist()
-    rounded = (not weight > 0.0 for weight in weights)  # up to the last step of the CDF
-    return [
-        draw(*drawing) if bad else int(token) for drawing, token, bad in zip(drawings, tokens, rounded, strict=True)
-    ]
+    rows, uniforms = zip(*drawings, strict=True)
+    return [token for (token,) in draws(torch.stack(rows), [[u] for u in uniforms])]
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -244,11 +220,6 @@ def chain_nodes(tree: TokenTree, name: str) -> list[int]:
             )
         nodes.append(children[0])
     return nodes[1:]
-
-
-def can_go_at_once(tree: TokenTree, scores: Scores) -> bool:
-    """Whether one call can compute the distributions of all nodes, with one transfer to the host for all tests."""
-    return len(tree) > 1 and tree.is_chain and scores.sampler.context_free
 
 
 def chain_weights(tree: TokenTree, distributions: Tensor) -> tuple[list[float], list[float]]:

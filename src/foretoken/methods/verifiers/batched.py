@@ -4,6 +4,14 @@ Some ten tensor operations per request on vectors of the vocabulary's size take 
 of eight they were a tenth of a round. The decisions equal those of
 :meth:`foretoken.methods.verifiers.base.Verifier.verify` per request, bit for bit.
 
+Who computes what a rule reads, by the kind of request:
+
+    on a CPU, alone or greedy    the rule itself, as also where prefixes count or rows are large
+    on a CPU, with noise         :func:`_make_choices`: the tokens after all nodes of a chain
+    on a CPU, drawing            :func:`_make_distributions`: of all nodes, or of the root
+    on a device                  :func:`_bring_home`, which copies tokens, distributions or logits to the host
+    on a device, without drafts  the same, and the last draw is made on the device
+
 The walks are host code, and a device read at every test would wait hundreds of times a round (446 times for eight trees
 of ten sampled nodes). So the device computes the tokens of greedy requests and of those with noise, and the
 distributions of others, for all nodes at once, and one transfer copies them. Where the prefix counts (penalties,
@@ -55,9 +63,6 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
         ValueError: a chain rule met a node with two children.
         NonFiniteLogitsError: NaN logits, or no finite logit left.
     """
-    if any(drawing.verifies_alone for drawing in verifiers):
-        each = zip(verifiers, all_scores, rngs, strict=True)
-        return [verifier.verify(scores.tree, scores, rng) for verifier, scores, rng in each]
     if all_scores[0].logits.device.type != "cpu":
         all_scores = _bring_home(verifiers, all_scores)
     elif len(all_scores) == 1:
@@ -69,10 +74,12 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
     late: dict[int, tuple[Tensor, float]] = {}
     for verifier, scores, rng in zip(verifiers, all_scores, rngs, strict=True):
         # A rule from outside may not support a token that is drawn later.
-        is_late = not is_outside(type(verifier)) and verifier.draws_last(scores.tree)
-        coins = LateCoins(rng) if is_late else Coins(rng)
+        if is_outside(type(verifier)) or not verifier.draws_last(scores.tree):
+            verdicts.append(verifier.verify(scores.tree, scores, rng))
+            continue
+        coins = LateCoins(rng)
         verdicts.append(verifier.decide_fast(scores.tree, scores, coins))
-        if isinstance(coins, LateCoins) and coins.later is not None:
+        if coins.later is not None:
             late[len(verdicts) - 1] = coins.later
     for is_home in (True, False):
         drawings = {index: drawing for index, drawing in late.items() if (drawing[0].device.type == "cpu") == is_home}

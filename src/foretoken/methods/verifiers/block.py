@@ -12,7 +12,6 @@ from foretoken.core import Kind, Scores, TokenTree, Verdict, is_large
 from foretoken.methods.verifiers.base import (
     Coins,
     Verifier,
-    can_go_at_once,
     chain_nodes,
     chain_weights,
     drawn_probability,
@@ -101,7 +100,7 @@ def pass_probability(residual: float, budget: float) -> float:
 def all_at_once(tree: TokenTree, scores: Scores) -> bool:
     """Whether one call computes the distributions of a chain: on a CPU, six at once cost three single ones for V =
     8192, and six for 150k."""
-    return can_go_at_once(tree, scores) and not is_large(scores.logits)
+    return len(tree) > 1 and tree.is_chain and scores.sampler.context_free and not is_large(scores.logits)
 
 
 def _distributions_and_budgets(

@@ -14,13 +14,6 @@ from foretoken.methods.verifiers.traversal import TraversalVerifier
 from foretoken.registry import rows
 
 
-def check_pair(
-    kind: Kind, is_tree: bool, verifier: Verifier, drafter_name: str, allow_lossy: bool, greedy: bool
-) -> None:
-    """:func:`check_proposals` for a single kind of proposal."""
-    check_proposals([(kind, is_tree)], verifier, drafter_name, allow_lossy, greedy)
-
-
 def check_proposals(
     proposals: Iterable[tuple[Kind, bool]], verifier: Verifier, drafter_name: str, allow_lossy: bool, greedy: bool
 ) -> None:

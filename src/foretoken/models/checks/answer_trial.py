@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import CapabilityError, Feed, opened
-from foretoken.models.checks.cache_trial import HALF, HALF_LIMIT, LIMIT
+from foretoken.models.checks.cache_trial import HALF_DTYPES, HALF_LIMIT, LIMIT
 from foretoken.models.checks.self_test import cause_of, relative
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def check_answers(model: EncoderDecoderModel) -> None:
     if not reference.isfinite().all():  # damaged weights: decoding reports them, with their location
         return
     difference = relative(logits, reference)
-    if not difference <= (HALF_LIMIT if model.dtype in HALF else LIMIT):
+    if not difference <= (HALF_LIMIT if model.dtype in HALF_DTYPES else LIMIT):
         raise CapabilityError(
             f"{model.config.model_type} cannot be decoded here: its logits of a tree differ from those of its own "
             f"forward by {difference:.2g} of their size"

@@ -26,7 +26,7 @@ from foretoken.models.network.traits import parameters_of
 
 ROWS, KEPT = 6, 3
 """Number of trial tokens, and of those read first."""
-HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 LIMIT, HALF_LIMIT = 1e-3, 0.5
 """Relative differences beyond rounding: in float32 (at most 1e-6 in random models), and in 16 bits, where rounding can
 route a token to another expert.  Unrelated logits differ by 1.4."""
@@ -51,7 +51,7 @@ def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
 def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     rollback = wrapped.capabilities.rollback
     coarse = getattr(wrapped, "exact", "") == "approximate" or has_quantised(model)
-    limit = HALF_LIMIT if model.dtype in HALF or coarse else LIMIT  # quantised kernels return bfloat16
+    limit = HALF_LIMIT if model.dtype in HALF_DTYPES or coarse else LIMIT  # quantised kernels return bfloat16
     reference, mixed = _without_cache(model, wrapped.vocab_size, limit)
     if mixed:
         return f"its quantised layers scale all tokens of a call together (logits move by {mixed:.2g} of their size)"

@@ -131,12 +131,12 @@ def fingerprint(model: nn.Module) -> str | None:
 
 
 @cache
-def _code() -> str:
-    """Hash of the versions and of this package's files, which may change between versions."""
-    files = sorted(Path(__file__).parents[1].rglob("*.[pc]*"))
-    stats = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files if file.is_file()]
+def code_version(package: Path = Path(__file__).parents[1]) -> str:
+    """Hash of the versions and of this package's code, which may change between versions."""
+    files = sorted(file for file in package.rglob("*") if file.suffix in (".py", ".cpp", ".h"))
+    stats = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     text = "\n".join([torch.__version__, transformers.__version__, *stats])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-KEPT = KeptResults("checks", _code)
+KEPT = KeptResults("checks", code_version)

@@ -36,7 +36,7 @@ class _ErrorLimits(NamedTuple):
     mean: float
 
 
-HALF, EXACT = _ErrorLimits(0.02, 0.05), _ErrorLimits(1e-4, 3e-4)
+HALF_LIMITS, EXACT_LIMITS = _ErrorLimits(0.02, 0.05), _ErrorLimits(1e-4, 3e-4)
 """A state that a forward of several tokens ignores gives 0.07 to 1; a single-token rule that omits a clamp (nemotron_h,
 zamba2) gives 1e-3 in float32."""
 READ, STEP, CHAIN = 12, 13, 17
@@ -155,7 +155,7 @@ def _worst(model: StatefulModel, rolled: _ProbeReading, fresh: _ProbeReading, tr
     states = (tensors_of(reading.state.cache) for reading in (rolled, fresh, truth))
     for (kind, path), (_, plain), (_, right) in zip(*states, strict=True):
         errors[kind].append((relative(path, right), relative(plain, right)))
-    limits = HALF if model.dtype in (torch.bfloat16, torch.float16) else EXACT
+    limits = HALF_LIMITS if model.dtype in (torch.bfloat16, torch.float16) else EXACT_LIMITS
     for kind, pairs in errors.items():
         mean = (sum(path for path, _ in pairs) / len(pairs), sum(plain for _, plain in pairs) / len(pairs))
         for (path, plain), limit in ((pairs[0], limits.first), (mean, limits.mean)):

@@ -140,17 +140,18 @@ class DecoderForward:
 
 def _answer_start(model: Any) -> tuple[int, ...]:
     """The decoder's start token, and the one forced after it, if any."""
-    starts: dict[str, int] = {}
-    for config in (model.config, getattr(model, "generation_config", None)):  # the latter takes precedence
-        for name in ("decoder_start_token_id", "forced_bos_token_id"):
-            value = getattr(config, name, None)
-            if isinstance(value, int):
-                starts[name] = value
-    if "decoder_start_token_id" not in starts:
+    configs = getattr(model, "generation_config", None), model.config  # the former takes precedence
+
+    def token(name: str) -> list[int]:
+        values = [getattr(config, name, None) for config in configs]
+        return [value for value in values if isinstance(value, int)][:1]
+
+    start, forced = token("decoder_start_token_id"), token("forced_bos_token_id")
+    if not start:
         raise CapabilityError(
             f"{model.config.model_type}: config.json has no decoder_start_token_id, with which an answer begins"
         )
-    return tuple(starts.values())
+    return *start, *forced
 
 
 def _biased_layer(model: Any) -> Any:

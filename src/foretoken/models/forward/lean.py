@@ -258,7 +258,7 @@ def build_lean(owner: Network, checks: Checks | None = None) -> LeanForward | No
 
     reason = checks.fault(f"{PATH} {owner.way}", built)
     if reason is None:
-        return lean or LeanForward(owner)
+        return lean or LeanForward(owner)  # not built where the check's result was stored
     if owner.packing.home is not None:
         unpack_linears(owner.model)
     owner.refuse(PATH, reason, COSTS)

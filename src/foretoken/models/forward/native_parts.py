@@ -15,7 +15,6 @@ from foretoken.models.linear.packing import Projection
 from foretoken.models.linear.product import SideBySide
 from foretoken.models.linear.quantised_products import NativeProduct
 from foretoken.models.native import forward as native
-from foretoken.models.native import linear
 from foretoken.models.native.library import NotCoveredError, address
 from foretoken.models.native.linear import Linear
 from foretoken.models.network.watch import Watch, has_hooks
@@ -65,14 +64,10 @@ class Description:
         )
 
     def _linear(self, product: Any) -> Linear:
-        if isinstance(product, NativeProduct):
-            owner: Any = product
-            described = product.linear()
-        elif isinstance(product, Projection) and isinstance(product.layout, NativeLayout) and not product.block:
-            owner = product.layout.packed
-            described = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, owner.data_ptr())
-        else:
+        owner = product.layout if isinstance(product, Projection) and not product.block else product
+        if not isinstance(owner, NativeLayout | NativeProduct):
             raise NotCoveredError("its weights are laid out for PyTorch's matrix products")
+        described = owner.linear()
         wide = None if product.bias is None else product.bias.float().contiguous()
         self._owners += [owner, wide]
         described.bias = address(wide)

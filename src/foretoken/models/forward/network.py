@@ -26,7 +26,7 @@ from foretoken.models.network.rotary import ChangingRotary, context_of
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.network.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks
 from foretoken.models.network.watch import has_hooks
-from foretoken.models.refusals import Refusal, refusal
+from foretoken.models.refusals import Refusal, check_exact, refusal
 
 
 class SecondWeights(Protocol):
@@ -59,7 +59,6 @@ class Network:
         native_off: reason why its forwards are not native (:mod:`foretoken.models.forward.native`); empty if they are.
         refused: faster paths that were tried and rejected.
         rotary: its rotary embeddings that depend on the text length, if any.
-        second: other weights by name, for plans that use them.
 
     Raises:
         ValueError: an unknown ``exact``.
@@ -72,8 +71,7 @@ class Network:
     packing: Packing
 
     def __init__(self, model: Any, exact: str, *, lean: bool, in_place: bool, probe: Probe | None) -> None:
-        if exact not in ("distribution", "bitwise", "approximate"):
-            raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
+        check_exact(exact)
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.capabilities = detect(model)
@@ -90,7 +88,8 @@ class Network:
         self.attention, self.configs = attention_for(exact, self.device), attention_configs(model)
         self.cache_argument = cache_argument(model)
         self.depth = self.num_layers = len(decoder_layers(model))
-        self.second: dict[str, SecondWeights] = {}
+        self._second: dict[str, SecondWeights] = {}
+        self._makers: dict[str, Callable[[Network], SecondWeights]] = {}
         self.extra: list[Tensor] = []
         self.embedding: Any = model  # ids after the vocabulary have the width of its token embedding
 
@@ -101,8 +100,9 @@ class Network:
         blocks = self.exact == "bitwise"
         self.packing = Packing.of(self.model, self.dtype, self.device, blocks, self.in_place)
         checks = Checks(self, self.probe)
-        self.refused, self.fast, self.native_off = (), None, "no lean forward"
+        self.refused, self.fast = (), None
         if self.wants_lean:
+            self.native_off = "no lean forward"
             self.fast = build_lean(self, checks)
         if self.fast is None:
             lay_out(self, checks)
@@ -112,7 +112,7 @@ class Network:
 
     def renew(self) -> None:
         """Inspect the network again after a change."""
-        self.device, self.dtype = device_of(self.model), self.model.dtype
+        self.device, self.dtype, self._second = device_of(self.model), self.model.dtype, {}
         if self.in_place and not has_hooks(self.model):  # packed layers would not call the hooks
             unpack_linears(self.model)
         self.configs = attention_configs(self.model)
@@ -120,7 +120,7 @@ class Network:
     def unpack(self) -> None:
         """Restore the model's plain linear layers; all forwards are public from now on."""
         unpack_linears(self.model)
-        self.fast, self.second, self.native_off = None, {}, "the model was unpacked"
+        self._second, self.native_off = {}, "the model was unpacked"
         self.wants_lean = self.in_place = False
 
     def public(self, dtype: torch.dtype | None = None) -> Network:
@@ -133,6 +133,7 @@ class Network:
         """The same forward for another model of this shape."""
         clone = copy.copy(self)
         clone.model, clone.configs, clone.rotary = model, attention_configs(model), ChangingRotary.of(model)
+        clone._second = {}
         if self.fast is not None:
             clone.fast = self.fast.again(clone)
         return clone
@@ -142,6 +143,7 @@ class Network:
         with torch.no_grad():
             for weight, new in zip(self.model.parameters(), source.parameters(), strict=True):
                 weight.copy_(new)
+        self._second = {}
         if self.fast is not None:
             self.fast = self.fast.again(self)  # its fused weights are copies
 
@@ -194,17 +196,23 @@ class Network:
         """[K, D] embeddings of the ids from ``vocab_size`` on; ``None`` if there are none."""
         return torch.cat(self.extra) if self.extra else None
 
-    def add_weights(self, name: str, make: Callable[[Network], SecondWeights]) -> SecondWeights:
-        """A named second set of weights for plans, created if missing."""
-        if name not in self.second:
-            self.second = {**self.second, name: make(self)}
-        return self.second[name]
+    def add_weights(self, name: str, make: Callable[[Network], SecondWeights]) -> None:
+        """Add a named second set of weights for plans, unless there is one."""
+        if name not in self._makers:
+            self._second = {**self._second, name: make(self)}
+            self._makers = {**self._makers, name: make}
+
+    def second(self, name: str) -> SecondWeights:
+        """The second weights of this name, made again after the network's own changed."""
+        if name not in self._second:
+            self._second = {**self._second, name: self._makers[name](self)}
+        return self._second[name]
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def check(self, plan: LayerPlan) -> None:
         """Raise an error if a plan does not fit."""
-        if plan.weights and plan.weights not in self.second:
+        if plan.weights and plan.weights not in self._makers:
             raise ValueError(f"this model has no second weights {plan.weights!r}: add them first")
         plan.check(self.num_layers)
         check_sublayers(self.model, plan)
@@ -213,12 +221,12 @@ class Network:
         """Logits [n, V] per feed, and taps, for calls that differ in their rows only."""
         weights = calls[0].plan.weights
         if weights:
-            return [self.second[weights].run(self, call) for call in calls]
+            return [self.second(weights).run(self, call) for call in calls]
         return [self.run_public(call) for call in calls] if self.fast is None else self.fast.run_all(calls)
 
     def native(self, plan: LayerPlan) -> NativeForward | None:
         """The native forward, if it runs the plan in one call, logits included; else ``None``."""
-        fast = self.second[plan.weights].fast if plan.weights else self.fast
+        fast = self.second(plan.weights).fast if plan.weights else self.fast
         is_native = isinstance(fast, NativeForward) and fast.model.head.count and plan.is_whole
         return fast if is_native else None  # type: ignore[return-value]
 

@@ -66,7 +66,7 @@ def lay_out(network: Network, checks: Checks) -> None:
     elif network.packing.home is not None and network.exact != "bitwise":
         reason = checks.fault(f"packed weights {network.way}", lambda: _packed(network))
         if reason is None:
-            _packed(network)
+            _packed(network)  # again, since the check does nothing where its result was stored
         else:
             unpack_linears(network.model)
             network.refuse("packed weights", reason, "products of a few rows take up to three times as long")

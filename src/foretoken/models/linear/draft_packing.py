@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.linear.packing import is_plain
+from foretoken.models.linear.packing import is_plain, joined_bias
 from foretoken.models.linear.quantised import multiplies_bytes
 from foretoken.models.linear.quantised_products import NativeInt8ByteProduct, NativeInt8Product, NativeProduct
 from foretoken.models.linear.quantised_weights import Int8Weight
@@ -23,14 +23,8 @@ def packed(*linears: Any) -> NativeProduct:
     """Plain linear layers with a common input as one product with concatenated outputs."""
     if not all(is_plain(linear) for linear in linears):
         raise NotCoveredError("its linear layers are not plain nn.Linear")
-    weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
-    joined = None
-    if any(bias is not None for bias in biases):
-        joined = torch.cat([
-            weight.new_zeros(len(weight)) if bias is None else bias.detach()
-            for weight, bias in zip(weights, biases, strict=True)
-        ])  # fmt: skip
-    return packed_rows(weights[0] if len(weights) == 1 else torch.cat(weights), joined)
+    weights = [linear.weight.detach() for linear in linears]
+    return packed_rows(weights[0] if len(weights) == 1 else torch.cat(weights), joined_bias(linears))
 
 
 def packed_rows(weight: Tensor, bias: Tensor | None) -> NativeProduct:

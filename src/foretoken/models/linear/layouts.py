@@ -32,7 +32,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.models import native
-from foretoken.models.native import bfloat16
+from foretoken.models.native import bfloat16, linear
+from foretoken.models.native.library import address
+from foretoken.models.native.linear import Linear
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -131,11 +133,20 @@ class NativeLayout(WeightLayout):
     def __init__(self, weight: Tensor) -> None:
         self.packed, self._out, self.activations = bfloat16.laid_out(weight), len(weight), weight.dtype
 
+    def linear(self) -> Linear:
+        """The weight in the kernels' format, without its bias."""
+        return Linear(linear.BFLOAT16, 2 * self.packed.shape[1], self._out, 0, address(self.packed))
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return bfloat16.product(x, self.packed, self._out, bias)
+        return self._product(x, bias)
 
     def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        return bfloat16.product(x, self.packed, self._out, bias, residual)
+        return self._product(x, bias, residual)
+
+    def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        described, offset = self.linear(), None if bias is None else bias.float()
+        described.bias = address(offset)
+        return linear.product(x, described, residual)
 
     @property
     def weight(self) -> Tensor:

@@ -190,8 +190,7 @@ class Packing:
             return quantised.joined(linears)
         alone = len(linears) == 1
         weight = linears[0].weight.detach() if alone else torch.cat([linear.weight.detach() for linear in linears])
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        projection = Projection(weight, torch.cat(biases) if biases else None, self.layout, self.blocks)
+        projection = Projection(weight, joined_bias(linears), self.layout, self.blocks)
         if self.home is not None:
             self.home.take_place(linears, projection)
         return projection
@@ -274,6 +273,18 @@ def dtype_of(linear: Any) -> torch.dtype:
     if isinstance(linear, PackedLinear):
         return linear.projection.dtype
     return linear.dtype if isinstance(linear, QuantisedLinear) else linear.weight.dtype
+
+
+def joined_bias(linears: Sequence[Any]) -> Tensor | None:
+    """The concatenated biases of linear layers, zeros for a layer without one; ``None`` if none has one."""
+    biases: list[Tensor | None] = [None if linear.bias is None else linear.bias.detach() for linear in linears]
+    like = next((bias for bias in biases if bias is not None), None)
+    if like is None:
+        return None
+    return torch.cat([
+        like.new_zeros(linear.out_features) if bias is None else bias
+        for linear, bias in zip(linears, biases, strict=True)
+    ])  # fmt: skip
 
 
 def joined_weight(linears: Sequence[Any]) -> Tensor:

@@ -261,10 +261,7 @@ class NativeProduct(QuantisedProduct):
         """The weight in the kernels' format, without its bias."""
 
     def product(self, x: Tensor) -> Tensor:
-        x = x.to(torch.bfloat16)
-        if self.activations == 8:
-            return integers8.product(x, self.linear())
-        return integers.product(x, self.packed, self.scales, self.shape[0], self.group)
+        return linear.product(x.to(torch.bfloat16), self.linear())
 
     @property
     def nbytes(self) -> int:

@@ -9,11 +9,9 @@
 
 #include "amx.h"
 #include "linear.h"
-#include "memory.h"
 
 namespace {
 
-constexpr long ONE_THREAD = 1 << 15;  // weights that one thread multiplies before a second has woken up
 constexpr long CHUNK = 8;        // tiles that share a block of weights before the next one is read
 
 constexpr long FEW = 3;  // rows that wait for memory, whatever they are multiplied with
@@ -228,21 +226,4 @@ void prepare_bfloat16(const Linear &linear, const Inputs &x, long row) {
     if (!widens(x.count)) return;
     float *wide = (float *)x.prepared + row * distance(linear.in);
     for (long i = 0; i < linear.in; i++) wide[i] = widened(x.rows[row * x.stride + i]);
-}
-
-// result [rows, out] = x [rows, in] weight^T (+ bias [out]) (+ residual [rows, out]).  `in` and `stride`, the numbers
-// from one row of x to the next, are even.
-extern "C" void product(bfloat16 *x, long rows, long in, long stride, const bfloat16 *weight, long out,
-                        const float *bias, const bfloat16 *residual, bfloat16 *result) {
-    const Linear linear = {BFLOAT16, in, out, 0, weight, nullptr, bias};
-    const Product alone = {&linear, 1};
-    static thread_local Kept kept;
-    const Inputs inputs = {x, stride, rows, kept.of(prepared_bytes_bfloat16(rows, in)), 0};
-#pragma omp parallel if (in * out > ONE_THREAD)
-    {
-        const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        for (long row = thread; row < rows; row += threads) alone.prepare_row(inputs, row);
-#pragma omp barrier
-        alone.run(inputs, {result, residual, out}, thread, threads);
-    }
 }

@@ -9,13 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken.models.native.library import address, function
-
 WIDTH = 32
 """Outputs per block, as in the source."""
-ALIASED_BYTES, ALIASED_ROWS, SHIFT = 1024, 6, 32
-"""If more than ``ALIASED_ROWS`` rows are a multiple of ``ALIASED_BYTES`` bytes apart, they share few sets of the
-nearest cache: they are copied with ``SHIFT`` more numbers per row."""
 
 
 def laid_out(weight: Tensor) -> Tensor:
@@ -36,22 +31,3 @@ def in_rows(packed: Tensor, out: int) -> Tensor:
     """The weight [out, in] from :func:`laid_out`; a copy."""
     pairs = packed.view(torch.int32)[..., 0]
     return pairs.transpose(1, 2).reshape(len(packed) * WIDTH, -1)[:out].contiguous().view(packed.dtype)
-
-
-def product(x: Tensor, packed: Tensor, out: int, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """``x W^T (+ bias) (+ residual)`` [n, out] of x [n, in], summed in float32 and rounded once; all are bfloat16.
-
-    ``packed`` comes from :func:`laid_out` and has ``out`` outputs; bias [out], residual [n, out].
-    """
-    rows, inner = x.shape
-    if rows > ALIASED_ROWS and 2 * inner % ALIASED_BYTES == 0:
-        x = torch.cat((x, x.new_empty(rows, SHIFT)), 1)
-    elif x.stride(1) != 1 or x.stride(0) % 2:
-        x = x.contiguous()
-    if residual is not None and not residual.is_contiguous():
-        residual = residual.contiguous()
-    result = x.new_empty(rows, out)
-    offset = None if bias is None else bias.float()
-    addresses = address(offset), address(residual), address(result)
-    function("product", "pnnnpnppp")(address(x), rows, inner, x.stride(0), address(packed), out, *addresses)
-    return result

@@ -14,29 +14,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCES = [
-    Path(__file__).with_name(f"{name}.cpp")
-    for name in ("attention", "bfloat16", "integers", "integers8", "forward", "blocks", "noise")
-]
-HEADERS = [
-    Path(__file__).with_name(f"{name}.h")
-    for name in (
-        "numbers",
-        "lanes",
-        "lanes_x86",
-        "lanes_portable",
-        "amx",
-        "convolution",
-        "integers8",
-        "integers8_amx",
-        "linear",
-        "attention",
-        "attention_amx",
-        "stages",
-        "memory",
-        "best",
-    )
-]
+SOURCES, HEADERS = (sorted(Path(__file__).parent.glob(f"*.{suffix}")) for suffix in ("cpp", "h"))
 COMPILERS = ("g++", "c++")
 """Tried in this order, after the environment's ``CXX``."""
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")

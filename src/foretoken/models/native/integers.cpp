@@ -13,7 +13,6 @@
 namespace {
 
 constexpr long CHUNK = 16;             // tiles that share a block of weights before the next one is read
-constexpr long ONE_THREAD = 1 << 16;   // weights that one thread multiplies before a second has woken up
 constexpr float LARGEST = 32767;
 constexpr int MIDDLE8 = 128;           // what is added to a weight in 8 bits to make it unsigned
 constexpr float MIDDLE4 = 8;
@@ -208,20 +207,4 @@ void multiply_integers(const Linear &linear, const Inputs &x, const Outputs &y, 
                     {y.result + at, y.residual ? y.residual + at : nullptr, y.stride}, width);
             }
         }
-}
-
-// result [rows, out] = x [rows, in] weight^T with weights in `bits` 8 or 4.  x is `stride` numbers from row to row, `in` a
-// multiple of `group` and that of 8; `work` holds 2 rows in bytes and rows (1 + in / group) floats.
-extern "C" void integer_product(bfloat16 *x, long rows, long in, long stride, const std::uint8_t *weight, long bits,
-                                long group, const bfloat16 *scales, long out, bfloat16 *result, char *work) {
-    const Linear linear = {bits == 8 ? EIGHT : FOUR, in, out, group, weight, scales, nullptr};
-    const Product alone = {&linear, 1};
-    const Inputs inputs = {x, stride, rows, work, 0};
-#pragma omp parallel if (in * out > ONE_THREAD)
-    {
-        const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        for (long row = thread; row < rows; row += threads) alone.prepare_row(inputs, row);
-#pragma omp barrier
-        alone.run(inputs, {result, nullptr, out}, thread, threads);
-    }
 }

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight
-from foretoken.models.native.library import address, function
 
 WIDTH, FOUR, EIGHT = 32, 4, 8
 """Outputs per block, and inputs per block in 4 and 8 bits, as in the source."""
@@ -57,27 +56,6 @@ def values4(packed: Tensor, out: int) -> Tensor:
     """The values [out, in] from :func:`laid_out4`."""
     bytes_ = _rows(packed, out).unflatten(1, (-1, FOUR))
     return torch.stack([bytes_ & 15, bytes_ >> 4], 2).flatten(1).to(torch.int32)
-
-
-def product(x: Tensor, packed: Tensor, scales: Tensor, out: int, group: int) -> Tensor:
-    """``x W^T`` [n, out] in bfloat16.
-
-    Args:
-        x: [n, in] bfloat16.
-        packed, scales: results of :func:`laid_out8` (with ``group`` 0) or :func:`laid_out4`.
-        out: number of outputs.
-        group: inputs per scale.
-    """
-    rows, inner = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    bits, group = (4, group) if group else (8, inner)
-    result = x.new_empty(rows, out)
-    work = torch.empty(2 * rows * inner + 4 * rows * (1 + inner // group), dtype=torch.uint8)
-    weight = address(packed), bits, group, address(scales), out
-    multiply = function("integer_product", "pnnnpnnpnpp")
-    multiply(address(x), rows, inner, x.stride(0), *weight, address(result), address(work))
-    return result
 
 
 def blocks(rows: Tensor) -> Tensor:

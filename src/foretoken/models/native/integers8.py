@@ -7,38 +7,12 @@ their additions, so that five rows are limited by memory.  A row's bits do not d
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.models.native.library import address, function
-from foretoken.models.native.linear import Linear
-
 BLOCK, MOST, TINY = 32, 127, 2.0**-111
 """Inputs per scale, their largest byte, and the limit below which a maximum counts as zero, as in the source."""
-
-
-def product(x: Tensor, linear: Linear) -> Tensor:
-    """``x W^T`` (+ bias) [n, out] in bfloat16 for bfloat16 x [n, in] and a weight of kind
-    :data:`~foretoken.models.native.linear.BYTES`."""
-    rows, inner = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    result = x.new_empty(rows, linear.out)
-    # up to 32 rows, each thread converts the activations itself, as in the source
-    copies = torch.get_num_threads() if rows <= 32 else 1
-    work = torch.empty(copies * _work_bytes(rows, inner), dtype=torch.uint8)
-    multiply = function("integer8_product", "ppnnpp")
-    multiply(ctypes.addressof(linear), address(x), rows, x.stride(0), address(result), address(work))
-    return result
-
-
-def _work_bytes(rows: int, inner: int) -> int:
-    """Bytes for rows of activations: an odd number of cache lines, scales and sums, and a total per row."""
-    row = (-(-inner // 64) | 1) * 64 + 4 * (4 * -(-inner // BLOCK) + 1)
-    return -(-rows * row // 64) * 64
 
 
 def rounded(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@
 // OpenMP's library is PyTorch's own, which is loaded already: two of them would have two pools of threads.
 extern "C" int omp_get_thread_num(void);
 extern "C" int omp_get_num_threads(void);
+extern "C" int omp_get_max_threads(void);
 
 namespace lanes {
 

@@ -201,13 +201,16 @@ class ParallelModel(LanguageModel):
             self._tell("release", text=number)
         self.inner.release(sequence)
 
-    def _everywhere(self, name: str, sequence: SequenceState, argument: Any) -> None:
-        """Call a method with a sequence and one more argument on every part."""
-        self._tell(name, text=self._number(sequence), given=argument)
-        self._together(lambda: getattr(self.inner, name)(sequence, argument))
+    def _everywhere(self, name: str, sequence: SequenceState, *arguments: Any) -> None:
+        """Call a method with a sequence and more arguments on every part."""
+        self._tell(name, text=self._number(sequence), arguments=arguments)
+        self._together(lambda: getattr(self.inner, name)(sequence, *arguments))
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         self._everywhere("commit", sequence, list(path))
+
+    def forget(self, sequence: SequenceState) -> None:
+        self._everywhere("forget", sequence)
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
         self._everywhere("rewind", sequence, length)
@@ -224,6 +227,7 @@ class ParallelModel(LanguageModel):
         self._tell("snapshot", text=self._number(sequence), length=length, key=self._next)
         part: Snapshot | None = self._together(lambda: self.inner.snapshot(sequence, length))
         if part is None:
+            self._forgotten.append(self._next)
             return None
         snapshot = _PartSnapshot(part.tokens, part.layers, part.divisible, part.regime, self._next)
         weakref.finalize(snapshot, self._forgotten.append, snapshot.key)
@@ -287,8 +291,8 @@ def follow(inner: HuggingFaceModel, lines: Iterable[str]) -> None:
         call = message["call"]
         if call == "forward":
             inner.forward([Feed(sequences[number], *rest) for number, *rest in message["feeds"]])
-        elif call in ("commit", "rewind", "expect"):
-            getattr(inner, call)(sequences[message["text"]], message["given"])
+        elif call in ("commit", "forget", "rewind", "expect"):
+            getattr(inner, call)(sequences[message["text"]], *message["arguments"])
         elif call == "open":
             sequences[message["text"]] = inner.open()
         elif call == "release":

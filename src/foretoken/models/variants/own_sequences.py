@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.forward.native_chain import Pick
+from foretoken.models.forward.network import SecondWeights
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.layers import LayerPlan
 
@@ -40,6 +41,11 @@ class OwnSequencesModel(LanguageModel):
         self.vocab_size, self.context_length = target.vocab_size, target.context_length
         self.eos_token_ids, self.device, self.dtype = target.eos_token_ids, target.device, target.dtype
         self.plan = LayerPlan(weights=weights)
+
+    @property
+    def weights(self) -> SecondWeights:
+        """The second weights, made from the target's present ones."""
+        return self.target.forwards.second(self.plan.weights)
 
     def open(self) -> SequenceState:
         raise CapabilityError(f"{self.role} grows on the target's own cache: it cannot work inside another drafter")

@@ -11,13 +11,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.lean import LeanForward
-from foretoken.models.forward.network import Network, SecondWeights
-from foretoken.models.linear.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
+from foretoken.models.forward.network import Network
+from foretoken.models.linear.packing import PackedLinear, Packing, dtype_of, is_plain, joined_bias, joined_weight
 from foretoken.models.linear.product import Product, QuantisedLinear, is_stored
 from foretoken.models.linear.quantised import (
     WITHOUT_BYTES,
@@ -145,10 +144,7 @@ class _QuantisedPacking(Packing):
             projections: set[Product | None] = {getattr(linear, "projection", None) for linear in linears}
             shared = projections.pop() if len(projections) == 1 else None
             return super().projection(*linears) if shared is None else shared
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        quantised = make_product(
-            product, joined_weight(linears), torch.cat(biases) if biases else None, self.scheme.group
-        )
+        quantised = make_product(product, joined_weight(linears), joined_bias(linears), self.scheme.group)
         self.products.append(quantised)
         return quantised
 
@@ -241,10 +237,9 @@ class OwnWeightsModel(OwnSequencesModel):
 
     def __init__(self, target: LanguageModel, scheme: Scheme | None) -> None:
         super().__init__(target, "" if scheme is None else scheme.name)
-        self.weights: SecondWeights | None = None
         if scheme is not None:
-            self.weights = self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
+            self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
 
     @property
     def weight_bytes(self) -> int:
-        return self.target.weight_bytes if self.weights is None else self.weights.nbytes
+        return self.weights.nbytes if self.plan.weights else self.target.weight_bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState, opened
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState, opened
 from foretoken.models.cache.masks import RowPlan
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.attention import watching_queries
@@ -96,8 +96,8 @@ class SparseModel(TreeRunner):
             target.keep_on_host()
         self.target = target
         slots = self.budget + rebuild + SCRATCH_ROOM
-        super().__init__(copy.copy(target.forwards), TreeCache(target.cache.num_layers, slots))
-        self.stored_as = target.stored_as
+        super().__init__(target.forwards, TreeCache(target.cache.num_layers, slots))
+        self.stored_as, self.weights_version = target.stored_as, target.weights_version
         if select == "retrieval":
             self._check_keys()
 
@@ -139,7 +139,15 @@ class SparseModel(TreeRunner):
         """Open a sequence for the tokens in the target's ``source``; its subset is selected on demand."""
         if source is None:
             return self.open()
+        if self.weights_version != self.target.weights_version:
+            self.weights_version = self.target.weights_version
+            self.cache = self.cache.fresh()  # the network may have another dtype now
         return self.pool.open(SparseState(row=0, source=source))
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        self.forwards = self.target.forwards  # which may be another one since it was changed
+        return super().forward(feeds, taps)
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
         """Reads nothing: the subset is selected from the target's cache once the next token is known."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+
+from foretoken.server.metrics import under_names
 
 
 class FleetMetrics:
@@ -15,8 +17,8 @@ class FleetMetrics:
         failures: the gateway's own error answers, by reason.
     """
 
-    def __init__(self, prefixes: Sequence[str], model: str) -> None:
-        self._prefixes, self._model = prefixes, model
+    def __init__(self, model: str, compat: str) -> None:
+        self._model, self._compat = model, compat
         self.retried = self.broken = 0
         self.failures: Counter[str] = Counter()
 
@@ -32,20 +34,19 @@ class FleetMetrics:
             ("broken_streams_total", "counter", "Streams whose replica was lost.", self.broken),
         )
         lines: list[str] = []
-        for prefix in self._prefixes:
-            for name, kind, help_text, value in families:
-                full = f"{prefix}:{name}"
-                lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}"]
-                lines.append(f'{full}{{model_name="{_escaped(self._model)}"}} {value}')
-        return "\n".join([*lines, *labelled({"gateway": self._failures(), **replicas})]) + "\n"
+        for name, kind, help_text, value in families:
+            full = f"foretoken:{name}"
+            lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}"]
+            lines.append(f'{full}{{model_name="{_escaped(self._model)}"}} {value}')
+        text = "\n".join([*lines, *labelled({"gateway": self._failures(), **replicas})]) + "\n"
+        return under_names(text, self._compat)
 
     def _failures(self) -> str:
         """The gateway's error answers in the format of replicas."""
-        lines: list[str] = []
-        for full in [f"{prefix}:request_failure_total" for prefix in self._prefixes]:
-            lines += [f"# HELP {full} Requests that were answered with an error.", f"# TYPE {full} counter"]
-            for reason, count in self.failures.items():
-                lines.append(f'{full}{{model_name="{_escaped(self._model)}",reason="{_escaped(reason)}"}} {count}')
+        full = "foretoken:request_failure_total"
+        lines = [f"# HELP {full} Requests that were answered with an error.", f"# TYPE {full} counter"]
+        for reason, count in self.failures.items():
+            lines.append(f'{full}{{model_name="{_escaped(self._model)}",reason="{_escaped(reason)}"}} {count}')
         return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -20,15 +20,17 @@ from foretoken.server.cluster.fleet_metrics import FleetMetrics
 from foretoken.server.cluster.replica import SPENT
 from foretoken.server.cluster.routing import asked_of, choices_of, session_of
 from foretoken.server.config import ServerSettings
-from foretoken.server.errors import ApiError, answered, api_error, is_anthropic, shutting_down, still_loading
+from foretoken.server.errors import ApiError, answered, api_error, shutting_down, still_loading
 from foretoken.server.keys import Caller
 from foretoken.server.limits import WRITERS, Gate, across_origins
 from foretoken.server.running import ClientGone, while_connected
 from foretoken.server.slots import AdmissionSlots, RequestSlot, slot_of
-from foretoken.server.sse import event
+from foretoken.server.sse import Dialect, dialect_of, event
 
 CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
 """Fields of a scope that are passed on."""
+LOST = ApiError(503, "the replica of this request is gone: the answer is incomplete", code="replica_lost")
+"""Error at the end of a stream that a replica has left."""
 
 
 class ReplicaLost(Exception):
@@ -47,7 +49,7 @@ class Replicas(Protocol):
         """Configured number of replicas."""
 
     async def start(self) -> None:
-        """Start the replicas; returns when the first can serve.  Raises ``ValueError`` if they cannot be started."""
+        """Start the replicas; returns when all can serve.  Raises ``ValueError`` if they cannot be started."""
 
     def answer(self, scope: dict[str, Any], body: bytes, session: str, caller: Caller) -> AsyncIterator[list[Message]]:
         """Messages of an answer, from the replica that suits the session, which reuses the caller's texts for that
@@ -73,6 +75,7 @@ class Fleet:
     Attributes:
         failed: error that prevented the start.
         draining: whether new requests are refused.
+        stopped: whether open requests are ended, too.
         is_chat: whether the model comes with a chat template.
         end_s: seconds within which the replicas and Ray must have ended.
     """
@@ -82,10 +85,10 @@ class Fleet:
     def __init__(self, settings: ServerSettings, replicas: Replicas) -> None:
         self.settings, self.replicas = settings, replicas
         self.failed: Exception | None = None
-        self.draining = self.is_loaded = self.is_chat = False
+        self.draining = self.stopped = self.is_loaded = self.is_chat = False
         self.num_open = 0
-        prefixes = ("foretoken", *([settings.metrics_compat] if settings.metrics_compat else []))
-        self.metrics = FleetMetrics(prefixes, settings.name)
+        self._limits: set[asyncio.Timeout] = set()
+        self.metrics = FleetMetrics(settings.name, settings.metrics_compat)
         self.slots = AdmissionSlots(None)  # each replica has its own limit; limits of keys hold here, across replicas
 
     async def start(self) -> None:
@@ -99,6 +102,25 @@ class Fleet:
     def drain(self) -> None:
         """Refuse new requests from now on."""
         self.draining = True
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, and end those with an error that are open after ``drain_s``."""
+        self.drain()
+        await asyncio.sleep(drain_s)
+        self.stopped = True
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0.0)
+
+    @asynccontextmanager
+    async def limited(self, end: float) -> AsyncIterator[None]:
+        """Raise ``TimeoutError`` inside the block at ``end`` by the event loop's clock, or when the fleet stops."""
+        async with asyncio.timeout_at(0.0 if self.stopped else end) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.remove(limit)
 
     def abandon(self) -> None:
         """End replicas that are still being started."""
@@ -148,7 +170,7 @@ class Gateway:
             return
         try:
             await self._route(scope, receive, send)
-        except ConnectionError:
+        except OSError:
             raise  # the answer has begun: only a broken connection shows that it is incomplete
         except Exception as error:
             await answered(api_error(error), scope["path"], self.fleet.metrics.failed)(scope, receive, send)
@@ -165,7 +187,7 @@ class Gateway:
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         routes = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
-        path = scope["path"].removeprefix(self.fleet.settings.root_path)
+        path = scope["path"].removeprefix(self.fleet.settings.root)
         if path in routes and scope["method"] in ("GET", "HEAD"):
             await (await routes[path]())(scope, receive, send)
             return
@@ -216,14 +238,14 @@ class Gateway:
 
     async def _answer(self, scope: dict[str, Any], body: bytes, session: str, slot: RequestSlot, send: Send) -> None:
         """Send the answer of a replica, or of another one if it is lost before anything was sent.  Raises
-        :class:`ApiError`: 503 if every replica tried is gone, 504 when the time is up."""
-        sent = _Sent(send, is_anthropic(scope["path"]))
+        :class:`ApiError`: 503 if every replica tried is gone or the gateway stops, 504 when the time is up."""
+        sent = _Sent(send, dialect_of(scope["path"]))
         # A replica enforces the time limit itself; this is for one that hangs.
         end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + self.grace_s
         # Replicas that a request may lose before it is given up
         for attempt in range(8):
             try:
-                async with asyncio.timeout_at(end):
+                async with self.fleet.limited(end):
                     answer = self.fleet.replicas.answer(scope, body, session, slot.caller)
                     async with aclosing(answer) as pieces:  # type: ignore[type-var]
                         async for message in (part async for piece in pieces for part in piece):
@@ -234,18 +256,26 @@ class Gateway:
             except ReplicaLost:
                 if sent.begun:
                     self.fleet.metrics.broken += 1
-                    await sent.break_off()
+                    await sent.break_off(LOST)
                     return
             except TimeoutError:
                 if not sent.begun:
-                    raise ApiError(504, "the request exceeded its time limit", code="deadline_exceeded") from None
-                await sent.break_off()
+                    late = ApiError(504, "the request exceeded its time limit", code="deadline_exceeded")
+                    raise (shutting_down() if self.fleet.stopped else late) from None
+                await sent.break_off(shutting_down() if self.fleet.stopped else LOST)
+                return
+            except OSError:
+                raise  # the client's connection
+            except Exception as error:
+                if not sent.begun:
+                    raise
+                await sent.break_off(api_error(error))
                 return
             else:
                 if sent.ended:
                     return
                 if sent.begun:
-                    await sent.break_off()
+                    await sent.break_off(LOST)
                     return
             self.fleet.metrics.retried += 1
             await asyncio.sleep(min(2.0, self.pause_s * 2**attempt))
@@ -257,8 +287,8 @@ class Gateway:
 class _Sent:
     """Progress of an answer that is sent to a client."""
 
-    def __init__(self, send: Send, anthropic: bool) -> None:
-        self._send, self._anthropic = send, anthropic
+    def __init__(self, send: Send, dialect: Dialect) -> None:
+        self._send, self._dialect = send, dialect
         self._start: Message | None = None
         self.begun = self.ended = False
 
@@ -273,14 +303,13 @@ class _Sent:
         await self._send(message)
         self.ended = not message.get("more_body", False)
 
-    async def break_off(self) -> None:
+    async def break_off(self, error: ApiError) -> None:
         """End a stream with an error event.  Raises ``ConnectionError`` for other answers: only a broken connection
         shows that something is missing."""
         names = dict(self._start["headers"]) if self._start is not None else {}
         if not names.get(b"content-type", b"").startswith(b"text/event-stream"):
             raise ConnectionError("an answer was interrupted")
-        error = ApiError(503, "the replica of this request is gone: the answer is incomplete", code="replica_lost")
-        frame = event(error.anthropic_body, named=True) if self._anthropic else event(error.body)
+        frame = event(self._dialect.error(error), named=self._dialect.named)
         await self._send({"type": "http.response.body", "body": frame, "more_body": False})
         self.ended = True
 

@@ -21,8 +21,8 @@ SPENT = "foretoken.spent"
 class Replica:
     """One model, one engine, one application; ``name`` is sent to clients in the header ``X-Replica``.
 
-    Keys and origins are the gateway's business: only the caller of a request travels, not the server's settings for
-    them. ``make`` creates the state and by default loads the model.
+    Keys, origins and other names of counters are the gateway's business: only the caller of a request travels, not the
+    server's settings for them. ``make`` creates the state and by default loads the model.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Replica:
             allowed_origin=(),
             insecure=True,
             root_path="",
+            metrics_compat="",
         )
         self.serving = (make or Serving)(self.settings)
         self.app: ASGIApp = create_app(self.settings, self.serving)
@@ -68,7 +69,7 @@ class Replica:
 
     def metrics(self) -> str:
         """Exposition of the replica's counters for Prometheus."""
-        return str(self.serving.metrics.text().decode())
+        return str(self.serving.metrics.text())
 
     async def answer(
         self, scope: dict[str, Any], body: bytes, caller: Caller | None = None

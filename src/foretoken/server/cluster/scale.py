@@ -24,7 +24,7 @@ from foretoken.server import logs
 from foretoken.server.cluster.gateway import Fleet, ReplicaLost, create_gateway
 from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
-from foretoken.server.lifecycle import STOPPING, run_app
+from foretoken.server.lifecycle import STOPPING, bound, run_app
 
 REASON = re.compile(r"(?:ray::|\s*)(?:[\w.]*\.)?(?:\w*Error|\w*Exception): (.+)")
 
@@ -32,6 +32,7 @@ REASON = re.compile(r"(?:ray::|\s*)(?:[\w.]*\.)?(?:\w*Error|\w*Exception): (.+)"
 def serve_replicas(settings: ServerSettings, replicas: int, address: str, sock: socket.socket) -> int:
     """Serve with several replicas until a signal arrives; returns the exit code.  Host, port and keys of the settings
     are the gateway's; for ``address`` see :class:`RayReplicas`."""
+    settings = bound(settings, sock)
     fleet = Fleet(settings, RayReplicas(settings, replicas, address))
     return run_app(create_gateway(fleet), fleet, sock)
 

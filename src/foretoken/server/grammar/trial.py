@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import atexit
 import json
+import signal
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
+from functools import lru_cache
 from pathlib import Path
+
+TOO_MUCH = "it takes too much time or memory: make it smaller"
+LIMIT_EXITS = [-getattr(signal, name) for name in ("SIGPROF", "SIGABRT") if hasattr(signal, name)]
+"""Exit codes of a worker that has reached its limit of processor time or memory."""
 
 
 class TrialBusy(Exception):
     """Another grammar is on trial."""
+
+
+class _Interrupted(Exception):
+    """A trial has ended without a result, and not by its limits: a busy machine, or a worker that was killed."""
 
 
 class Trial:
@@ -27,41 +36,27 @@ class Trial:
     """
 
     def __init__(self, remembered: int = 256) -> None:
-        self._most_answers = remembered
-        self._lock, self._answering = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._answers: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._result = lru_cache(remembered)(self._tried)
         atexit.register(self.close)
 
     def error(self, grammar: str, limits: dict[str, int], patience_s: float | None = None) -> str:
         """Reason why the grammar cannot be compiled, or an empty text.  Raises :class:`TrialBusy` if others are on
         trial for longer than ``patience_s`` (``None``: no limit)."""
-        key = (grammar, json.dumps(limits))
-        answer = self._remembered(key)
-        if answer is None:
-            # One grammar at a time; cached results do not wait.
-            if not self._lock.acquire(timeout=-1 if patience_s is None else patience_s):
-                raise TrialBusy("another grammar is being compiled")
-            try:
-                answer = self._remembered(key)
-                if answer is None:
-                    answer = self._ask(json.dumps([grammar, limits]))
-                    self._remember(key, answer)
-            finally:
-                self._lock.release()
-        return answer
+        try:
+            return self._result(json.dumps([grammar, limits]), patience_s)
+        except _Interrupted:  # not remembered: the next request may have more luck
+            return TOO_MUCH
 
-    def _remembered(self, key: tuple[str, str]) -> str | None:
-        with self._answering:
-            if key in self._answers:
-                self._answers.move_to_end(key)
-            return self._answers.get(key)
-
-    def _remember(self, key: tuple[str, str], answer: str) -> None:
-        with self._answering:
-            self._answers[key] = answer
-            if len(self._answers) > self._most_answers:
-                self._answers.popitem(last=False)
+    def _tried(self, line: str, patience_s: float | None) -> str:
+        """Result of a trial; one grammar at a time, while remembered results do not wait."""
+        if not self._lock.acquire(timeout=-1 if patience_s is None else patience_s):
+            raise TrialBusy("another grammar is being compiled")
+        try:
+            return self._ask(line)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         if self._process is not None:
@@ -86,8 +81,11 @@ class Trial:
         finally:
             watch.cancel()
         if not answer:
+            code = process.wait()
             self.close()
-            return "it takes too much time or memory: make it smaller"
+            if code in LIMIT_EXITS:
+                return TOO_MUCH
+            raise _Interrupted
         return str(json.loads(answer))
 
     def _started(self) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ function metric(text, name) {
   return sum([...text.matchAll(pattern)].map((found) => Number(found[1])));
 }
 
-/** Ask how the engine is, and show it. */
+/** Ask how the engine is, and show it. Behind a gateway the report is one replica's, and the counters are those of all. */
 export async function poll() {
   const options = { headers: headers(), signal: AbortSignal.timeout(5000) };
   const spec = await (await answered("v1/spec", options)).json();
@@ -18,8 +18,9 @@ export async function poll() {
   state.model = spec.model;
   state.spec = spec;
   const pulse = {
-    at: performance.now(), rounds: spec.state.rounds, running: spec.state.running, waiting: spec.state.waiting,
-    tokens: metric(counters, "generation_tokens_total"),
+    at: performance.now(), rounds: metric(counters, "rounds_total"), tokens: metric(counters, "generation_tokens_total"),
+    running: metric(counters, "num_requests_running"), waiting: metric(counters, "num_requests_waiting"),
+    bytes: metric(counters, "kv_cache_bytes"), replicas: metric(counters, "replicas_ready") || 1,
   };
   state.pulses = [...state.pulses, pulse].filter((one) => pulse.at - one.at < 61e3);
   showEngine(spec, pulse);
@@ -28,7 +29,7 @@ export async function poll() {
 function showEngine(spec, pulse) {
   const { state: engine } = spec;
   $("model").textContent = spec.drafter ? `${spec.model} · drafter ${spec.drafter}` : `${spec.model} · no drafter`;
-  $("live-state").textContent = engine.dead ? "stopped" : engine.draining ? "shutting down" : engine.running ? "busy" : "idle";
+  $("live-state").textContent = engine.dead ? "stopped" : engine.draining ? "shutting down" : pulse.running ? "busy" : "idle";
   $("live-running").textContent = pulse.running;
   $("live-waiting").textContent = pulse.waiting;
   $("live-rounds").textContent = rate("rounds", 2.5).toFixed(0);
@@ -38,13 +39,18 @@ function showEngine(spec, pulse) {
     "Verifier": spec.verifier,
     "Controller": spec.controller ?? "none",
     "Exact": spec.lossless ? "yes: the target's own distribution" : "no: lossy rules are allowed",
-    "Keys and values": bytes(engine.kv_bytes) + (engine.kv_budget_bytes ? ` of ${bytes(engine.kv_budget_bytes)}` : ""),
-    "Places": `${pulse.running} of ${spec.limits.max_running} running, ${pulse.waiting} of ${spec.limits.max_queued} waiting`,
+    "Keys and values": bytes(pulse.bytes) + (engine.kv_budget_bytes ? ` of ${bytes(pulse.replicas * engine.kv_budget_bytes)}` : ""),
+    "Places": places(spec.limits, pulse),
     "Tokens/s": `${rate("tokens", 10.5).toFixed(1)} in finished requests, last 10 s`,
     ...flat(engine.controller ?? {}),
   };
   $("engine").replaceChildren(...Object.entries(facts).flatMap(([name, value]) => [html("dt", {}, name), html("dd", {}, String(value))]));
   drawPulse();
+}
+
+function places({ max_running: running, max_queued: waiting }, pulse) {
+  const { replicas } = pulse;
+  return `${pulse.running} of ${replicas * running} running, ${pulse.waiting} of ${replicas * waiting} waiting`;
 }
 
 /** Nested values as names and texts. */
