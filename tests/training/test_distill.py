@@ -27,7 +27,7 @@ from foretoken.training.config import TEXTS, DistillConfig, LmConfig
 from foretoken.training.distill import Distiller
 from foretoken.training.lm import train_lm
 from foretoken.training.loop import Progress
-from foretoken.training.text_sources import TeacherText
+from foretoken.training.text_sources import written_text
 from foretoken.training.workshop import Workshop, load_student
 from foretoken.training.written import stored_continuations, write_continuations
 
@@ -244,50 +244,51 @@ def test_stored_text_is_made_once_and_goes_on(target: Path, tmp_path: Path, monk
 
 def test_where_the_rows_come_from(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
     runs = {text: new_run(target, draft, data, tmp_path / text, text=text, batch_size=8, refresh=2) for text in TEXTS}
-    sources = {text: run.source(1) for text, run in runs.items()}
-    fixed, policy, mixed = sources["fixed"], sources["policy"], sources["mixed"]
+    texts = {name: run.text(1) for name, run in runs.items()}
+    (fixed, whole), (policy, own_weights), (mixed, weights_) = texts["fixed"], texts["policy"], texts["mixed"]
     prompt = RUN.prompt_tokens
-    assert prompt == 8 and bool((fixed.weights == 1).all())
-    assert torch.equal(policy.tokens[:, :prompt], fixed.tokens[:, :prompt])
-    assert not bool((policy.tokens == fixed.tokens).all(1).any())
-    assert bool((policy.weights[:, : prompt - 1] == 0).all()) and bool((policy.weights[:, prompt - 1 :] == 1).all())
-    own = (mixed.tokens == policy.tokens).all(1)
+    assert prompt == 8 and bool((whole == 1).all())
+    assert torch.equal(policy[:, :prompt], fixed[:, :prompt])
+    assert not bool((policy == fixed).all(1).any())
+    assert bool((own_weights[:, : prompt - 1] == 0).all()) and bool((own_weights[:, prompt - 1 :] == 1).all())
+    own = (mixed == policy).all(1)
     assert 0 < int(own.sum()) < 8
-    assert bool(((mixed.tokens == fixed.tokens).all(1) | own).all())
-    assert torch.equal(mixed.weights[own], policy.weights[own]) and torch.equal(
-        mixed.weights[~own], fixed.weights[~own]
-    )
-    teacher = sources["teacher"]
+    assert bool(((mixed == fixed).all(1) | own).all())
+    assert torch.equal(weights_[own], own_weights[own]) and torch.equal(weights_[~own], whole[~own])
+    teacher, teacher_weights = texts["teacher"]
+    assert torch.equal(teacher_weights, own_weights)
     written = runs["teacher"].shop.written_rows()
-    assert written.shape == (12, 33) and all(bool((written == row).all(1).any()) for row in teacher.tokens)
-    steps = torch.cat([runs["teacher"].source(step).tokens for step in (0, 1, 2)])
+    assert written.shape == (12, 33) and all(bool((written == row).all(1).any()) for row in teacher)
+    steps = torch.cat([runs["teacher"].text(step)[0] for step in (0, 1, 2)])
     assert len(steps.unique(dim=0)) == 12  # two passes of twelve rows
 
 
 def test_the_student_writes_with_the_weights_of_now(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
     run = new_run(target, draft, data, tmp_path, text="policy", refresh=2)
-    before = [run.source(step).tokens for step in (0, 1, 2)]
+    before = [run.text(step)[0] for step in (0, 1, 2)]
     run.source(0)
     with torch.no_grad():
         for parameter in run.student.parameters():
             parameter.add_(torch.randn_like(parameter))
-    assert torch.equal(run.source(1).tokens, before[1])  # of the same writing
-    assert not torch.equal(run.source(2).tokens, before[2])
+    assert torch.equal(run.text(1)[0], before[1])  # of the same writing
+    assert not torch.equal(run.text(2)[0], before[2])
 
 
 def test_rows_without_weight_are_left_out() -> None:
     rows = torch.arange(12).view(4, 3)
     kept = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
-    source = TeacherText(rows, kept, batch=2, seed=0)
+    text = written_text(rows, kept, batch=2, seed=0)
     for step in range(3):
-        assert sorted(source(step).tokens[:, 0].tolist()) == [3, 9]
+        assert sorted(text(step)[:, 0].tolist()) == [3, 9]
+        learned = dict(zip(text(step)[:, 0].tolist(), text.learned_of(step).tolist(), strict=True))
+        assert learned == {3: [False, True, False], 9: [False, False, True]}
     with pytest.raises(ValueError, match="no generated text is left"):
-        TeacherText(rows, torch.zeros(4, 2), batch=2, seed=0)
+        written_text(rows, torch.zeros(4, 2), batch=2, seed=0)
 
 
 def test_the_loss_is_the_weighted_mean(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
     run = new_run(target, draft, data, tmp_path, loss="tvd")
-    tokens = run.source(0).tokens
+    tokens = run.text(0)[0]
     weights_ = torch.zeros(2, 32)
     weights_[0, 3], weights_[1, 30] = 1.0, 3.0
     p = run.shop.parts.network(input_ids=tokens[:, :-1]).logits
@@ -395,8 +396,8 @@ def test_a_batch_without_any_weight_teaches_nothing(
     places: int, target: Path, draft: Path, data: Path, tmp_path: Path
 ) -> None:
     run = new_run(target, draft, data, tmp_path, places=places)
-    source = run.source
-    run.source = lambda step: replace(source(step), weights=torch.zeros(2, 32))  # type: ignore[assignment]
+    tokens = run.text(0)[0]
+    run.text = lambda step: (tokens, torch.zeros(2, 32))  # type: ignore[method-assign]
     loss = run._loss(0)
     loss.backward()
     assert float(loss.detach()) == 0

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foretoken.training.distill import Distiller, Evaluate
 from foretoken.training.loop import Progress
-from foretoken.training.text_sources import TeacherText
+from foretoken.training.text_sources import written_text
 from foretoken.training.workshop import Workshop, load_student
 
 
@@ -134,7 +134,7 @@ class Boost:
         extra = {"stage": number, "length": self.length, "left": share}
         report_file = folder / "training.json"
         student = load_student(self.draft, self.shop.target, self.shop.tokenizer, str(self._target.device))
-        source = TeacherText(self.rows, self._open_weights, config.batch_size, config.seed)
+        source = written_text(self.rows, self._open_weights, config.batch_size, config.seed)
         worker = Distiller(self.shop, student, folder, source=source, name=str(self.draft), extra=extra)
         if report_file.exists() and worker.is_done():
             report: dict[str, Any] = json.loads(report_file.read_text(encoding="utf-8"))

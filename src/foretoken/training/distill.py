@@ -31,7 +31,7 @@ from foretoken.training.loop import Loop, Progress, Saving, identity_of
 from foretoken.training.mask_rows import additive, mask_ids, mask_rows, rows_mask, seeds_of, with_text
 from foretoken.training.optimizers import build_optimizers, vocabulary_of
 from foretoken.training.state_rows import OWN_SHARE, StateRows, stored_apart
-from foretoken.training.text_sources import TextSource
+from foretoken.training.text_sources import PolicyText, TrainingText
 from foretoken.training.workshop import Workshop
 
 WIDTH = 64
@@ -55,7 +55,7 @@ class Distiller:
     """
 
     def __init__(
-        self, shop: Workshop, student: Any, out: Path, *, source: TextSource | None = None, name: str = BUILTIN,
+        self, shop: Workshop, student: Any, out: Path, *, source: TrainingText | None = None, name: str = BUILTIN,
         extra: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         config = shop.config
@@ -87,8 +87,10 @@ class Distiller:
         ``FloatingPointError`` when the loss or its gradient is NaN or infinite; the last checkpoint is then intact.
         """
         loop = Loop(self.out, self.config, self.student, self.optimizers, AlignmentCurve, self._identity)
+        source = self.source
         if loop.meta:
-            self.source.restore(loop.meta["text"])
+            if isinstance(source, PolicyText):
+                source.restore(loop.meta["text"])
             self.before = loop.meta["before"]
         elif evaluate is not None:
             self.before = dict(evaluate(self.student))
@@ -98,7 +100,10 @@ class Distiller:
             save_every=save_every,
             eval_every=eval_every,
             measure=None if evaluate is None else lambda: evaluate(self.student),
-            keep=lambda step: {"before": self.before, "text": self.source.state(step)},
+            keep=lambda step: {
+                "before": self.before,
+                "text": source.state(step) if isinstance(source, PolicyText) else {},
+            },
             on_step=on_step,
             saving=saving,
         )
@@ -135,10 +140,13 @@ class Distiller:
         return {"draft": self.name, **self.extra, "target": target, "student": self.start, "text": shop.text}
 
     def _loss(self, step: int) -> Tensor:
-        rows = self.source(step)
-        if self.mask >= 0:
-            return self.mask_loss(rows.tokens, rows.weights, step)
-        return self.loss(rows.tokens, rows.weights)
+        tokens, weights = self.text(step)
+        return self.loss(tokens, weights) if self.mask < 0 else self.mask_loss(tokens, weights, step)
+
+    def text(self, step: int) -> tuple[Tensor, Tensor]:
+        """Rows int64 [batch, context + 1] of a step, and the weights [batch, context] of their positions."""
+        tokens, learned = torch.from_numpy(self.source(step)), self.source.learned_of(step)
+        return tokens, torch.ones(tokens[:, 1:].shape) if learned is None else torch.from_numpy(learned)[:, 1:].float()
 
     def mask_loss(self, tokens: Tensor, weights: Tensor, step: int) -> Tensor:
         """The loss of :meth:`loss` over the rows of the texts, and of masks after positions all over them."""

@@ -1,7 +1,8 @@
-"""Text for the alignment of a draft model: the corpus, text of the target, its own text, or a mix.
+"""Text that models write: for the alignment of a draft model that of the target, its own, or a mix with the corpus.
 
-Every source is a pure function of (seed, step) and, for text of the student, of the student's weights when it was
-written.
+All training text has one form: ``blocks(step)`` are the step's rows, int64 [batch, context + 1], a pure function of
+(seed, step) and, for text of the student, of the student's weights when it was written; ``blocks.learned_of(step)``
+masks their tokens to predict (``None``: all).
 
 Drafters can also be trained on blocks that the target wrote, which is sequence-level distillation: Stern et al. 2018
 (arXiv 1811.03115) train blockwise heads on text decoded by the model; Medusa, EAGLE-3 and SpecForge regenerate their
@@ -10,18 +11,18 @@ corpora in the same way.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from foretoken.models.base import LanguageModel
-from foretoken.training.chat import ChatBlocks, RowBlocks, rows_of_step
+from foretoken.training.chat import ChatBlocks, RowBlocks
 from foretoken.training.corpus import BlockSampler
 from foretoken.training.written import stored_continuations
 
@@ -29,65 +30,7 @@ Writer = Callable[[Tensor, Sequence[int]], Tensor]
 """``(prompts [n, m], their numbers) -> int64 [n, context + 1]``: continues prompts."""
 
 
-@dataclass(frozen=True)
-class Text:
-    """Training text of one step.
-
-    Attributes:
-        tokens: int64 [batch, context + 1]: inputs are ``[:, :-1]``.
-        weights: float32 [batch, context]: weight of each position's distribution.
-    """
-
-    tokens: Tensor
-    weights: Tensor
-
-
-class TextSource(ABC):
-    """Training text by step."""
-
-    @abstractmethod
-    def __call__(self, step: int) -> Text:
-        """The text of one step."""
-
-    def state(self, step: int) -> dict[str, Any]:
-        """State that a checkpoint before ``step`` must store, as JSON data."""
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore a :meth:`state`."""
-        return
-
-
-class FixedText(TextSource):
-    """Blocks of the corpus.  Every position counts; in conversations only those before an assistant's tokens."""
-
-    def __init__(self, blocks: BlockSampler | ChatBlocks) -> None:
-        self.blocks = blocks
-
-    def __call__(self, step: int) -> Text:
-        tokens, learned = torch.from_numpy(self.blocks(step)), self.blocks.learned_of(step)
-        if learned is None:
-            return Text(tokens, torch.ones(tokens.shape[0], tokens.shape[1] - 1))
-        return Text(tokens, torch.from_numpy(learned)[:, 1:].float())
-
-
-class TeacherText(TextSource):
-    """Rows written by the target, int64 [n, context + 1], in a new order every epoch.  Rows without positive
-    ``weights``, float32 [n, context], are dropped; at least one must remain."""
-
-    def __init__(self, rows: Tensor, weights: Tensor, batch: int, seed: int) -> None:
-        keep = weights.sum(1) > 0
-        if not bool(keep.any()):
-            raise ValueError("no generated text is left to learn from")
-        self.rows, self.weights = rows[keep], weights[keep]
-        self.batch, self.seed = batch, seed
-
-    def __call__(self, step: int) -> Text:
-        chosen = rows_of_step(step, self.batch, len(self.rows), self.seed)
-        return Text(self.rows[chosen], self.weights[chosen])
-
-
-class PolicyText(TextSource):
+class PolicyText:
     """Continuations of the beginnings of corpus blocks by the current student.
 
     Text for ``refresh`` steps is generated at once, because a large batch costs hardly more than a small one.  Only the
@@ -101,7 +44,7 @@ class PolicyText(TextSource):
 
     def __init__(
         self,
-        blocks: BlockSampler | ChatBlocks,
+        blocks: BlockSampler | RowBlocks,
         write: Writer,
         prompt: int,
         refresh: int,
@@ -113,17 +56,24 @@ class PolicyText(TextSource):
         self._window = -1
         self._rows: dict[int, Tensor] = {}
 
-    def __call__(self, step: int) -> Text:
+    def __call__(self, step: int) -> NDArray[np.int64]:
         """Corpus blocks, some of them continued by the student."""
+        tokens = self.blocks(step)
+        for i, row in self._continued(step).items():
+            tokens[i] = row
+        return tokens
+
+    def learned_of(self, step: int) -> NDArray[np.bool_]:
+        """Mask of the tokens to predict: all but the prompts of continued blocks."""
+        learned = np.ones((self.blocks.batch, self.blocks.block + 1), bool)
+        learned[list(self._continued(step)), : self.prompt] = False
+        return learned
+
+    def _continued(self, step: int) -> dict[int, Tensor]:
+        """The student's rows of a step by their index in the batch."""
         if step // self.refresh != self._window:
             self._renew(step // self.refresh)
-        tokens = torch.from_numpy(self.blocks(step))
-        weights = torch.ones(len(tokens), tokens.shape[1] - 1)
-        for i, number in enumerate(self._numbers(step)):
-            if number in self._rows:
-                tokens[i] = self._rows[number]
-                weights[i, : self.prompt - 1] = 0
-        return Text(tokens, weights)
+        return {i: self._rows[number] for i, number in enumerate(self._numbers(step)) if number in self._rows}
 
     def _numbers(self, step: int) -> range:
         return range(step * self.blocks.batch, (step + 1) * self.blocks.batch)
@@ -151,6 +101,41 @@ class PolicyText(TextSource):
         self._rows = {int(n): torch.tensor(row) for n, row in state.get("rows", {}).items()}
 
 
+TrainingText = BlockSampler | RowBlocks | PolicyText
+"""All forms of training text."""
+
+
+def written_text(rows: Tensor, weights: Tensor, batch: int, seed: int) -> RowBlocks:
+    """Rows that the target wrote, int64 [n, context + 1], of which tokens with ``weights`` [n, context] are learned, in
+    a new order every epoch.  Rows without any are dropped.  Raises ``ValueError`` if none remains."""
+    kept = weights.sum(1) > 0
+    if not bool(kept.any()):
+        raise ValueError("no generated text is left to learn from")
+    learned = F.pad(weights[kept] > 0, (1, 0))
+    return RowBlocks(rows[kept].numpy(), batch, seed, learned.numpy())
+
+
+def written_rows(
+    folder: Path,
+    target: LanguageModel,
+    fingerprint: dict[str, Any],
+    corpus: BlockSampler | RowBlocks,
+    count: int,
+    prompt: int,
+    temperature: float,
+    vocab_size: int | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """``count`` rows, int64 [count, block + 1]: the first ``prompt`` tokens of corpus blocks, continued by ``target``
+    and stored below ``folder``."""
+    steps = range(-(-count // corpus.batch))
+    prompts = torch.from_numpy(np.concatenate([corpus(step)[:, :prompt] for step in steps])[:count])
+    return stored_continuations(
+        folder, target, prompts, corpus.block + 1 - prompt, temperature, corpus.seed, writer=fingerprint,
+        vocab_size=vocab_size, on_rows=on_rows,
+    )  # fmt: skip
+
+
 def write_blocks(
     folder: Path,
     target: LanguageModel,
@@ -170,16 +155,5 @@ def write_blocks(
         )
     # One token in eight of a written block is its prompt, from the corpus
     prompt = max(1, corpus.block // 8)
-    steps = range(-(-count // corpus.batch))
-    prompts = torch.from_numpy(np.concatenate([corpus(step)[:, :prompt] for step in steps])[:count])
-    rows = stored_continuations(
-        folder,
-        target,
-        prompts,
-        corpus.block + 1 - prompt,
-        temperature,
-        corpus.seed,
-        writer=fingerprint,
-        on_rows=on_rows,
-    )
+    rows = written_rows(folder, target, fingerprint, corpus, count, prompt, temperature, on_rows=on_rows)
     return RowBlocks(rows.numpy(), corpus.batch, corpus.seed)

@@ -15,9 +15,9 @@ from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.config import DistillConfig, check_context
-from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, read_tokens, text_identity
-from foretoken.training.text_sources import FixedText, PolicyText, TeacherText, TextSource
-from foretoken.training.written import stored_continuations, write_continuations
+from foretoken.training.corpus import build_corpus, corpus_blocks, read_tokens, text_identity
+from foretoken.training.text_sources import PolicyText, TrainingText, written_rows, written_text
+from foretoken.training.written import write_continuations
 
 
 def load_draft_model(
@@ -68,10 +68,6 @@ class Workshop:
             )
         self.blocks = corpus_blocks(folder, self.corpus, tokenizer, config.context, config.batch_size, config.seed)
 
-    def _blocks(self, batch: int) -> BlockSampler:
-        config = self.config
-        return BlockSampler(self.folder / "train.bin", self.corpus["dtype"], config.context, batch, config.seed)
-
     def held_prompts(self, count: int, length: int) -> Tensor:
         """Evenly spaced pieces of the held-out text, int64 [at most count, length]."""
         tokens = read_tokens(self.folder / "held.bin", self.corpus["dtype"])
@@ -84,11 +80,10 @@ class Workshop:
     def written_rows(self) -> Tensor:
         """Rows written by the target, int64 [at most ``config.written``, context + 1]; generated once, then read."""
         config = self.config
-        count = min(config.written, self.blocks.num_blocks)
-        prompts = torch.from_numpy(self._blocks(count)(0)[:, : config.prompt_tokens])
-        return stored_continuations(
-            self.folder, self.target, prompts, config.context + 1 - config.prompt_tokens, config.temperature,
-            config.seed, writer=asdict(self.parts.fingerprint()), vocab_size=len(self.tokenizer), on_rows=self.on_rows,
+        return written_rows(
+            self.folder, self.target, asdict(self.parts.fingerprint()), self.blocks,
+            min(config.written, self.blocks.num_blocks), config.prompt_tokens, config.temperature,
+            len(self.tokenizer), self.on_rows,
         )  # fmt: skip
 
     def written_weights(self, rows: Tensor) -> Tensor:
@@ -97,14 +92,14 @@ class Workshop:
         weights[:, : self.config.prompt_tokens - 1] = 0
         return weights
 
-    def source(self, student: Any) -> TextSource:
+    def source(self, student: Any) -> TrainingText:
         """The text of ``config.text``."""
         config = self.config
         if config.text == "fixed":
-            return FixedText(self.blocks)
+            return self.blocks
         if config.text == "teacher":
             rows = self.written_rows()
-            return TeacherText(rows, self.written_weights(rows), config.batch_size, config.seed)
+            return written_text(rows, self.written_weights(rows), config.batch_size, config.seed)
         prompt = config.prompt_tokens
 
         def write(prompts: Tensor, numbers: Sequence[int]) -> Tensor:
