@@ -94,7 +94,7 @@ BAD = [
         ("ngram",),
         "no other project supports drafters of the method 'ngram': choose one of eagle3, peagle, dflash, dflash2, "
         "dspark, eagle, "
-        "medusa, pard, model",
+        "medusa, pard, uno, model",
     ),
     (("nosuch",), "unknown drafter 'nosuch'"),
     (("medusa", "--format", "speculators"), "medusa has no format 'speculators': choose one of original, vllm"),
