@@ -317,7 +317,7 @@ def draws(rows: Tensor, uniforms: Sequence[Sequence[float]]) -> list[list[int]]:
     cdf = running_sums(rows)
     goals = torch.tensor(uniforms, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
     indices = torch.searchsorted(cdf, goals, right=True).clamp_(max=rows.shape[-1] - 1)  # [n, m]
-    drawn = torch.cat((indices, rows.gather(-1, indices)), -1).tolist()  # one transfer
+    drawn = torch.cat((indices, rows.gather(-1, indices).to(cdf.dtype)), -1).tolist()  # one transfer
     count = indices.shape[-1]
     return [
         [int(token) if weight > 0 else last_possible(row) for token, weight in zip(each, each[count:], strict=False)]
