@@ -69,7 +69,7 @@ def test_documented_names_work_or_are_gone_by_the_changelog(name: str) -> None:
         ("from foretoken.bench.report import write_plots", "lab.report.plots.write_plots"),
         ("from foretoken.models.table import TableModel", "models.other.table"),
         ("from foretoken.jobs import run_jobs", "cli.batch"),
-        ("from foretoken.theory.trees import branching_parents", "lab.plan.speedup"),
+        ("from foretoken.theory.trees import trial_acceptance", "lab.plan.speedup"),
     ],
 )
 def test_moved_names_say_where_they_are(statement: str, new: str) -> None:

@@ -65,6 +65,9 @@ EIGHT_BITS: list[tuple[Damage, str]] = [
 ]
 
 
+UNSCALED = r"quantised with 8-bit weights without scales \(fc.weight\): take the unquantised checkpoint"
+
+
 @pytest.mark.parametrize("format", ["plain", "speculators"])
 @pytest.mark.parametrize(
     ("damage", "words"),
@@ -72,7 +75,8 @@ EIGHT_BITS: list[tuple[Damage, str]] = [
         (lambda folder: (folder / "config.json").unlink(), "has no config.json: copy it"),
         (lambda folder: weights(folder).unlink(), r"holds no \*.safetensors weights: the checkpoint is incomplete"),
         (cut, "damaged or half-written: copy it again"),
-        *EIGHT_BITS,
+        (edited(as_int8), UNSCALED),
+        (edited(as_fp8), UNSCALED),
     ],
 )
 def test_imported(damage: Damage, words: str, format: str, target: Path, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_float8() -> None:
         (
             {},
             {"a.weight": torch.zeros(2, 2, dtype=torch.int8)},
-            r"with 8-bit weights without factors \(a.weight\): take",
+            r"with 8-bit weights without scales \(a.weight\): take",
         ),
         (
             {"quant_method": "fp8"},

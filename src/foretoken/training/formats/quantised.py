@@ -1,6 +1,6 @@
 """Quantised copies of published drafters: simple ones are read, others refused by the name of their method.
 
-compressed-tensors, the format of vllm-project, stores a matrix of int8 or float8 as ``weight`` and its factors as
+compressed-tensors, the format of vllm-project, stores a matrix of int8 or float8 as ``weight`` and its scales as
 ``weight_scale``: one, one per row, or one per row and group of columns.
 """
 
@@ -21,7 +21,7 @@ def dequantised(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tup
     """The tensors in bfloat16, and the method that their copy was quantised with; empty if it is not quantised.
 
     Raises:
-        ValueError: they are quantised in a layout other than that of whole bytes with factors.
+        ValueError: they are quantised in a layout other than that of whole bytes with scales.
     """
     method = method_of(config)
     eighths = {name for name, value in tensors.items() if value.dtype.itemsize == 1 and value.dtype != torch.bool}
@@ -57,7 +57,7 @@ def method_of(config: Mapping[str, Any]) -> str:
 
 
 def _kind(packed: str | None, eighths: set[str]) -> str:
-    return "packed weights" if packed is not None else f"8-bit weights without factors ({sorted(eighths)[0]})"
+    return "packed weights" if packed is not None else f"8-bit weights without scales ({sorted(eighths)[0]})"
 
 
 def _whole(name: str, value: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
