@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def plant_open(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> 
 def on(part: str, name: str, marked: Callable[..., bool], after: int = 2) -> Plant:
     def plant(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
         counter.left = after
-        in_method(getattr(serving, part), name, counter, marked)
+        in_method(attrgetter(part)(serving), name, counter, marked)
 
     return plant
 
@@ -163,7 +164,7 @@ PLANTS: dict[str, Plant] = {
     "controller observe": on("controller", "observe", of_context),
     "prompt": plant_prompt,
     "open": plant_open,
-    "take over": on("prefix_cache", "take_over", lambda run, others: is_poisoned(run.context), 0),
+    "take over": on("requests.prefix_cache", "take_over", lambda run, others: is_poisoned(run.context), 0),
     "explain": on("controller", "explain", of_context, 0),
     "controller finish": on("controller", "finish", of_context, 0),
 }
