@@ -79,7 +79,11 @@ def custom_generate(
         synced_gpus: not supported.
         streamer: a Transformers streamer that gets the prompt and then every round's tokens (one row only).
         drafter: spec string, drafter, a draft model (``PreTrainedModel``), or ``None`` for plain decoding.
-        verifier, controller, allow_lossy, exact, profile: as in :func:`foretoken.load`.
+        verifier: as in :func:`foretoken.load`.
+        controller: as in :func:`foretoken.load`.
+        allow_lossy: as in :func:`foretoken.load`.
+        exact: as in :func:`foretoken.load`.
+        profile: as in :func:`foretoken.load`.
         seed: fixes sampled output, whatever the drafts; one per row, or the first of consecutive ones. Without a seed,
             random numbers come from torch's generator, so that ``torch.manual_seed`` works.
         token_streamer: another name of ``streamer``.
