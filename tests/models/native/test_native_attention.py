@@ -160,7 +160,8 @@ LARGE = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "max_position_embeddings": 256,
 }  # fmt: skip
-FAMILIES = ("mistral", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "olmo2", "granite", "mixtral", "olmoe")
+EXPERTS = ("mixtral", "olmoe")
+FAMILIES = ("mistral", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "olmo2", "granite", *EXPERTS)
 
 
 def differing_rows(model: HuggingFaceModel, rng: random.Random) -> int:
@@ -191,9 +192,15 @@ def test_so_are_the_logits(level: str) -> None:
 @needs_it
 @pytest.mark.parametrize("name", FAMILIES)
 def test_so_are_those_of_other_families(name: str) -> None:
+    """Experts are PyTorch's products, whose bits depend on the number of rows where the CPU has no instructions for
+    bfloat16: there the check at load must have said so."""
     model, rng = HuggingFaceModel(new_model(name, **LARGE).bfloat16(), in_place=True), random.Random(0)
     assert model.forwards.packing.layout == "native" and model.forwards.fast.layers[0].native
-    assert [differing_rows(model, rng) for _ in range(4)] == [0] * 4
+    differing = [differing_rows(model, rng) for _ in range(8)]
+    if name in EXPERTS and any(differing):
+        assert model.exactness == "rounding"
+    else:
+        assert differing == [0] * 8 and model.exactness == "bitwise"
 
 
 @needs_it
