@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import foretoken as ft
+from foretoken.llm import assemble
 from foretoken.models import refusals, wrap
 from foretoken.models.base import CapabilityError
 from foretoken.models.forward.parts import TargetParts
+from foretoken.training.recipes import find_recipe
 from models.checkpoints import VOCAB, save
 from models.hybrids import hybrid
 from training.formats.tiny_nets import save_net
@@ -53,6 +56,20 @@ def test_a_tree_that_was_asked_for_is_refused_with_the_cure(tmp_path: Path) -> N
     folder = save_net("dflash", tmp_path / "drafter", target, vocab_size=VOCAB)
     with pytest.raises(CapabilityError, match=r"needs a target with tree_mask: .*; width=1 drafts chains"):
         ft.load(target, f"dflash:{folder},width=4").generate(PROMPTS[0], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark", "eagle", "eagle3", "peagle", "medusa", "hydra"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_training_measures_chains(name: str, method: str) -> None:
+    """The drafter that a recipe measures with must run on the target, as the stored one does."""
+    target = wrap(hybrid(name, dtype=torch.float32))
+    settings = {"layers": "0,1,2"} if method in ("eagle3", "peagle") else {}
+    recipe = find_recipe(method)(target, TargetParts(target), settings)
+    llm = assemble(target, recipe.drafter({}), "auto", "constant", None)
+    plain = assemble(target, None, "auto", "auto", None)
+    output = llm.generate(PROMPTS[0], max_new_tokens=8, ignore_eos=True)
+    assert output.stats.num_draft_tokens > 0
+    assert output.token_ids == plain.generate(PROMPTS[0], max_new_tokens=8, ignore_eos=True).token_ids
 
 
 @pytest.mark.parametrize("name, norm", [("lfm2", "embedding_norm"), ("mamba2", "norm_f"), ("qwen3_5_text", "norm")])

@@ -88,12 +88,12 @@ class LoadingContext(BuildContext):
 
     def _as_chain(self, cls: type[Drafter], options: dict[str, Any]) -> dict[str, Any]:
         """The options, with those of a chain if they leave the shape open and the target cannot score trees."""
-        offered = self.target.capabilities
-        if not cls.chain or offered.tree_mask or {*cls.chain, "tree", "draw"} & set(options):
+        shape = cls.shape_for(self.target)
+        if not shape or {*shape, "tree", "draw"} & set(options):
             return options
-        why = offered.missing.get("tree_mask", "the target cannot score them")
+        why = self.target.capabilities.missing.get("tree_mask", "the target cannot score them")
         refusal("trees", why, f"{cls.name} drafts chains")
-        return {**options, **cls.chain}
+        return {**options, **shape}
 
     def _built_outside(self, cls: type[Any], path: str | None, options: dict[str, Any]) -> Drafter:
         label = f"{cls.__name__} ({line_of(cls)})"

@@ -114,6 +114,11 @@ class Drafter(ABC):
     target_bytes: int = 0
     drafters: Sequence[Drafter] = ()
 
+    @classmethod
+    def shape_for(cls, target: LanguageModel) -> Mapping[str, Any]:
+        """Options of a shape that the target can score, for a drafter whose shape nobody has chosen."""
+        return {} if target.capabilities.tree_mask else cls.chain
+
     @property
     def limits(self) -> Limits:
         cost = self.cost_beside(self.target_bytes)

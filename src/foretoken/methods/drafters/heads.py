@@ -131,7 +131,7 @@ class HeadsDrafter(BatchDrafter):
         if width and options.get("tree"):
             raise ValueError(f"{cls.name} takes the shape from tree={options['tree']}: leave width out")
         heads, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
-        options["accuracies"] = [row[: width or None] for row in measured.get("accuracies") or TYPICAL]
+        options["accuracies"] = ranked_first(measured.get("accuracies"), width)
         ids = chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ()))
         options["frequent"] = () if ids is None else ids.tolist()
         if nodes is not None:
@@ -146,8 +146,13 @@ class HeadsDrafter(BatchDrafter):
         return built
 
     @classmethod
-    def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
-        """Construct the drafter for ``target``."""
+    def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, width: int = 0, **options: Any) -> Self:
+        """Construct the drafter for ``target``; ``width`` as for :meth:`build`."""
+        options["accuracies"] = ranked_first(options.get("accuracies"), width)
+        return cls._over(heads, parts, target, **options)
+
+    @classmethod
+    def _over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
         return cls(heads, parts, **options)
 
     @abstractmethod
@@ -306,3 +311,8 @@ def ends_after(budget: Budget, logits: Tensor | None, row: int, rank: int) -> bo
         return False
     distribution = torch.softmax(logits[row].float(), -1)
     return budget.stops_after(distribution, float(largest(distribution, rank + 1)[0][-1]))
+
+
+def ranked_first(accuracies: Sequence[Sequence[float]] | None, width: int) -> list[Sequence[float]]:
+    """Accuracies [K][R] of the first ``width`` ranks, of all for 0; typical ones if training did not measure."""
+    return [row[: width or None] for row in accuracies or TYPICAL]

@@ -77,7 +77,7 @@ class HydraDrafter(ReadingDrafter, HeadsDrafter):
             raise ValueError("these hydra heads have no prefix layer: leave window and sink out")
 
     @classmethod
-    def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
+    def _over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
         return cls(heads, parts, target=target, **options)
 
     # -- what the heads read -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -95,6 +96,7 @@ class UnoDrafter(ParallelDrafter):
     """
 
     name = "uno"
+    chain = MappingProxyType({})  # it runs the layers of the target, which takes trees then
     net_config = UnoConfig
     net_class = UnoNet
     model: GatedModel

@@ -231,6 +231,12 @@ class Recipe(ABC):
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """The loss of one batch, a scalar."""
 
+    @property
+    def shape(self) -> Mapping[str, Any]:
+        """Options of the drafter's shape: a chain for a target that cannot score trees."""
+        shape: Mapping[str, Any] = self.drafter_class.shape_for(self.target)
+        return shape
+
     @abstractmethod
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """A drafter with the current network."""

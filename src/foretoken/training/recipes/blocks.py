@@ -126,7 +126,7 @@ class BlockRecipe(Recipe):
         return net
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        return self.drafter_class.of(self.net, self.parts, self.target, self.frequent)
+        return self.drafter_class.of(self.net, self.parts, self.target, self.frequent, **self.shape)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over positions of their losses."""

@@ -138,7 +138,7 @@ class DsparkRecipe(BlockRecipe):
         return _Position(log_guess, targets, counted, accepted, self.net.confidences(before, states), memory)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        drafter = self.drafter_class.of(self.net, self.parts, self.target, self.frequent)
+        drafter = self.drafter_class.of(self.net, self.parts, self.target, self.frequent, **self.shape)
         drafter.start_from(measured)
         return drafter
 

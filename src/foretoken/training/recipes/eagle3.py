@@ -110,7 +110,7 @@ class Eagle3Recipe(FeatureRecipe):
         return draft_logits(self.net, self.parts, self.net.head_state(output))
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        return Eagle3Drafter.of(self.net, self.parts, self.target)
+        return Eagle3Drafter.of(self.net, self.parts, self.target, **self.shape)
 
 
 def most_frequent(

@@ -48,7 +48,7 @@ class FeatureRecipe(Recipe):
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         head = DraftHead(self.parts, self.guessed)
-        return self.drafter_class(FeatureModel(self.net, self.parts, self.target, head))
+        return self.drafter_class(FeatureModel(self.net, self.parts, self.target, head), **self.shape)
 
     @property
     def ahead(self) -> int:

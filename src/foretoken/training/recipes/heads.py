@@ -42,8 +42,8 @@ class HeadsRecipe(Recipe):
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         frequent = () if self.frequent is None else self.frequent.tolist()
-        options = {"accuracies": measured.get("accuracies"), "frequent": frequent}
-        return self.drafter_class.over(self.net, self.parts, self.target, **options)
+        options: dict[str, Any] = {"accuracies": measured.get("accuracies"), "frequent": frequent}
+        return self.drafter_class.over(self.net, self.parts, self.target, **options, **self.shape)
 
     @abstractmethod
     def states(

@@ -101,4 +101,4 @@ class PeagleRecipe(Eagle3Recipe):
         return net(self.embedded(ids).to(features.dtype), whole, positions, visible)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        return PeagleDrafter.of(self.net, self.parts, self.target)
+        return PeagleDrafter.of(self.net, self.parts, self.target, **self.shape)
