@@ -80,11 +80,7 @@ def show_command(
         llm = common.load(own_sampling=True)
         tell_defaults(llm)
         options = {**llm.defaults.sampling, **common.request_options}
-        if row is None:
-            prompt: str | list[int] = prompt_for(llm, text, system, raw, common.target)
-        else:
-            check_system(llm, system, common.target)
-            prompt = row.encode(llm.tokenizer)
+        prompt = _prompt_of(llm, row, text, system, raw, common.target)
         output = llm.generate(prompt, **options, explain=True)
         tell_empty(llm, output.note, raw)
         from foretoken.lab.report.show.run import shown_run
@@ -97,6 +93,16 @@ def show_command(
         print_json({"out": str(out), "rounds": len(run.rounds), "stats": output.stats.as_dict()})
     else:
         print(f"{len(run.rounds)} rounds, {len(output.token_ids)} tokens -> {out}", file=sys.stderr)
+
+
+def _prompt_of(
+    llm: Llm, row: BenchPrompt | None, text: str, system: str | None, raw: bool, target: str
+) -> str | list[int]:
+    """The prompt of a row of a file, or the typed one."""
+    if row is None:
+        return prompt_for(llm, text, system, raw, target)
+    check_system(llm, system, target)
+    return row.encode(llm.tokenizer)
 
 
 def _prompt_in_words(llm: Llm, text: str, prompt: str | list[int], row: BenchPrompt | None) -> str:

@@ -29,6 +29,7 @@ def is_messages(prompt: Any) -> bool:
     """
     if not isinstance(prompt, list | tuple):
         return False
+    # Prompts of 100,000 ids pass here, and asking an abstract class is slow
     mappings = [message for message in prompt if type(message) is not int and isinstance(message, Mapping)]
     return bool(mappings) and not any("input_ids" in message for message in mappings)
 
