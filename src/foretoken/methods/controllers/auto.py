@@ -87,6 +87,7 @@ class AutoController(Controller):
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
         """One plan for the batch, because a round waits for the drafts of all its members."""
         self._digest()
+        self.costs.set_context([len(context.tokens) for context in contexts])
         requests = frozenset(context.request_id for context in contexts)
         size = len(contexts).bit_length()
         measured = self._next_to_measure(size, contexts)
@@ -217,6 +218,7 @@ class AutoController(Controller):
         if not self._records:
             return
         records, self._records = self._records, []
+        self.costs.set_context([len(context.tokens) for context, _ in records])
         self.acceptance.tick()
         num_asked: dict[tuple[int, int], int] = {}
         for context, record in records:
