@@ -211,7 +211,7 @@ class Requests:
 
     def recover(self, before: Mapping[int, int]) -> None:
         """Restore every request to its state between two rounds after an interrupted step, or drop it. ``before`` holds
-        their numbers of tokens before the step, by id."""
+        the numbers of tokens before the step, by id, of those that were not admitted in it."""
         for run in list(self.running):
             if run.sequence is None or not run.started:
                 self.drop(run)
@@ -223,7 +223,7 @@ class Requests:
                 self.drop(run)
                 continue
             have = len(run.context.tokens)
-            if len(run.open_sequence.tokens) != have - 1 or before.get(run.id, have) != have:
+            if len(run.open_sequence.tokens) != have - 1 or before.get(run.id, run.context.prompt_length) != have:
                 self.drop(run)
 
     def together(self, stage: Stage, turns: Sequence[Turn]) -> list[Turn]:
