@@ -4,6 +4,7 @@ and no other request is harmed."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -208,13 +209,12 @@ class Two(Controller):
             raise KeyError("lost")
 
     def explain(self, context: Context) -> str:
-        if self.hit(context, "explain"):
-            raise KeyError("lost")
-        return ""
+        why: str = self.wrong() if self.hit(context, "explain") else "two"
+        return why
 
     def finish(self, context: Context) -> None:
         if self.hit(context, "finish"):
-            raise KeyError("lost")
+            self.wrong()
 
 
 class Batched(Two):
@@ -260,10 +260,33 @@ def test_wrong_budgets_of_a_batch(budgets: Any, words: str) -> None:
     check_alone(runs, ControllerError, rf"Batched\.budgets {LINE} {words}", controller=Batched())
 
 
-@pytest.mark.parametrize("hook", ["budget", "observe", "explain", "finish"])
+@pytest.mark.parametrize("hook", ["budget", "observe"])
 def test_whatever_a_controller_raises_is_said_by_class_and_line(hook: str) -> None:
     runs = served(sampled_requests(), controller=Two(raises, hook))
     check_alone(runs, ControllerError, rf"Two\.{hook} {LINE} raised KeyError: 'lost'", controller=Two())
+
+
+@pytest.mark.parametrize(
+    ("hook", "wrong", "words"),
+    [
+        ("finish", raises, "raised KeyError: 'lost'"),
+        ("finish", sys.exit, r"raised RuntimeError: it called exit\(\)"),
+        ("explain", raises, "raised KeyError: 'lost'"),
+        ("explain", sys.exit, r"raised RuntimeError: it called exit\(\)"),
+        ("explain", lambda: 3, "returned int: it must be a string"),
+    ],
+)
+def test_an_answer_is_complete_before_its_controller_hears_of_its_end(
+    hook: str, wrong: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = served(sampled_requests(), controller=Two(wrong, hook))
+    assert [run.finish_reason for run in runs] == ["length"] * 4
+    assert [run.why for run in runs] == ["two"] * 3 + ["" if hook == "explain" else "two"]
+    for request, run in zip(sampled_requests(), runs, strict=True):
+        assert run.output == served([request], controller=Two(hook="none"))[0].output
+    (fault,) = [record for record in caplog.records if record.name == "foretoken.engine"]
+    assert re.search(rf"Two\.{hook} {LINE} {words}", fault.getMessage())
+    assert fault.levelname == "WARNING" and fault.exc_info is None, "one line, without a traceback"
 
 
 @pytest.mark.parametrize(
