@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from typing import Any
 
 from foretoken.core import Context, NonFiniteLogitsError
 from foretoken.core.outside import OutsideError
@@ -19,7 +20,7 @@ from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.request import Emission, Running, Turn
 from foretoken.engine.stopping import FinishReason
 from foretoken.methods.controllers.base import Controller
-from foretoken.methods.controllers.outside import explained
+from foretoken.methods.controllers.outside import explained, reported
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.checks.finite import why_not_finite
@@ -181,16 +182,28 @@ class Requests:
         self._tell_end("controller", controller.finish, run)
 
     def _tell_end(self, role: str, hook: Callable[[Context], None], run: Running) -> None:
-        """Call a hook at the end of a request. What it raises is logged, once for each fault: the answer is complete,
-        and nothing else needs the hook."""
+        """Call a hook at the end of a request. What it raises is logged: the answer is complete, and nothing else needs
+        the hook."""
         try:
             hook(run.context)
         except BaseException as raised:
-            error = blamed(as_error(raised))
-            if str(error) not in self._logged_faults:
-                self._logged_faults.add(str(error))
-                trace = None if isinstance(error, OutsideError) else error  # that of outside code names its line
-                log.warning("the %s failed at the end of request %d: %s", role, run.id, error, exc_info=trace)
+            self._log_fault(raised, f"the {role} failed at the end of request {run.id}")
+
+    def report_of(self, controller: Controller) -> dict[str, Any]:
+        """The controller's report; an empty one, and a line in the log, if it fails: no request needs it."""
+        try:
+            return reported(controller)
+        except BaseException as raised:
+            self._log_fault(raised, "the controller cannot report")
+            return {}
+
+    def _log_fault(self, raised: BaseException, what: str) -> None:
+        """Log an error once. Raises it again if it ends the process by right."""
+        error = blamed(as_error(raised))
+        if str(error) not in self._logged_faults:
+            self._logged_faults.add(str(error))
+            trace = None if isinstance(error, OutsideError) else error  # that of outside code names its line
+            log.warning("%s: %s", what, error, exc_info=trace)
 
     def _leave_queue(self, run: Running) -> None:
         self.waiting.remove(run)

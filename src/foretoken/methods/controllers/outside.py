@@ -76,6 +76,19 @@ def explained(controller: Controller, context: Context) -> str:
     return str(why)
 
 
+def reported(controller: Controller) -> dict[str, Any]:
+    """``report()`` of a controller.
+
+    Raises:
+        ControllerError: an external one returned something else than a dictionary.
+    """
+    report: Any = controller.report()
+    if is_outside(type(controller)) and not isinstance(report, dict):
+        rule = f"returned {type(report).__name__}: it must be a dictionary"
+        raise ControllerError(fault_message(type(controller), "report", rule))
+    return dict(report)
+
+
 def _broken_cut(controller: Controller, rule: str) -> ControllerError:
     return ControllerError(fault_message(type(controller), "kept", rule))
 
