@@ -12,7 +12,7 @@ from typing import Any
 
 from foretoken.core import Budget, TokenTree
 from foretoken.core.outside import is_outside
-from foretoken.engine.errors import as_error, blamed
+from foretoken.engine.errors import blaming
 from foretoken.engine.request import Running, Turn
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.outside import check_budgets, check_kept
@@ -44,14 +44,8 @@ def check_target(target: LanguageModel, drafter: Drafter) -> None:
 
 def described(drafter: Drafter | None) -> list[dict[str, Any]]:
     """Entries that describe a drafter. Raises ``DrafterError`` with class and line for what one from outside raises."""
-    try:
+    with blaming():
         return [] if drafter is None else entries_of(drafter)
-    except BaseException as raised:
-        error = as_error(raised)
-        blame = blamed(error)
-        if blame is raised:
-            raise
-        raise blame from error
 
 
 def drop_scratch(target: LanguageModel, run: Running) -> None:
