@@ -18,7 +18,7 @@ from foretoken.core.outside import fault_of, is_outside, line_of
 from foretoken.engine.errors import blamed
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
-from foretoken.loading.tree_files import check_target
+from foretoken.loading.tree_files import check_target, with_limits
 from foretoken.methods.controllers.outside import check_controller
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, Verify
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
@@ -80,9 +80,10 @@ class LoadingContext(BuildContext):
         if spec == "none":
             return None
         cls, path, options = read_spec("drafter", spec)
-        options = self._as_chain(cls, options)
+        tree = str(options.get("tree") or "")
+        options = self._as_chain(cls, with_limits(cls, options))
         built = self._built_outside(cls, path, options) if is_outside(cls) else construct(cls, path, self, options)
-        check_target(str(options.get("tree") or ""), self.target)
+        check_target(tree, self.target)
         built.spec, built.target_bytes = spec, self.target.weight_bytes
         return built
 
