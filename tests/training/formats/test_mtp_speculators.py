@@ -206,7 +206,7 @@ def test_modules_in_the_targets_own_checkpoint(family: str, modules: int, tmp_pa
         expected |= {
             f"model.layers.{layers + number}.{name}" for name in ("embed_tokens.weight", "shared_head.head.weight")
         }
-    assert {name for name in theirs if int((name.split("layers.") + ["0."])[1].split(".")[0]) >= layers} == expected
+    assert {name for name in theirs if int(([*name.split("layers."), "0."])[1].split(".")[0]) >= layers} == expected
     assert drafted(out, "mtp")[0] == drafted(target, f"mtp:{ours}")[0]
     assert drafted(out, "mtp") == drafted(target, f"mtp:{ours}")
 

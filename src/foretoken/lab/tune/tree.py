@@ -133,7 +133,7 @@ def measured_accuracies(work: Workload, drafter: HeadsDrafter, sequences: Sequen
     kind: Any = find_recipe(drafter.name)
     settings = {key: str(value) for key, value in asdict(drafter.heads.config).items() if key not in kind.fixed}
     recipe = kind(work.target, parts, settings)
-    recipe.net = drafter.heads
+    recipe.net, recipe.frequent = drafter.heads, getattr(drafter.heads, "vocabulary", None)
     batches = []
     for sequence in sequences:
         tokens = torch.tensor([list(sequence)], device=parts.device)
