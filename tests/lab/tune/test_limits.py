@@ -16,6 +16,8 @@ from foretoken.registry import parse_spec, rows
 class Arm:
     """A drafter whose speed is planted: fastest with 3 levels, 2 children and 8 nodes."""
 
+    spec = ""
+
     def __init__(self, spec: str) -> None:
         options = {name: int(value) for name, value in parse_spec(spec).options.items()}
         depth, width, nodes = (options.get(name, usual) for name, usual in (("depth", 5), ("width", 4), ("nodes", 60)))
@@ -56,6 +58,29 @@ def test_the_fastest_limits_are_found(work: Any) -> None:
     best = max(race.raced, key=lambda row: row.tokens_per_s)
     assert (best.mean_acceptance_length, best.nodes) == (2.0, 8.0)
     assert best.tokens_per_s == pytest.approx(2.0)
+
+
+def test_far_slower_values_leave_after_a_prompt(work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The present value stays, for the comparison."""
+    begun: list[str] = []
+
+    class Counted(Arm):
+        def begin(self, prompt: Any) -> None:
+            begun.append(self.spec)
+            super().begin(prompt)
+
+    def counted(_: Any, spec: str) -> Arm:
+        built = Counted(spec)
+        built.spec = spec
+        return built
+
+    monkeypatch.setattr(limits, "EngineRacer", counted)
+    race = LimitRace(work, "eagle3,width=2,nodes=8", MOST)
+    race.run()
+    assert race.limits == {"depth": 3}
+    # one unmeasured block, then two prompts; three levels cost 1.0, four 1.1, one 1.2, and five, the present, 1.2
+    counts = {depth: begun.count(f"eagle3,width=2,nodes=8,depth={depth}") for depth in (1, 3, 4)}
+    assert counts == {1: 2, 3: 3, 4: 3} and begun.count("eagle3,width=2,nodes=8") == 3
 
 
 def test_given_limits_are_kept(work: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from foretoken.core.io.files import write_json
 from foretoken.lab.tune.choices import with_option
-from foretoken.lab.tune.race import EngineRacer, RaceRound, heat, tokens_per_s
+from foretoken.lab.tune.race import BLOCK, EngineRacer, RaceRound, heat, tokens_per_s
 from foretoken.lab.tune.tree import compared, target_of
 from foretoken.lab.workload import REFUSALS, Speed, Workload
 from foretoken.methods.drafters.base import Drafter
@@ -28,6 +28,8 @@ LEVELS = ("depth", "k")
 """Names of the option for the levels."""
 BETTER = 1.02
 """Speed-up over the present value from which another one replaces it: less is noise."""
+CLOSE = 0.9
+"""Share of the fastest speed below which a value leaves the race."""
 
 
 class Raced(NamedTuple):
@@ -129,13 +131,13 @@ class LimitRace:
         settings = [self.limits, others, *({**others, limit: value} for value in values if value <= self.most[limit])]
         by_spec = {self.with_limits(limits): limits for limits in map(self._with_room, settings)}
         self.tell(f"racing {limit} of {self.spec}")
-        rounds = self._rounds(list(by_spec))
+        rounds, last = self._rounds(list(by_spec))
         rates = {spec: tokens_per_s(laps) for spec, laps in rounds.items()}
         self.raced += [_row(spec, limit, rates[spec], laps) for spec, laps in rounds.items()]
         present = self.with_limits(self.limits)
         # Numbers of nodes that no draft has reached differ by noise alone.  Equal trees of other limits may differ in
         # the time of drafting them.
-        different = [spec for spec in rates if limit != "nodes" or _drafts(rounds[spec]) != _drafts(rounds[present])]
+        different = [spec for spec in last if limit != "nodes" or _drafts(rounds[spec]) != _drafts(rounds[present])]
         best = max(different, key=lambda spec: rates[spec], default=present)
         if rates[best] >= BETTER * rates[present]:
             self.limits = by_spec[best]
@@ -150,22 +152,26 @@ class LimitRace:
             return limits
         return {**limits, "nodes": levels}
 
-    def _rounds(self, specs: Sequence[str]) -> dict[str, list[RaceRound]]:
-        """The rounds of every drafter that can be built, over all prompts in interleaved blocks, after an unmeasured
-        answer each."""
-        arms: dict[str, EngineRacer] = {}
+    def _rounds(self, specs: Sequence[str]) -> tuple[dict[str, list[RaceRound]], list[str]]:
+        """The rounds of every drafter that can be built, in interleaved blocks after an unmeasured one each, and the
+        drafters that raced on all prompts: far slower ones than the present and the best leave after a prompt."""
+        present, arms = self.with_limits(self.limits), dict[str, EngineRacer]()
         for spec in specs:
             try:
                 arms[spec] = EngineRacer(self.work, self.work.subject.drafter(spec))
             except REFUSALS:  # a block is not as long, or the target cannot score trees
-                if spec == self.with_limits(self.limits):
+                if spec == present:
                     raise
         rounds: dict[str, list[RaceRound]] = {spec: [] for spec in arms}
-        for turn, prompt in enumerate((self.work.prompts[0], *self.work.prompts)):
+        heat(list(arms.values()), self.work.prompts[0], perf_counter, math.inf, BLOCK)
+        for prompt in self.work.prompts:
             laps = heat(list(arms.values()), prompt, perf_counter, math.inf)
             for spec, lap in zip(arms, laps, strict=True):
-                rounds[spec] += lap if turn else []
-        return rounds
+                rounds[spec] += lap
+            rates = {spec: tokens_per_s(rounds[spec]) for spec in arms}
+            enough = CLOSE * max(rates.values())
+            arms = {spec: arm for spec, arm in arms.items() if rates[spec] >= enough or spec == present}
+        return rounds, list(arms)
 
 
 def _drafts(rounds: Sequence[RaceRound]) -> list[tuple[int, int]]:
