@@ -242,8 +242,8 @@ def _print_promises(outcome: TunedTree) -> None:
 
 
 def _print_races(outcome: TunedLimits) -> None:
-    grid = table("raced on the same text", ("limit", "drafter"), ("nodes", "tokens a round", "tokens/s"))
+    grid = table("raced on the same text", ("limit", "drafter"), ("prompts", "nodes", "tokens a round", "tokens/s"))
     for row in outcome.raced:
-        figures = f"{row.nodes:.1f}", f"{row.mean_acceptance_length:.2f}", f"{row.tokens_per_s:.1f}"
+        figures = str(row.prompts), f"{row.nodes:.1f}", f"{row.mean_acceptance_length:.2f}", f"{row.tokens_per_s:.1f}"
         grid.add_row(row.limit, row.drafter, *figures)
     print_table(screen(), grid)

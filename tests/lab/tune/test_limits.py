@@ -80,6 +80,7 @@ def test_far_slower_values_leave_after_a_prompt(work: Any, monkeypatch: pytest.M
     assert race.limits == {"depth": 3}
     # one unmeasured block, then two prompts; three levels cost 1.0, four 1.1, one 1.2, and five, the present, 1.2
     counts = {depth: begun.count(f"eagle3,width=2,nodes=8,depth={depth}") for depth in (1, 3, 4)}
+    assert {row.drafter[-7:]: row.prompts for row in race.raced}["depth=1"] == 1
     assert counts == {1: 2, 3: 3, 4: 3} and begun.count("eagle3,width=2,nodes=8") == 3
 
 

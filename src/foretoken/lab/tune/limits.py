@@ -38,10 +38,12 @@ class Raced(NamedTuple):
     Attributes:
         drafter: its spec.
         limit: the limit that was being varied.
+        prompts: number of prompts that it raced on; figures of fewer than all do not compare with the others'.
     """
 
     drafter: str
     limit: str
+    prompts: int
     tokens_per_s: float
     mean_acceptance_length: float
     nodes: float
@@ -99,6 +101,7 @@ class LimitRace:
     Attributes:
         limits: the fastest ones so far, as far as they differ from those of ``spec``.
         raced: every measured setting.
+        prompts: number of prompts of every drafter in the last race.
     """
 
     work: Workload
@@ -107,6 +110,7 @@ class LimitRace:
     tell: Callable[[str], None] = lambda _: None
     limits: dict[str, int] = field(default_factory=dict)
     raced: list[Raced] = field(default_factory=list)
+    prompts: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> None:
         """Race every limit that the spec leaves open with the others fixed, and again if these have changed since."""
@@ -133,7 +137,7 @@ class LimitRace:
         self.tell(f"racing {limit} of {self.spec}")
         rounds, last = self._rounds(list(by_spec))
         rates = {spec: tokens_per_s(laps) for spec, laps in rounds.items()}
-        self.raced += [_row(spec, limit, rates[spec], laps) for spec, laps in rounds.items()]
+        self.raced += [_row(spec, limit, self.prompts[spec], laps) for spec, laps in rounds.items()]
         present = self.with_limits(self.limits)
         # Numbers of nodes that no draft has reached differ by noise alone.  Equal trees of other limits may differ in
         # the time of drafting them.
@@ -163,11 +167,13 @@ class LimitRace:
                 if spec == present:
                     raise
         rounds: dict[str, list[RaceRound]] = {spec: [] for spec in arms}
+        self.prompts = dict.fromkeys(arms, 0)
         heat(list(arms.values()), self.work.prompts[0], perf_counter, math.inf, BLOCK)
         for prompt in self.work.prompts:
             laps = heat(list(arms.values()), prompt, perf_counter, math.inf)
             for spec, lap in zip(arms, laps, strict=True):
                 rounds[spec] += lap
+                self.prompts[spec] += 1
             rates = {spec: tokens_per_s(rounds[spec]) for spec in arms}
             enough = CLOSE * max(rates.values())
             arms = {spec: arm for spec, arm in arms.items() if rates[spec] >= enough or spec == present}
@@ -178,10 +184,10 @@ def _drafts(rounds: Sequence[RaceRound]) -> list[tuple[int, int]]:
     return [(round_.nodes, round_.new_tokens) for round_ in rounds]
 
 
-def _row(spec: str, limit: str, rate: float, rounds: Sequence[RaceRound]) -> Raced:
+def _row(spec: str, limit: str, prompts: int, rounds: Sequence[RaceRound]) -> Raced:
     count = max(len(rounds), 1)
     tokens, nodes = sum(round_.new_tokens for round_ in rounds), sum(round_.nodes - 1 for round_ in rounds)
-    return Raced(spec, limit, rate, tokens / count, nodes / count)
+    return Raced(spec, limit, prompts, tokens_per_s(rounds), tokens / count, nodes / count)
 
 
 def tune(
