@@ -19,7 +19,7 @@ from foretoken.core.outside import OutsideError, fault_message, fault_of, is_out
 from foretoken.engine.errors import as_error, blamed, blaming
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
-from foretoken.loading.tree_files import check_target
+from foretoken.loading.tree_files import check_target, with_limits
 from foretoken.methods.controllers.outside import check_controller
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, Verify
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
@@ -82,10 +82,11 @@ class LoadingContext(BuildContext):
         if spec == "none":
             return None
         cls, path, options = read_spec("drafter", spec)
+        tree = str(options.get("tree") or "")
         with blaming():
-            options = self._as_chain(cls, options)
+            options = self._as_chain(cls, with_limits(cls, options))
             built = self._built_outside(cls, path, options) if is_outside(cls) else construct(cls, path, self, options)
-            check_target(str(options.get("tree") or ""), self.target)
+            check_target(tree, self.target)
             built.spec, built.target_bytes = spec, self.target.weight_bytes
         return built
 

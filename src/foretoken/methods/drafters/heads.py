@@ -75,10 +75,14 @@ class HeadsDrafter(BatchDrafter):
             raise ValueError(f"{self.name} needs draw=coupled or without_replacement, not {draw!r}")
         check_least(self.name, 1, nodes=nodes)
         self.heads, self.parts = heads.to(parts.device).eval(), parts
-        ids = torch.tensor(list(frequent)) if frequent else None
+        own: Tensor | None = getattr(heads, "vocabulary", None)
+        ids = torch.tensor(list(frequent)) if frequent else own
         self.reduced: list[DraftHead] = []
         if ids is not None:  # the draft vocabulary's rows of every head's own projection
             rows = ids.to(parts.device)
+            if own is not None:
+                row_of = {token: row for row, token in enumerate(own.tolist())}
+                rows = torch.tensor([row_of[token] for token in ids.tolist()], device=parts.device)
             self.reduced = [DraftHead(parts, ids, projection.weight.detach()[rows]) for projection in heads.projections]
         self.head = self.reduced[0] if self.reduced else DraftHead(parts, ids)
         self._native: list[NativeBlocks] = []
@@ -135,7 +139,9 @@ class HeadsDrafter(BatchDrafter):
             raise ValueError(f"{cls.name} takes the shape from tree={options['tree']}: leave width out")
         heads, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         options["accuracies"] = ranked_first(measured.get("accuracies"), width)
-        ids = chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ()))
+        own: Tensor | None = getattr(heads, "vocabulary", None)
+        known = measured.get("frequent", ()) if own is None else own.tolist()
+        ids = chosen_ids(vocab, context, parts.vocab_size, known)
         options["frequent"] = () if ids is None else ids.tolist()
         if nodes is not None:
             options["nodes"] = nodes
