@@ -287,7 +287,7 @@ def test_a_number_of_a_file_that_is_not_whole_is_refused(tmp_path: Path, value: 
 
     file = tmp_path / "serve.yaml"
     file.write_text(f"max_running: {value}\n")
-    with pytest.raises(ValueError, match="serve.yaml: max_running must be a whole number, not "):
+    with pytest.raises(ValueError, match=r"serve\.yaml: max_running must be a whole number, not "):
         settings_from({}, file, {})
     file.write_text("max_running: 3.0\nprefill_time: 1\n")
     assert (settings_from({}, file, {}).max_running, settings_from({}, file, {}).prefill_time) == (3, 1.0)
