@@ -147,6 +147,7 @@ def test_a_killed_run_goes_on(target: str, source: Path, tmp_path: Path, kill: s
         ('{"conversations": [{"from": "gpt", "value": "a"}]}', "line 2: the conversation has no message to answer"),
         ('{"conversations": 1}', "line 2: 'conversations' must be a list"),
         ('{"id": "a", "prompt": "x"}', "line 2: the id 'a' comes twice"),
+        (r'{"id": "a\ud800", "prompt": "x"}', "line 2: id contains half a surrogate pair"),
     ],
 )
 def test_bad_lines_are_found_before_any_work(

@@ -280,6 +280,19 @@ def test_settings_come_from_flags_then_environment_then_file(tmp_path: Path) -> 
             settings_from({}, None, environ)
 
 
+@pytest.mark.parametrize("value", ["3.7", "true", ".inf", ".nan", "null", "[3]", "3x"])
+def test_a_number_of_a_file_that_is_not_whole_is_refused(tmp_path: Path, value: str) -> None:
+    """3.7 was cut to 3."""
+    from foretoken.server.config import settings_from
+
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"max_running: {value}\n")
+    with pytest.raises(ValueError, match=r"serve\.yaml: max_running must be a whole number, not "):
+        settings_from({}, file, {})
+    file.write_text("max_running: 3.0\nprefill_time: 1\n")
+    assert (settings_from({}, file, {}).max_running, settings_from({}, file, {}).prefill_time) == (3, 1.0)
+
+
 def test_the_example_file_is_what_the_defaults_are() -> None:
     from foretoken.server.config import ServerSettings, settings_from
 

@@ -59,6 +59,19 @@ def test_who_reads_may_be_gone() -> None:
     os.close(write_end)
 
 
+def test_a_line_with_half_a_character_is_written_and_so_are_later_ones() -> None:
+    """A plain line is not escaped as JSON; a file name may hold half a surrogate pair."""
+    read_end, write_end = os.pipe()
+    handler = LineWriter(write_end)
+    for text in ("caf\udce9.json", "and on"):
+        handler.handle(logging.makeLogRecord({"msg": text, "plain": True}))
+    handler.flush()
+    os.close(write_end)
+    with os.fdopen(read_end) as lines:
+        assert lines.read() == "caf\\udce9.json\nand on\n"
+    handler.close()
+
+
 def test_a_program_that_has_served_has_its_logs_again(capfd: pytest.CaptureFixture[str]) -> None:
     """Its own uvicorn and asyncio wrote JSON for ever, and its handlers were gone."""
     names = ("foretoken", "asyncio", "uvicorn")

@@ -24,6 +24,7 @@ from foretoken.cli.output import json_only, print_json, progress_bar
 from foretoken.cli.turns import tell_defaults
 from foretoken.core.conversation import checked, from_sharegpt, is_messages, to_answer
 from foretoken.core.io.locks import lock
+from foretoken.core.values import check_text
 from foretoken.options import FIELDS as REQUEST_FIELDS
 
 if TYPE_CHECKING:
@@ -172,7 +173,9 @@ def _job(row: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
         shared["seed"] += number - 1
     own_options = {name: row[name] for name in OPTIONS if name in row}
     _check_sampling(own_options)
-    return BatchLine(str(row.get("id", number)), prompt, {**shared, **own_options})
+    job_id = str(row.get("id", number))
+    check_text("id", job_id)  # it would be written as another one
+    return BatchLine(job_id, prompt, {**shared, **own_options})
 
 
 def _check_sampling(options: Mapping[str, Any]) -> None:

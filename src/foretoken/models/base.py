@@ -339,10 +339,10 @@ class LanguageModel(ABC):
         reason = self.capabilities.missing.get("layer_windows", f"{type(self).__name__} has no layers")
         raise CapabilityError(f"this model cannot run a part of its layers: {reason}")
 
-    def extra_embeddings(self, rows: Tensor) -> int:
+    def extra_embeddings(self, rows: Tensor, user: object = None) -> int:
         """Add ids after the vocabulary, embedded as ``rows`` [k, D], to feed as probes; return the first of the k ids.
 
-        The tensor is referenced, not copied, so later changes take effect.  The same memory gets the same ids again.
+        The tensor is referenced, not copied.  The same memory keeps its ids until its last ``user`` (if any) is gone.
 
         Raises:
             CapabilityError: the model has no token embedding to extend.

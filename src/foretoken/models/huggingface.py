@@ -207,10 +207,10 @@ class HuggingFaceModel(TreeRunner):
 
     @property
     def num_ids(self) -> int:
-        return self.vocab_size + sum(map(len, self.forwards.extra))
+        return self.vocab_size + sum(len(extra.rows) for extra in self.forwards.extra)
 
-    def extra_embeddings(self, rows: Tensor) -> int:
-        return self.forwards.add_rows(rows)
+    def extra_embeddings(self, rows: Tensor, user: object = None) -> int:
+        return self.forwards.add_rows(rows, user)
 
     def take_weights(self, source: torch.nn.Module) -> None:
         """Copy the weights of ``source``, a network of the same shape, over the present ones.

@@ -245,7 +245,8 @@ def _value(name: str, kind: type, value: Any, where: str) -> Any:
             if text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
                 raise ValueError
             return text in ("true", "1", "yes", "on")
-        if isinstance(value, bool) or value is None:
+        cut = kind is int and isinstance(value, float) and not value.is_integer()
+        if isinstance(value, bool) or value is None or cut:
             raise ValueError
         return kind(value)
     except (TypeError, ValueError):

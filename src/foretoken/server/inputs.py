@@ -16,7 +16,7 @@ from foretoken.server.errors import ApiError, bad, path_of, wording_of
 from foretoken.server.keys import Caller
 from foretoken.server.schemas import REFUSED, Body, ChatRequest, CompletionBody, ResponseFormat, StructuredOutputs
 from foretoken.server.serving import Serving
-from foretoken.server.workers import GRAMMARS, in_thread
+from foretoken.server.workers import GRAMMARS, NotBegun, in_thread
 
 PATIENCE_S = 0.3
 """Seconds that a new grammar waits for others; its own trial then takes at most 1.6 s."""
@@ -284,7 +284,7 @@ async def constraints_of(
     try:
         # Time limit for compiling a grammar; a language has one more second for listing its strings
         return await in_thread(GRAMMARS, compiled, 3.0 if as_a_whole else 2.0)
-    except TrialBusy:
+    except (TrialBusy, NotBegun):
         raise ApiError(
             503, "other grammars are being compiled: try again", code="grammars_queued", headers={"Retry-After": "2"}
         ) from None

@@ -78,7 +78,7 @@ class LineWriter(logging.Handler):
         self._lines.task_done()
 
     def _write(self, line: str) -> None:
-        unsent = line.encode() + b"\n"
+        unsent = line.encode(errors="backslashreplace") + b"\n"  # half a surrogate pair would end the thread
         while unsent:
             unsent = unsent[os.write(self._descriptor, unsent) :]
 

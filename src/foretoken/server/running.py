@@ -37,11 +37,14 @@ Saw = Callable[[int, int], None]
 async def outputs_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> list[Output]:
     """Outputs of all tickets; if one fails, the others are cancelled.  Raises ``DeadlineExceeded`` when the time is
     up."""
+    tasks = [asyncio.ensure_future(_output(engine, index, ticket, saw)) for index, ticket in enumerate(tickets)]
     try:
-        return await asyncio.gather(*(_output(engine, index, ticket, saw) for index, ticket in enumerate(tickets)))
+        return await asyncio.gather(*tasks)
     finally:
-        for ticket in tickets:
+        for ticket, task in zip(tickets, tasks, strict=True):
             engine.cancel(ticket)
+            task.cancel()  # a cancelled ticket has no next output
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _next(index: int, ticket: Ticket, saw: Saw) -> tuple[Running, Emission]:

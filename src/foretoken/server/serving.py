@@ -144,6 +144,7 @@ class Serving:
 
     Attributes:
         slots: slots of admitted choices, held until their last byte was read.
+        kept_places: places of the batch for keys without a running request.
         lengths: lower bounds on the number of tokens of a text.
         started_s: time at which the model was ready, in seconds since 1970.
         failed: error that prevented loading.
@@ -154,6 +155,7 @@ class Serving:
     make: Callable[[ServerSettings], Llm] = load_llm
     metrics: Metrics = field(init=False)
     slots: AdmissionSlots = field(init=False)
+    kept_places: int = field(init=False)
     started_s: int = 0
     failed: Exception | None = None
     draining: bool = False
@@ -164,8 +166,17 @@ class Serving:
 
     def __post_init__(self) -> None:
         most = self.settings.max_running + self.settings.max_queued
-        self.slots = AdmissionSlots(most, kept_back(most) if len(self.settings.keys) > 1 else 0)
+        self.slots = AdmissionSlots(most)
         self.metrics = Metrics(self.settings.name, self._status, lambda: self.slots.open, self.settings.metrics_compat)
+        self.reserve(len(self.settings.keys) > 1)
+
+    def reserve(self, several_keys: bool) -> None:
+        """Reserve the last eighth of the slots and of the batch for keys that have none, if there are several keys.
+
+        A replica's settings have no keys: it calls this before the start.
+        """
+        self.kept_places = kept_back(self.settings.max_running) if several_keys else 0
+        self.slots.reserved = kept_back(self.settings.max_running + self.settings.max_queued) if several_keys else 0
 
     def _status(self) -> EngineStatus | None:
         return None if self._engine is None else self._engine.status
@@ -186,7 +197,7 @@ class Serving:
                 kv_memory=settings.kv_bytes,
                 prefill_chunk=settings.prefill_chunk,
                 prefill_s=settings.prefill_time or None,
-                kept_places=kept_back(settings.max_running) if len(settings.keys) > 1 else 0,
+                kept_places=self.kept_places,
                 prefix_cache=settings.prefix_cache,
                 prefix_bytes=settings.prefix_bytes,
                 on_end=partial(self._ended, llm.target.kv_bytes_per_token),

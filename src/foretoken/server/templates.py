@@ -11,10 +11,10 @@ from typing import Any
 from foretoken.core.conversation import has_template, template_fault
 from foretoken.server.errors import ApiError, bad
 from foretoken.server.schemas import Message, Tool, ToolCall
-from foretoken.server.workers import TEMPLATES, in_thread
+from foretoken.server.workers import TEMPLATES, NotBegun, in_thread
 
 RENDER_S = 2.0
-"""Time limit of a template in seconds."""
+"""Time limit of a template in seconds, and of the wait for a thread."""
 KWARGS = ("enable_thinking", "thinking", "reasoning", "date_string", "documents")
 """Values that a request may pass to a template; none changes how it is run."""
 PLAIN_STOP = "\nUser:"
@@ -47,8 +47,8 @@ class Conversation:
 
 
 async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
-    """Prompt of a conversation.  Raises ``ApiError`` 400 if the template refuses it, takes too long, or omits the
-    tools."""
+    """Prompt of a conversation.  Raises ``ApiError``: 400 if the template refuses it, takes too long, or omits the
+    tools, 503 while others are being rendered."""
     if tokenizer is None:
         raise bad("this model has no tokenizer: use /v1/completions with token ids", "messages")
     _check(conversation)
@@ -60,6 +60,10 @@ async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
         return _without_template(messages, conversation.generate and not conversation.continues)
     try:
         return await in_thread(TEMPLATES, lambda: _rendered(tokenizer, messages, conversation), RENDER_S)
+    except NotBegun:
+        raise ApiError(
+            503, "other messages are being rendered: try again", code="templates_queued", headers={"Retry-After": "2"}
+        ) from None
     except TimeoutError:
         raise bad("the chat template takes too long for these messages", "messages") from None
     except ApiError:

@@ -83,12 +83,32 @@ GRAMMARS = ThreadPoolExecutor(32, "foretoken-grammars")
 """Compiling grammars; nearly all of these threads only wait for the grammar that is on trial."""
 
 
+class NotBegun(Exception):
+    """Work for a pool did not begin in time, as all of its threads were at work."""
+
+
 async def in_thread(
     pool: ThreadPoolExecutor | FairQueue, work: Callable[[], T], timeout_s: float | None = None, cost: int = 1
 ) -> T:
     """Result of ``work`` in a thread; ``cost`` is for a :class:`FairQueue`.
 
-    Raises ``TimeoutError`` after ``timeout_s``; the thread cannot be stopped and continues, but nobody waits for it.
+    Raises ``TimeoutError`` if it runs for more than ``timeout_s``; the thread cannot be stopped and continues, but
+    nobody waits for it.  Raises :class:`NotBegun` if it waits for a thread as long, and then it is never run.
     """
-    future = pool.submit(work, cost) if isinstance(pool, FairQueue) else pool.submit(work)
-    return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+    def told() -> T:
+        loop.call_soon_threadsafe(begun.set)
+        return work()
+
+    called = work if timeout_s is None else told
+    future = asyncio.wrap_future(pool.submit(called, cost) if isinstance(pool, FairQueue) else pool.submit(called))
+    if timeout_s is not None:
+        try:
+            await asyncio.wait_for(begun.wait(), timeout_s)
+        except TimeoutError:
+            raise NotBegun from None
+        finally:
+            if not begun.is_set():
+                future.cancel()
+    return await asyncio.wait_for(future, timeout_s)

@@ -7,6 +7,7 @@ is the part of ``messages[:i + 1]`` after ``messages[:i]`` with the generation p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -193,7 +194,16 @@ def rows_of_step(step: int, batch: int, count: int, seed: int) -> list[int]:
     """Indices of the ``batch`` rows of a step, out of ``count``: every row once per epoch, in an order that is a
     function of (seed, epoch)."""
     indices = [divmod(i, count) for i in range(step * batch, (step + 1) * batch)]
-    return [int(np.random.default_rng((seed, turn)).permutation(count)[index]) for turn, index in indices]
+    return [int(epoch_order(seed, turn, count)[0][index]) for turn, index in indices]
+
+
+@lru_cache(maxsize=2)  # a step has rows of two epochs at most, unless there are fewer than two batches
+def epoch_order(seed: int, epoch: int, count: int, block: int = 1) -> tuple[NDArray[np.int64], int]:
+    """The order of ``count`` blocks in an epoch, and the epoch's phase, below ``block``."""
+    rng = np.random.default_rng((seed, epoch))
+    order = rng.permutation(count)
+    order.flags.writeable = False
+    return order, int(rng.integers(block))
 
 
 def _spans(starts: NDArray[Any], end: int, size: int) -> Iterator[range]:

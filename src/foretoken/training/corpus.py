@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from foretoken.core.io.documents import TEXT_SUFFIXES, Record, iter_records
 from foretoken.core.io.files import checksum, files_checksum, replacing, write_json
 from foretoken.core.io.locks import lock
-from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
+from foretoken.training.chat import ChatBlocks, Piece, chat_pieces, epoch_order
 
 END_OF_TEXT = "<|endoftext|>"
 HELD = 0.01
@@ -326,9 +326,8 @@ class BlockSampler:
         rows = []
         for i in range(step * self.batch, (step + 1) * self.batch):
             epoch, index = divmod(i, self.num_blocks)
-            rng = np.random.default_rng((self.seed, epoch))
-            start = int(rng.permutation(self.num_blocks)[index]) * self.block
             # A different phase each epoch, so that repeated text is not cut at the same positions.
-            start = min(start + int(rng.integers(self.block)), len(self.tokens) - self.block - 1)
+            order, phase = epoch_order(self.seed, epoch, self.num_blocks, self.block)
+            start = min(int(order[index]) * self.block + phase, len(self.tokens) - self.block - 1)
             rows.append(self.tokens[start : start + self.block + 1].astype(np.int64))
         return np.stack(rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -195,13 +197,14 @@ def test_a_draft_that_stays_in_the_cache_is_noticed(monkeypatch: pytest.MonkeyPa
     *_, (_, expected) = rows_after_rounds(HuggingFaceModel(network, exact="bitwise"), None, 12)
     run = Network.run_all
     whole = LayerPlan(weights=Scheme("8").name)
-    QuantizedDrafter(target, "8")
+    user = QuantizedDrafter(target, "8")  # the target has the weights as long as it is there
 
     def quantised(self: Network, calls: list[NetworkCall]) -> Any:
         return run(self, [replace(call, plan=whole) for call in calls])
 
     monkeypatch.setattr(Network, "run_all", quantised)
     tokens, rows = next(rows_after_rounds(target, ScriptedDrafter("1 2 0"), 1))
+    del user
     assert not all(torch.equal(a, b[:, : len(tokens)]) for a, b in zip(rows, expected, strict=True))
 
 
@@ -296,6 +299,29 @@ def test_sets_are_shared_and_siblings_have_them() -> None:
     plain = outputs(engine(target), requests())
     assert outputs(engine(sibling, other), requests()) == plain
     assert outputs(engine(target, first), requests()) == plain
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_sets_leave_with_their_last_drafter_and_come_back(lean: bool) -> None:
+    """They stayed in the target, so that `tune` and `parity` held those of every drafter that they had tried."""
+    target = model(dtype=torch.float32, lean=lean)
+    drafters = [QuantizedDrafter(target, "8"), QuantizedDrafter(target, "8", k=2), QuantizedDrafter(target, "4")]
+    sibling = target.sibling()
+    drafts = outputs(engine(target, drafters[0]), requests())
+    eight, four = (weakref.ref(drafters[i].model.weights) for i in (0, 2))  # type: ignore[attr-defined]
+    del drafters[0]
+    gc.collect()
+    assert eight() is drafters[0].model.weights  # type: ignore[attr-defined]
+    del drafters[0]
+    gc.collect()
+    assert eight() is None and four() is drafters[0].model.weights  # type: ignore[attr-defined]
+    sequence = sibling.open()
+    with pytest.raises(ValueError, match="no second weights"):
+        sibling.forward_part([Feed(sequence, [1])], LayerPlan(weights=Scheme("8").name))
+    assert outputs(engine(target, QuantizedDrafter(target, "8")), requests()) == drafts
+    drafters.clear()
+    gc.collect()
+    assert four() is None and not target.forwards._second
 
 
 def test_packed_layers_are_quantised_too() -> None:

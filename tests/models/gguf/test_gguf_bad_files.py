@@ -197,6 +197,35 @@ def test_headers_that_do_not_fit(
     refused(changed(tmp_path, model, change), words)
 
 
+def flat(tensor: Any) -> Any:
+    return tensor.reshape(-1)
+
+
+def two_dimensions(tensor: Any) -> Any:
+    return tensor.reshape(len(tensor), -1)
+
+
+def other_width(tensor: Any) -> Any:
+    return tensor[:, :, :32].copy()
+
+
+def fewer_experts(tensor: Any) -> Any:
+    return tensor[:2].copy()
+
+
+@pytest.mark.usefixtures("no_weights", "no_llama_cpp")
+@pytest.mark.parametrize("shape", [flat, two_dimensions, other_width, fewer_experts])
+@pytest.mark.parametrize("parts", [("gate",), ("up",), ("gate", "up")])
+def test_experts_that_do_not_fit_together(tmp_path: Path, shape: Callable[[Any], Any], parts: tuple[str, ...]) -> None:
+    def change(header: Header, tensors: Tensors) -> None:
+        for part in parts:
+            name = f"blk.1.ffn_{part}_exps.weight"
+            tensors[name] = Stored(shape(tensors[name].data), Quant.F32)
+
+    file = changed(tmp_path, new_model("mixtral", **SIZES), change)
+    refused(file, r"blk.1.ffn_gate_exps.weight in .* is \[.*\], and must be \[.*\]: convert the model again")
+
+
 def test_an_unknown_architecture(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = changed(tmp_path, model, with_value("general.architecture", "starcoder2"))
     message = "has the architecture 'starcoder2', and only llama, qwen2, .* are supported here: "

@@ -3,7 +3,11 @@ bits in any company, and nothing hidden that is no number."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from torch import Tensor
 
 from foretoken.models.linear.quantised_products import NativeInt4ByteProduct, NativeInt8ByteProduct, NativeProduct
 from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight
-from foretoken.models.native import integers8, library, why_not
+from foretoken.models.native import compiling, integers8, library, why_not
 
 HALF_STEP = 2.0**-8
 needs_it = pytest.mark.skipif(why_not() is not None, reason=f"no native kernels: {why_not()}")
@@ -71,6 +75,54 @@ def test_rows_of_several_tiles_have_the_bits_of_one(level: str, bits: int, group
     kernel, _ = stored(bits, 80, 128, group)
     x = numbers(rows, 128, seed=2)
     assert torch.equal(kernel.product(x), torch.cat([kernel.product(row[None]) for row in x]))
+
+
+FAILING = """
+#include <cstdlib>
+extern "C" {
+int full = 0;
+void *aligned_alloc(std::size_t alignment, std::size_t size) {
+    void *memory = nullptr;
+    return full || posix_memalign(&memory, alignment, size) ? nullptr : memory;
+}
+}
+"""
+WITHOUT_MEMORY = """
+import ctypes, os, sys
+import torch
+from foretoken.models.linear.quantised_products import NativeInt8ByteProduct
+from foretoken.models.linear.quantised_weights import Int8Weight
+from foretoken.models.native import library, linear
+
+library.ALLOWED["native"] = (sys.argv[1],)
+inner, rows = 512, 70
+kernel = NativeInt8ByteProduct(Int8Weight.of(torch.randn(96, inner)), None)
+x = torch.randn(rows, inner).bfloat16()
+alone = torch.cat([kernel.product(row[None]) for row in x])
+linear.product(x, linear.Linear(linear.BYTES, inner, 0, inner))  # keeps memory for the rows in bytes, and no more
+full = ctypes.c_int.in_dll(ctypes.CDLL(os.environ["LD_PRELOAD"]), "full")
+full.value = 1
+product = kernel.product(x)
+try:
+    linear.product(x.repeat(9, 1), linear.Linear(linear.BYTES, inner, 0, inner))
+except MemoryError:
+    print(torch.equal(product, alone))
+"""
+
+
+@needs_it
+@pytest.mark.skipif(
+    sys.platform != "linux" or compiling.compiler() is None, reason="needs Linux and a C++ compiler for a full memory"
+)
+def test_a_product_without_memory_for_its_tiles_has_the_same_bits(level: str, tmp_path: Path) -> None:
+    """It wrote to address 0."""
+    source, failing = tmp_path / "failing.cpp", tmp_path / "failing.so"
+    source.write_text(FAILING)
+    subprocess.run([str(compiling.compiler()), "-shared", "-fPIC", str(source), "-o", str(failing)], check=True)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(failing)}
+    command = [sys.executable, "-c", WITHOUT_MEMORY, level]
+    run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stdout) == (0, "True\n"), run.stderr
 
 
 @needs_it

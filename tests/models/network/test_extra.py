@@ -73,6 +73,24 @@ def test_every_owner_has_ids_of_its_own_and_changes_show() -> None:
     assert torch.equal(after[0], before[0]) and not torch.allclose(after[1], before[1])
 
 
+def test_rows_leave_with_their_last_user_unless_others_follow() -> None:
+    """The ids of later rows stay as they are."""
+
+    class User:
+        pass
+
+    model, users = HuggingFaceModel(llama()), [User() for _ in range(3)]
+    first, second = torch.zeros(2, 16, dtype=torch.float64), torch.ones(3, 16, dtype=torch.float64)
+    assert [model.extra_embeddings(first, user) for user in users[:2]] == [32, 32]
+    assert model.extra_embeddings(second, users[2]) == 34
+    del users[:2]
+    assert model.forwards.extra_rows is not None and len(model.forwards.extra_rows) == 5
+    users.clear()
+    assert model.forwards.extra_rows is None and model.num_ids == 32
+    assert (model.extra_embeddings(second, User()), model.extra_embeddings(first)) == (32, 32)
+    assert model.forwards.extra_rows is not None and len(model.forwards.extra_rows) == 2
+
+
 def test_ids_that_nobody_has_registered_stay_an_error() -> None:
     with pytest.raises(IndexError):
         tree_logits(HuggingFaceModel(llama()), [3], [1, 32], [-1, 0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.layers import LayerPlan
 from foretoken.models.network.low_rank import merged
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.network.traits import cache_argument
@@ -105,3 +108,22 @@ def test_the_view_keeps_to_the_targets_sequences() -> None:
 def test_routers_and_experts_are_left_alone() -> None:
     assert set(linear_shapes(new_model("qwen3_moe"))) == {f"self_attn.{name}_proj" for name in "qkvo"}
     assert "mlp.down_proj" in linear_shapes(new_model("llama"))
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_updates_leave_with_their_last_user(lean: bool) -> None:
+    target = HuggingFaceModel(new_model("llama").double(), lean=lean)
+    updates = random_updates(target.model)
+    views, sequence = [GatedModel(target, updates) for _ in range(2)], target.open()
+    logits = [view.forward([Feed(sequence, prompt_of(5))])[0].logits for view in views[:1]]
+    weights = weakref.ref(views[0].weights)
+    del views[0]
+    gc.collect()
+    assert weights() is views[0].weights
+    name = views.pop().plan.weights
+    gc.collect()
+    assert weights() is None
+    with pytest.raises(ValueError, match="no second weights"):
+        target.forward_part([Feed(sequence, [1])], LayerPlan(weights=name))
+    sequence.clear_scratch()
+    assert torch.equal(GatedModel(target, updates).forward([Feed(sequence, prompt_of(5))])[0].logits, logits[0])

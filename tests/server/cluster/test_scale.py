@@ -367,6 +367,27 @@ def test_a_replica_that_hangs_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     asyncio.run(run())
 
 
+def test_a_key_cannot_hold_all_places_of_a_replica() -> None:
+    """Replicas know no keys, only that there are several: the last place was anybody's."""
+
+    async def run() -> None:
+        settings = ServerSettings(dtype="float32", max_running=2, max_queued=1, api_keys=("greedy", "other"))
+        async with gateway(settings) as (client, replicas, _):
+            serving = replicas._replica.serving
+            assert serving.llm.engine.kept_places == 1
+            slot = serving.slots.slot(settings.keys.caller({"x-api-key": "greedy"}))
+            slot.take(2)
+            answer = await client.post("/v1/completions", json=ASKED, headers={"X-Api-Key": "greedy"})
+            check_error(answer, 503, "queue_full")
+            assert "1 are for keys without open choices" in answer.json()["error"]["message"]
+            assert (await client.post("/v1/completions", json=ASKED, headers={"X-Api-Key": "other"})).status_code == 200
+            slot.close()
+        async with gateway(SETTINGS) as (_, replicas, _):
+            assert replicas._replica.serving.slots.reserved == replicas._replica.serving.llm.engine.kept_places == 0
+
+    asyncio.run(run())
+
+
 def test_keys_are_the_gateways_business() -> None:
     async def run() -> None:
         async with gateway(ServerSettings(dtype="float32", api_keys=("secret",))) as (client, replicas, _):

@@ -113,7 +113,7 @@ class PassTokensDrafter(Drafter):
         self.traits = Traits(Kind.POINT if draw == "greedy" else Kind.IID, draws_trees=True)
         self.max_depth = self.max_nodes = k or learned
         self.groups = groups or self.max_depth + 1
-        self.first = target.extra_embeddings(net.rows.detach())
+        self.first = target.extra_embeddings(net.rows.detach(), self)
         self.vocab_size, self.context_length = target.vocab_size, target.context_length
 
     @classmethod

@@ -155,7 +155,11 @@ class Graphs:
     def _drop_void(self) -> None:
         """Drop graphs with stale addresses of the cache's buffers, the weights or the rows after the vocabulary."""
         network = self.owner.forwards
-        stamp = (self._cache.generation, network.fast, len(network.extra))
+        stamp = (
+            self._cache.generation,
+            network.fast,
+            *((extra.rows.data_ptr(), len(extra.rows)) for extra in network.extra),
+        )
         if stamp != self._stamp:
             self._steps.clear()
             self._stamp = stamp

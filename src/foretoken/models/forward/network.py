@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from foretoken.models.forward.public import lay_out, run_public
 from foretoken.models.linear.packing import Packing, unpack_linears
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.capabilities import detect
-from foretoken.models.network.extra import check_rows
+from foretoken.models.network.extra import ExtraRows, check_rows
 from foretoken.models.network.layers import LayerPlan, check_sublayers
 from foretoken.models.network.placement import device_of
 from foretoken.models.network.rotary import ChangingRotary, context_of
@@ -42,6 +43,13 @@ class SecondWeights(Protocol):
 
     def run(self, network: Network, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed, and taps; keys and values go to the call's cache."""
+
+
+class AddedWeights:
+    """How second weights are made; a network has them for as long as a user holds this."""
+
+    def __init__(self, make: Callable[[Network], SecondWeights]) -> None:
+        self.make = make
 
 
 class Network:
@@ -88,9 +96,9 @@ class Network:
         self.attention, self.configs = attention_for(exact, self.device), attention_configs(model)
         self.cache_argument = cache_argument(model)
         self.depth = self.num_layers = len(decoder_layers(model))
-        self._second: dict[str, SecondWeights] = {}
-        self._makers: dict[str, Callable[[Network], SecondWeights]] = {}
-        self.extra: list[Tensor] = []
+        self._added: WeakValueDictionary[str, AddedWeights] = WeakValueDictionary()
+        self._second: WeakKeyDictionary[AddedWeights, SecondWeights] = WeakKeyDictionary()
+        self.extra: list[ExtraRows] = []
         self.embedding: Any = model  # ids after the vocabulary have the width of its token embedding
 
     # -- how it is run -----------------------------------------------------------------------------------------------
@@ -112,7 +120,7 @@ class Network:
 
     def renew(self) -> None:
         """Inspect the network again after a change."""
-        self.device, self.dtype, self._second = device_of(self.model), self.model.dtype, {}
+        self.device, self.dtype, self._second = device_of(self.model), self.model.dtype, WeakKeyDictionary()
         if self.in_place and not has_hooks(self.model):  # packed layers would not call the hooks
             unpack_linears(self.model)
         self.configs = attention_configs(self.model)
@@ -120,7 +128,7 @@ class Network:
     def unpack(self) -> None:
         """Restore the model's plain linear layers; all forwards are public from now on."""
         unpack_linears(self.model)
-        self._second, self.native_off = {}, "the model was unpacked"
+        self._second, self.native_off = WeakKeyDictionary(), "the model was unpacked"
         self.wants_lean = self.in_place = False
 
     def public(self, dtype: torch.dtype | None = None) -> Network:
@@ -133,7 +141,7 @@ class Network:
         """The same forward for another model of this shape."""
         clone = copy.copy(self)
         clone.model, clone.configs, clone.rotary = model, attention_configs(model), ChangingRotary.of(model)
-        clone._second = {}
+        clone._second = WeakKeyDictionary()
         if self.fast is not None:
             clone.fast = self.fast.again(clone)
         return clone
@@ -143,7 +151,7 @@ class Network:
         with torch.no_grad():
             for weight, new in zip(self.model.parameters(), source.parameters(), strict=True):
                 weight.copy_(new)
-        self._second = {}
+        self._second = WeakKeyDictionary()
         if self.fast is not None:
             self.fast = self.fast.again(self)  # its fused weights are copies
 
@@ -180,40 +188,65 @@ class Network:
 
     # -- tokens behind the vocabulary, weights beside its own --------------------------------------------------------
 
-    def add_rows(self, rows: Tensor) -> int:
-        """Add rows [k, D] after the vocabulary and all earlier rows; return the first id."""
+    def add_rows(self, rows: Tensor, user: object = None) -> int:
+        """Add rows [k, D] after the vocabulary and all earlier rows, at least until ``user`` is gone (``None``: for
+        ever); return the first id."""
         check_rows(self.embedding, rows)
+        self.drop_unused_rows()
         first = self.vocab_size
-        for extra_rows in self.extra:
-            if extra_rows.data_ptr() == rows.data_ptr() and extra_rows.shape == rows.shape:
+        for extra in self.extra:
+            if extra.rows.data_ptr() == rows.data_ptr() and extra.rows.shape == rows.shape:
+                extra.add(user)
                 return first
-            first += len(extra_rows)
-        self.extra.append(rows)
+            first += len(extra.rows)
+        self.extra.append(ExtraRows(rows))
+        self.extra[-1].add(user)
         return first
+
+    def drop_unused_rows(self) -> None:
+        """Drop the last rows if they have no user; earlier ones stay, as they determine the ids of later ones."""
+        while self.extra and not self.extra[-1].is_used:
+            del self.extra[-1]
 
     @property
     def extra_rows(self) -> Tensor | None:
         """[K, D] embeddings of the ids from ``vocab_size`` on; ``None`` if there are none."""
-        return torch.cat(self.extra) if self.extra else None
+        self.drop_unused_rows()
+        return torch.cat([extra.rows for extra in self.extra]) if self.extra else None
 
-    def add_weights(self, name: str, make: Callable[[Network], SecondWeights]) -> None:
-        """Add a named second set of weights for plans, unless there is one."""
-        if name not in self._makers:
-            self._second = {**self._second, name: make(self)}
-            self._makers = {**self._makers, name: make}
+    def add_weights(self, name: str, make: Callable[[Network], SecondWeights]) -> AddedWeights:
+        """Add a named second set of weights for plans, unless there is one.  It is dropped with the last holder of the
+        result."""
+        added = self._added.get(name)
+        if added is None:
+            added = AddedWeights(make)
+            self._keep(added, make(self))
+            self._added = WeakValueDictionary({**self._added, name: added})
+        return added
 
     def second(self, name: str) -> SecondWeights:
         """The second weights of this name, made again after the network's own changed."""
-        if name not in self._second:
-            self._second = {**self._second, name: self._makers[name](self)}
-        return self._second[name]
+        added = self._added_as(name)
+        if added not in self._second:
+            self._keep(added, added.make(self))
+        return self._second[added]
+
+    def _added_as(self, name: str) -> AddedWeights:
+        added = self._added.get(name)
+        if added is None:
+            raise ValueError(f"this model has no second weights {name!r}: add them first")
+        return added
+
+    def _keep(self, added: AddedWeights, weights: SecondWeights) -> None:
+        self._second = WeakKeyDictionary(self._second)  # a new one: siblings share the old one
+        self._second[added] = weights
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def check(self, plan: LayerPlan) -> None:
         """Raise an error if a plan does not fit."""
-        if plan.weights and plan.weights not in self._makers:
-            raise ValueError(f"this model has no second weights {plan.weights!r}: add them first")
+        if plan.weights:
+            self._added_as(plan.weights)
         plan.check(self.num_layers)
         check_sublayers(self.model, plan)
 

@@ -8,7 +8,7 @@ reads its rows from the file.  So there is no second copy of the weights.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -113,8 +113,7 @@ class _WeightFiller:
             raise UncoveredError(f"{file.path} has {unused[0]}, which {self.config.model_type} models do not have")
         for name, parameter in self.model.named_parameters():
             parts = [file.tensors[source].shape for source in self.sources[name]]
-            shape = parts[0] if len(parts) == 1 else (parts[0][0], sum(p[1] for p in parts), *parts[0][2:])
-            if tuple(shape) != tuple(parameter.shape):
+            if _joined_shape(parts) != tuple(parameter.shape):
                 raise GgufError(
                     f"{self.sources[name][0]} in {file.path} is {list(parts[0])}, and must be "
                     f"{list(parameter.shape)}: convert the model again"
@@ -194,6 +193,16 @@ class _WeightFiller:
             self.model.lm_head = self._multiplied(tensor, tensor.data, None)
         else:
             self.model.lm_head.weight = embedding.weight
+
+
+def _joined_shape(parts: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    """Shape of a tensor, or of stacked experts that are joined along axis 1; ``None`` if they cannot be."""
+    first = tuple(parts[0])
+    if len(parts) == 1:
+        return first
+    if len(first) != 3 or any((*part[:1], *part[2:]) != (first[0], first[2]) for part in parts):
+        return None
+    return first[0], sum(part[1] for part in parts), first[2]
 
 
 @contextmanager

@@ -323,12 +323,14 @@ inline void finish(float *sums, const float *bias, const Outputs &y, long row, l
 // Outputs `from` to `to` of x weight^T, in blocks of WIDTH.
 inline void multiply(const Activations &x, long rows, const Weight &weight, const float *bias, const Outputs &y, long from,
                      long to) {
-    const long tiles = (rows + MOST - 1) / MOST, most = tiles < CHUNK ? rows : CHUNK * MOST;
+    const long most = rows < CHUNK * MOST ? rows : CHUNK * MOST;
     const long parts = weight.form != PER_ROW && weight.group < BLOCK ? 2 : 1, size = Rows::row_bytes(x, parts);
     const bool halved = !ADDS_BYTES && (weight.form == PER_ROW || weight.bits == 8);
     const Tile *tile = tiles_of(weight);
     static thread_local Kept kept;
     char *work = kept.of(most * size);
+    // Without memory, tiles of one row: they need none, and have the same bits.
+    const long tiles = work ? (rows + MOST - 1) / MOST : rows;
     alignas(64) float sums[MOST][WIDTH];
     for (long chunk = 0; chunk < tiles; chunk += CHUNK) {
         const long end = chunk + CHUNK < tiles ? chunk + CHUNK : tiles, low = rows * chunk / tiles;

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,25 @@ from torch.nn import functional as F
 
 from foretoken.models.base import CapabilityError
 from foretoken.models.network.alone import only_here
+
+
+class ExtraRows:
+    """Rows [k, D] after the vocabulary, and who uses them."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        self._users: WeakSet[Any] | None = WeakSet()
+
+    def add(self, user: object) -> None:
+        """Add a user; ``None`` keeps the rows for ever."""
+        if user is None:
+            self._users = None
+        elif self._users is not None:
+            self._users.add(user)
+
+    @property
+    def is_used(self) -> bool:
+        return self._users is None or len(self._users) > 0
 
 
 def check_rows(network: Any, rows: Tensor) -> None:

@@ -258,7 +258,7 @@ class GatedModel(OwnSequencesModel):
         name = f"updates {id(updates)}"  # the id is unique while the weights hold the updates
         super().__init__(target, name)
         updates.check(self.target.model)
-        self.target.forwards.add_weights(name, lambda _: _GatedWeights(updates))
+        self._added = self.target.forwards.add_weights(name, lambda _: _GatedWeights(updates))
 
     @property
     def weight_bytes(self) -> int:

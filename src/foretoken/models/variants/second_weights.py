@@ -238,7 +238,7 @@ class OwnWeightsModel(OwnSequencesModel):
     def __init__(self, target: LanguageModel, scheme: Scheme | None) -> None:
         super().__init__(target, "" if scheme is None else scheme.name)
         if scheme is not None:
-            self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
+            self._added = self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
 
     @property
     def weight_bytes(self) -> int:

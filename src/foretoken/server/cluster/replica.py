@@ -21,8 +21,9 @@ SPENT = "foretoken.spent"
 class Replica:
     """One model, one engine, one application; ``name`` is sent to clients in the header ``X-Replica``.
 
-    Keys, origins and other names of counters are the gateway's business: only the caller of a request travels, not the
-    server's settings for them. ``make`` creates the state and by default loads the model.
+    Keys, origins and other names of counters are the gateway's business: only the caller of a request travels, and
+    whether there are several keys, not the server's settings for them. ``make`` creates the state and by default loads
+    the model.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Replica:
             metrics_compat="",
         )
         self.serving = (make or Serving)(self.settings)
+        self.serving.reserve(len(settings.keys) > 1)
         self.app: ASGIApp = create_app(self.settings, self.serving)
 
     async def start(self) -> None:
