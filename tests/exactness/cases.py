@@ -225,7 +225,9 @@ def peagle(target: LanguageModel, shape: dict[str, Any], **options: Any) -> Peag
     }
     config = PeagleConfig(**{**layer, **defaults, "places": 3, **shape})
     net = random_weights(PeagleNet(config))
-    net.choose(torch.arange(config.guessed) if not config.draft_vocab else torch.arange(config.draft_vocab) * 2 + 1)
+    net.choose(
+        torch.arange(config.num_draft_ids) if not config.draft_vocab else torch.arange(config.draft_vocab) * 2 + 1
+    )
     return PeagleDrafter.of(net, parts, target, **{"nodes": 5, **options})
 
 

@@ -59,8 +59,8 @@ class MedusaVllm(NetFormat):
         check_sizes(checkpoint.config, target)
         tensors = {name.removeprefix("medusa_heads."): value for name, value in checkpoint.tensors.items()}
         vocab = target.parts.vocab_size
-        guessed = number(checkpoint.config, "truncated_vocab_size", default=vocab)
-        if "token_map" in tensors or guessed < number(checkpoint.config, "vocab_size", default=vocab):
+        num_draft_ids = number(checkpoint.config, "truncated_vocab_size", default=vocab)
+        if "token_map" in tensors or num_draft_ids < number(checkpoint.config, "vocab_size", default=vocab):
             raise ValueError("the heads have a truncated vocabulary (token_map), which is not supported")
         numbers_by_name = [(int(match[1]), int(match[2])) for name in tensors if (match := BLOCK.fullmatch(name))]
         heads, blocks = (1 + max(numbers) for numbers in zip(*numbers_by_name, strict=True))

@@ -67,7 +67,7 @@ class MtpRecipe(FeatureRecipe):
         return tuple(self.net.steps) if isinstance(self.net, StackedModules) else (self.net,)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        head = DraftHead(self.parts, self.guessed)
+        head = DraftHead(self.parts, self.draft_ids)
         return MtpDrafter(MtpDrafter.model_of(self.net, self.parts, self.target, head))
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
