@@ -22,7 +22,7 @@ from foretoken.loading import has_drafter, read_head, resolve
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.methods.drafters.nets.store import WEIGHTS, load_weights, read_description, save_drafter
-from foretoken.models.forward.heads.mtp import QWEN, TARGETS_OWN, native_module
+from foretoken.models.forward.heads.mtp import QWEN, TARGETS_OWN, target_layer_module
 from foretoken.registry import Spec
 from foretoken.training.formats.base import (
     DTYPE,
@@ -83,7 +83,7 @@ class MtpSpeculators(Format):
             heads = read_head(parts.network)
             if len(heads) > 1:
                 raise ValueError(f"the target has {len(heads)} prediction modules, and this layout holds one")
-            module = native_module(parts.network, heads[0])
+            module = target_layer_module(parts.network, heads[0])
         tensors = {
             f"mtp_layers.0.{THEIRS.get(name, name.removeprefix('layer.'))}": tensor
             for name, tensor in stored(module).items()
@@ -102,7 +102,7 @@ class MtpSpeculators(Format):
             raise ValueError("config.json lacks transformer_layer_config")
         check_sizes(inner, target)
         tensors = ours_of(unquantised(source, self.warnings))
-        module = native_module(target.parts.network, tensors)
+        module = target_layer_module(target.parts.network, tensors)
         if any(tensor.is_floating_point() and tensor.dtype != DTYPE for tensor in tensors.values()):
             self.warnings.append("the weights were rounded to bfloat16")
         experts = any(".experts." in name for name in tensors)
@@ -141,7 +141,7 @@ def described(target: Target) -> dict[str, Any]:
     }
 
 
-class MtpNative(Format):
+class MtpTargetCheckpoint(Format):
     """Export only: a head in the target's own checkpoint is used from there, as ``mtp``."""
 
     method = "mtp"
