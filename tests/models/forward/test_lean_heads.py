@@ -26,7 +26,7 @@ from foretoken.models.forward.lean import SPARED
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import has_bfloat16
-from foretoken.models.native import attention as native
+from foretoken.models.native import attention as native_attention
 from foretoken.models.network.call import NetworkCall
 
 SHAPE = {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 64, "rope_theta": 500.0}
@@ -174,7 +174,7 @@ def test_fused_weights_are_made_once() -> None:
 
 
 needs_kernels = pytest.mark.skipif(
-    not (has_bfloat16() and native.fits(torch.bfloat16, 64)), reason="this CPU has no native bfloat16 kernels"
+    not (has_bfloat16() and native_attention.fits(torch.bfloat16, 64)), reason="this CPU has no native bfloat16 kernels"
 )
 
 
