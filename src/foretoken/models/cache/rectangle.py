@@ -1,9 +1,9 @@
 """The KV cache: preallocated rows, written in place; a commit keeps one path.
 
-Only this file, :mod:`foretoken.models.cache.state` and :mod:`foretoken.models.cache.cross` know Transformers' cache
-API. Every layer keeps keys [B, H, S, Dk] and values [B, H, S, Dv].  A sequence owns one row.  Slot ``s`` of a row holds
-the committed token at position ``s``; scratch nodes follow in feeding order.  Positions come from depth, so a commit
-only moves slots: rotary embeddings are already right.
+Four files of this package know Transformers' cache classes (this one, ``state``, ``joined`` and ``cross``); outside of it
+only :mod:`foretoken.models.sequential` does, which makes one.  Every layer keeps keys [B, H, S, Dk] and values
+[B, H, S, Dv].  A sequence owns one row.  Slot ``s`` of a row holds the committed token at position ``s``; scratch nodes
+follow in feeding order.  Positions come from depth, so a commit only moves slots: rotary embeddings are already right.
 """
 
 from __future__ import annotations
