@@ -90,12 +90,12 @@ class StateCache:
         """Whether forwards since the checkpoint are recorded."""
         return self._tape is not None
 
-    def record(self, windows: list[RecurrenceInputs]) -> None:
+    def record(self, records: list[RecurrenceInputs]) -> None:
         """Record the recurrence inputs of one forward."""
-        if len(windows) != self.num_recurrent:
-            raise RuntimeError(f"{len(windows)} reports of {self.num_recurrent} recurrent layers: use replay='lazy'")
+        if len(records) != self.num_recurrent:
+            raise RuntimeError(f"{len(records)} reports of {self.num_recurrent} recurrent layers: use replay='lazy'")
         if self._tape is not None:
-            self._tape.append(windows)
+            self._tape.append(records)
 
     def _set_recording(self, on: bool) -> None:
         for layer in self.cache.layers:
@@ -113,7 +113,7 @@ class StateCache:
                 for name, i, state in states_of(layer):
                     if surplus and name == "recurrent_states":
                         state.copy_(self._copies[index, name, i])
-                        replay(state, [windows[number] for windows in tape], length - self.saved)
+                        replay(state, [records[number] for records in tape], length - self.saved)
                         number += 1
             crop(layer, surplus)
         self._set_recording(False)
