@@ -156,7 +156,7 @@ class KvBudget:
         self.reserved[run.id] = need
         return True
 
-    def most_texts(self, most: int) -> int:
+    def most_sequences(self, most: int) -> int:
         """Number of sequences of the shortest kind that fit together, up to ``most``; at least 1."""
         while self.limit is not None and most > 1 and self._bytes([1] * most) > self.limit:
             most //= 2

@@ -1,6 +1,6 @@
 """The KV cache: preallocated rows, written in place; a commit keeps one path.
 
-Four files of this package know Transformers' cache classes (this one, ``state``, ``joined`` and ``cross``); outside of it
+Four files of this package know Transformers' cache classes: this one, ``state``, ``joined`` and ``cross``; elsewhere
 only :mod:`foretoken.models.sequential` does, which makes one.  Every layer keeps keys [B, H, S, Dk] and values
 [B, H, S, Dv].  A sequence owns one row.  Slot ``s`` of a row holds the committed token at position ``s``; scratch nodes
 follow in feeding order.  Positions come from depth, so a commit only moves slots: rotary embeddings are already right.
@@ -33,7 +33,7 @@ class TreeCache(Cache):
         max_slots: maximum slots of a row (context plus scratch); buffers grow towards it.
 
     Attributes:
-        texts: the sequences that own the rows, in row order (:mod:`foretoken.models.cache.pool`).
+        sequences: the sequences that own the rows, in row order (:mod:`foretoken.models.cache.pool`).
         low: the first row of the planned forward.
         starts: the first slot written in each of its rows.
         used: slots that attention sees.
@@ -50,7 +50,7 @@ class TreeCache(Cache):
         self._moves: Moves = {}
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
-        self.texts: list[Any] = []
+        self.sequences: list[Any] = []
         self.num_rows = 1
         self.num_slots = CHUNK
         self.low, self._high = 0, 1

@@ -1,8 +1,8 @@
 """Recurrent states, convolution windows and keys of one sequence, with a checkpoint.
 
-:mod:`foretoken.models.cache.rectangle` says which files know Transformers' cache classes.  A recurrent state sums up the
-whole text and is overwritten in place, so a checkpoint copies it, with the few past inputs of a convolution.  Keys and
-values of attention layers only grow, so they are cropped.
+:mod:`foretoken.models.cache.rectangle` lists the files that know Transformers' cache classes.  A recurrent state sums
+up the whole text and is overwritten in place, so a checkpoint copies it, with the few past inputs of a convolution.
+Keys and values of attention layers only grow, so they are cropped.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class NativeChains:
         self.groups = [
             _Group(forward, ends, sorted(indices, key=lambda i: ends[i].row)) for indices in by_cache.values()
         ]
-        self.order = [i for group in self.groups for i in group.texts]
+        self.order = [i for group in self.groups for i in group.indices]
         count, layers = max(end.steps for end in ends), len(forward.layers)
         first = torch.tensor([ends[i].position for i in self.order])
         positions = (torch.arange(count)[:, None] + first).flatten()
@@ -107,8 +107,8 @@ class NativeChains:
 class _Group:
     """The sequences of one cache as a group for the library."""
 
-    def __init__(self, forward: NativeForward, ends: Sequence[ChainEnd], texts: list[int]) -> None:
-        self.texts, self.ends = texts, [ends[i] for i in texts]
+    def __init__(self, forward: NativeForward, ends: Sequence[ChainEnd], indices: list[int]) -> None:
+        self.indices, self.ends = indices, [ends[i] for i in indices]
         self.low, high = self.ends[0].row, self.ends[-1].row + 1
         cache = self.ends[0].cache
         cache.flush()

@@ -41,12 +41,12 @@ struct Model {
     Product entry;
 };
 
-// Rows of a call that share a cache: `widths[text]` rows of each text, written from slot `starts[text]` on.
+// Rows of a call that share a cache: `widths[i]` rows of a sequence i, written from slot `starts[i]` on.
 struct Group {
-    bfloat16 *const *keys, *const *values;       // of each layer, [texts of the cache, kv_heads, slots, dim]
-    long slots, used, first, texts, width;       // rows of the cache from `first` on; columns of the masks
+    bfloat16 *const *keys, *const *values;       // of each layer, [sequences of the cache, kv_heads, slots, dim]
+    long slots, used, first, sequences, width;   // rows of the cache from `first` on; columns of the masks
     const long *starts, *widths;
-    const bfloat16 *const *masks;                // of each kind [texts, width, used]; null: everything is seen,
+    const bfloat16 *const *masks;                // of each kind [sequences, width, used]; null: everything is seen,
     long upto;                                   // or, if this is set, the slots up to a row's own
 };
 
@@ -70,9 +70,9 @@ struct Call {
 
 struct Row {
     const Group *group;
-    long text, slot;                             // in the cache
-    long column;                                 // of the masks: text * width + column
-    long before;                                 // rows of its text in front of it in the call
+    long sequence, slot;                         // in the cache
+    long column;                                 // of the masks: sequence * width + column
+    long before;                                 // rows of its sequence in front of it in the call
 };
 
 // Rows that attend together, `count` from `row` on.
@@ -200,12 +200,12 @@ void Worker::begin() const {
         buffers.tiles = 0;
         for (long g = 0; g < call.groups; g++) {
             const Group &group = call.group[g];
-            for (long text = 0; text < group.texts; text++)
-                for (long column = 0; column < group.widths[text]; column++) {
+            for (long i = 0; i < group.sequences; i++)
+                for (long column = 0; column < group.widths[i]; column++) {
                     if (column % most == 0) buffers.together[buffers.tiles++] = {place, 0};
                     buffers.together[buffers.tiles - 1].count++;
-                    buffers.row[place++] = {&group, group.first + text, group.starts[text] + column,
-                                            text * group.width + column, column};
+                    buffers.row[place++] = {&group, group.first + i, group.starts[i] + column,
+                                            i * group.width + column, column};
                 }
         }
     }
@@ -251,7 +251,7 @@ void Worker::heads(const Layer &layer, long index) const {
         const Row &at = buffers.row[row];
         const bfloat16 *qkv = buffers.output + row * buffers.side, *x = qkv + head * dim;
         const long group = (head - heads) % groups;
-        const long place = ((at.text * groups + group) * at.group->slots + at.slot) * dim;
+        const long place = ((at.sequence * groups + group) * at.group->slots + at.slot) * dim;
         if (head >= heads + groups) {
             std::memcpy(at.group->values[index] + place, x, 2 * dim);
             continue;
@@ -285,7 +285,7 @@ void Worker::mix(const Layer &layer, long index, const Inputs &inputs) const {
         const long first = each * chunk / chunks, head = group * each + first;
         const Row &at = buffers.row[rows.row];
         const long place = layer.mask * call.rows + rows.row;
-        const long start = (at.text * model.kv_heads + group) * at.group->slots * dim;
+        const long start = (at.sequence * model.kv_heads + group) * at.group->slots * dim;
         const Slots keys = {at.group->keys[index] + start, dim, at.group->used};
         const Slots values = {at.group->values[index] + start, dim, at.group->used};
         const Queries queries = {buffers.queries + (rows.row * model.heads + head) * dim, model.heads * dim, dim, rows.count,

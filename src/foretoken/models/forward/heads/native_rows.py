@@ -118,7 +118,7 @@ class NativeRows(ABC):
 
 
 def stacked_mask(rows: Sequence[int], visible: Sequence[NDArray[np.bool_]]) -> Tensor:
-    """[texts, width, used], zero where a node sees a slot.
+    """[sequences, width, used], zero where a node sees a slot.
 
     Args:
         rows: cache rows in order; those between them are inactive.
