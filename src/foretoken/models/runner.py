@@ -363,7 +363,7 @@ class TreeRunner(ModuleModel):
         cut, layers = self._reach.applied(rows, self.forwards.layer_masks)
         masks = additive_masks(rows, layers, width, used, self.forwards.run_dtype, self.device)
         if cut is not None and not self.forwards.skips_masked:
-            cache.reads, masks = cut, {name: cut.mask(mask) for name, mask in masks.items()}
+            cache.cut, masks = cut, {name: cut.mask(mask) for name, mask in masks.items()}
         spans = [(f.sequence.row - low, p.new - f.num_wanted, p.new) for f, p in zip(feeds, plans, strict=True)]
         states = padded_states(inputs, feeds, low, ids, self.forwards.run_dtype) if inputs else None
         regimes = [sequence.regime for sequence in cache.sequences[low:high]]

@@ -37,7 +37,7 @@ class TreeCache(Cache):
         low: the first row of the planned forward.
         starts: the first slot written in each of its rows.
         used: slots that attention sees.
-        reads: the subset of them that it reads; ``None``: all.
+        cut: the subset of them that it reads; ``None``: all.
         movable: whether its sequences may move to another cache.
     """
 
@@ -57,7 +57,7 @@ class TreeCache(Cache):
         self.starts: list[int] = [0]
         self._uniform = True
         self.used = 0
-        self.reads: Cut | None = None
+        self.cut: Cut | None = None
         self._rows = self._slots = torch.empty(0, dtype=torch.long)
         self._rows_from = 0
 
@@ -113,7 +113,7 @@ class TreeCache(Cache):
         """
         self.flush()
         self.reserve(high, max(used, max(starts) + count))
-        self.low, self._high, self.used, self.reads = low, high, used, None
+        self.low, self._high, self.used, self.cut = low, high, used, None
         self.starts = list(starts)
         self._uniform = len(set(self.starts)) == 1
         if not self._uniform:
@@ -125,7 +125,7 @@ class TreeCache(Cache):
     @property
     def num_read(self) -> int:
         """Number of slots that :meth:`update` returns."""
-        return self.used if self.reads is None else self.reads.sink + self.used - self.reads.low
+        return self.used if self.cut is None else self.cut.sink + self.used - self.cut.low
 
     def buffers(self, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values [rows, H, slots, D] of all layers, for a kernel that writes them itself.  Missing buffers are
@@ -150,7 +150,7 @@ class TreeCache(Cache):
             if self._rows.device != new.device:
                 self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
             buffer[self._rows, :, self._slots] = new.transpose(1, 2).to(buffer.dtype)
-        slots = view[:, :, : self.used] if self.reads is None else self.reads.slots(view[:, :, : self.used])
+        slots = view[:, :, : self.used] if self.cut is None else self.cut.slots(view[:, :, : self.used])
         return slots.to(new.dtype)  # copies only if the reader computes in another dtype
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
