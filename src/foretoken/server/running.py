@@ -34,11 +34,12 @@ Saw = Callable[[int, int], None]
 """Callback for every block of tokens: index of the ticket, number of tokens."""
 
 
-async def outputs_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> list[Output]:
+async def outputs_then_cancel(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> list[Output]:
     """Outputs of all tickets; if one fails, the others are cancelled.  Raises ``DeadlineExceeded`` when the time is
     up."""
     try:
-        return await asyncio.gather(*(_output(engine, index, ticket, saw) for index, ticket in enumerate(tickets)))
+        outputs = (_counted_output(engine, index, ticket, saw) for index, ticket in enumerate(tickets))
+        return await asyncio.gather(*outputs)
     finally:
         for ticket in tickets:
             engine.cancel(ticket)
@@ -52,17 +53,17 @@ async def _next(index: int, ticket: Ticket, saw: Saw) -> tuple[Running, Emission
     return run, emission
 
 
-async def _output(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> Output:
+async def _counted_output(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> Output:
     while True:
         run, emission = await _next(index, ticket, saw)
         if emission.finish_reason is not None:
             return output_of(run, engine.llm.tokenizer)
 
 
-async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> AsyncIterator[tuple[int, Piece]]:
+async def pieces_then_cancel(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> AsyncIterator[tuple[int, Piece]]:
     """Pieces of all tickets as they arrive, with their indices.  Raises ``DeadlineExceeded`` once the time of one is
     up."""
-    several = [_pieces(engine, index, ticket, saw) for index, ticket in enumerate(tickets)]
+    several = [_counted_pieces(engine, index, ticket, saw) for index, ticket in enumerate(tickets)]
     merged = several[0] if len(several) == 1 else _merged(several)
     try:
         async for piece in merged:
@@ -73,7 +74,9 @@ async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> As
         await merged.aclose()
 
 
-async def _pieces(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> AsyncGenerator[tuple[int, Piece], None]:
+async def _counted_pieces(
+    engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw
+) -> AsyncGenerator[tuple[int, Piece], None]:
     pieces = Pieces(engine.llm.tokenizer)
     while True:
         run, emission = await _next(index, ticket, saw)
