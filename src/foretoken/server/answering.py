@@ -23,7 +23,7 @@ from foretoken.server import usage
 from foretoken.server.errors import ApiError, api_error, bad
 from foretoken.server.inputs import check_fields
 from foretoken.server.limits import log_request
-from foretoken.server.running import ClientGone, outputs_then_cancel, pieces_then_cancel, submit_all, while_connected
+from foretoken.server.running import ClientGone, outputs_of, pieces_then_cancel, submit_all, while_connected
 from foretoken.server.schemas import CompletionBody
 from foretoken.server.serving import Serving
 from foretoken.server.slots import RequestSlot, slot_of
@@ -163,8 +163,7 @@ class Answer(ABC):
     async def outputs(self, tickets: Sequence[Ticket]) -> list[Output]:
         """The complete outputs, counted and logged.  Raises ``ApiError`` if the request failed."""
         try:
-            work = outputs_then_cancel(self.serving.engine, tickets, self.saw)
-            outputs = await while_connected(self.http.receive, work)
+            outputs = await while_connected(self.http.receive, outputs_of(self.serving.engine, tickets, self.saw))
         except ClientGone:
             self.log(499)
             raise ApiError(408, "the client went away", counted=True) from None

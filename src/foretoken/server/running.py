@@ -34,12 +34,11 @@ Saw = Callable[[int, int], None]
 """Callback for every block of tokens: index of the ticket, number of tokens."""
 
 
-async def outputs_then_cancel(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> list[Output]:
+async def outputs_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> list[Output]:
     """Outputs of all tickets; if one fails, the others are cancelled.  Raises ``DeadlineExceeded`` when the time is
     up."""
     try:
-        outputs = (_counted_output(engine, index, ticket, saw) for index, ticket in enumerate(tickets))
-        return await asyncio.gather(*outputs)
+        return await asyncio.gather(*(_output(engine, index, ticket, saw) for index, ticket in enumerate(tickets)))
     finally:
         for ticket in tickets:
             engine.cancel(ticket)
@@ -53,7 +52,7 @@ async def _next(index: int, ticket: Ticket, saw: Saw) -> tuple[Running, Emission
     return run, emission
 
 
-async def _counted_output(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> Output:
+async def _output(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> Output:
     while True:
         run, emission = await _next(index, ticket, saw)
         if emission.finish_reason is not None:
