@@ -29,7 +29,7 @@ from typing import Any
 from common import environment
 
 import foretoken as ft
-from foretoken.cli.train_distill import open_shop
+from foretoken.cli.train_options import load_target
 from foretoken.lab.bench.alignment import Alignment
 from foretoken.methods.drafters.learning.losses import LOSSES
 from foretoken.training.config import TEXTS, DistillConfig
@@ -44,7 +44,7 @@ def trained(shop: Workshop, draft: str, measure: Alignment, config: DistillConfi
     """Train one student in a folder that is thrown away; what it reached and what that took."""
     shop.config = config
     if config.text == "teacher":
-        shop.written()  # not a part of the time: it is made once for all losses
+        shop.written_rows()  # not a part of the time: it is made once for all losses
     start_s = time.perf_counter()
     student = load_student(draft, shop.target, shop.tokenizer)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +93,7 @@ def main() -> None:
     config = DistillConfig(**{name: getattr(options, name) for name in names})
     with tempfile.TemporaryDirectory() as folder:
         corpus = options.corpus or Path(folder)
-        shop = open_shop(options.target, options.draft, options.data, corpus, config, None)
+        shop = Workshop(*load_target(options.target), options.data, corpus, config)
         prompts = shop.held_prompts(options.prompts, 48)
         if not len(prompts):
             parser.error("no document was held out: give more text")

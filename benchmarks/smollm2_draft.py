@@ -26,7 +26,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from foretoken.core.io.files import save_model
-from foretoken.training.lm import LmConfig, build_model
+from foretoken.training.config import LmConfig
+from foretoken.training.lm import build_model
 
 SPECIAL = (0, 1, 2)
 """End of text, and the two that begin and end a turn."""

@@ -125,7 +125,6 @@ COPYING = (
     "def load_lines(path):\n    with open(path) as file:\n        return file.read().splitlines()\n\n"
     "def load_json(path):\n    with open(path) as"
 )
-COPIERS = ("ngram", "ngram_cache", "suffix", "sam", "known", "retrieval", "recycling")
 MOST_NODES = 12
 SPECS = {
     "eagle": "eagle,nodes=8,depth=4", "eagle3": "eagle3,nodes=8,depth=4", "medusa": "medusa,nodes=8",
@@ -147,19 +146,10 @@ RULES = {
 def make_pictures(names: Sequence[str]) -> None:
     """Draw a round of every drafter and of every lossless verifier; drafters that cannot be drawn are told."""
     PICTURES.mkdir(parents=True, exist_ok=True)
+    copiers = next(branch.names for branch in BRANCHES if branch.title == "Retrieval")
     for row in rows("drafter"):
         if (not names or row.name in names) and row.name != "scripted":
-            copies = row.name in (
-                "ngram",
-                "ngram_cache",
-                "suffix",
-                "sam",
-                "known",
-                "retrieval",
-                "prediction",
-                "recycling",
-            )
-            _draw(row, SPECS.get(row.name, row.example), "auto", 0.0, COPYING if copies else PROMPT)
+            _draw(row, SPECS.get(row.name, row.example), "auto", 0.0, COPYING if row.name in copiers else PROMPT)
     for name, (spec, temperature) in RULES.items():
         if not names or name in names:
             _draw(find("verifier", name), spec, name, temperature, COPYING if spec.startswith("ngram") else PROMPT)
@@ -194,7 +184,7 @@ def tree_picture(one: Round, title: str, most: int) -> str:
         while len(nodes) > most and (spare := _spare(nodes, kinds)) is not None:
             nodes.remove(spare)
             dropped += 1
-    tree = draw_tree(nodes, one.next_token)
+    tree = draw_tree(nodes, one.next_token, one.origin)
     wide = max(LEAST, tree.width + 2 * MARGIN)
     more = f" ({dropped} nodes are not drawn)" if dropped else ""
     parts = [text(MARGIN, 24, title, "title")]

@@ -16,6 +16,7 @@ from foretoken.core.prompts import prompts_of
 from foretoken.core.values import check_flags, check_whole, numbered
 from foretoken.engine.calls import Calls
 from foretoken.engine.drafting import described
+from foretoken.engine.errors import blaming
 from foretoken.engine.loop import Engine
 from foretoken.engine.output import Output as Output
 from foretoken.engine.output import Piece as Piece
@@ -337,12 +338,13 @@ def load(
     beside = None if str(device) == "auto" else device  # the target's own device
     built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside, known=known)
     cache_bytes = 64 * 2**20 if prefix_cache else 0
-    llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=cache_bytes)
-    llm.defaults = defaults
-    if profile is not None:
-        _start_from(llm, tuned, profile)
-    elif model is not target and isinstance(target, str | Path):
-        _calibrate(llm)
+    with blaming():
+        llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=cache_bytes)
+        llm.defaults = defaults
+        if profile is not None:
+            _start_from(llm, tuned, profile)
+        elif model is not target and isinstance(target, str | Path):
+            _calibrate(llm)
     return llm
 
 
@@ -350,7 +352,7 @@ def _calibrate(llm: Llm) -> None:
     """Start a controller that weighs costs from measured ones; a passed model is not run unasked."""
     controller, drafter = llm.engine.controller, llm.drafter
     if drafter is not None and controller is not None and controller.weighs_costs:
-        with suppress(ValueError):  # requests report the error; costs are then learned from rounds
+        with suppress(ValueError), blaming():  # requests report the error; costs are then learned from rounds
             controller.start_from(calibrated(llm.target, drafter))
 
 

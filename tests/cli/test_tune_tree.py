@@ -97,6 +97,35 @@ def test_a_tree_for_a_draft_model(
     assert out.token_ids == plain.token_ids and out.stats.num_accepted_tokens > 0
 
 
+def test_limits_for_a_tree_that_follows_probabilities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "limits.json"
+    command = [*SMALL, "--drafter", "eagle3,width=2", "--max-depth", "2", "--out", str(file)]
+    assert main(command) == 0
+    report, stored = json.loads(capsys.readouterr().out), json.loads(file.read_text())
+    assert report == {**stored, "out": str(file)} and stored["method"] == "eagle3"
+    assert set(stored["speeds"]) == {"plain", "default", "tuned"} and "width" not in stored["limits"]
+    assert all(row["tokens_per_s"] > 0 and "width=2" in row["drafter"] for row in stored["raced"])
+    assert {row["drafter"] for row in stored["raced"]} >= {
+        "eagle3,width=2",
+        *(f"eagle3,width=2,depth={d}" for d in (1, 2)),
+    }
+    file.write_text(json.dumps({**stored, "limits": {"depth": 2, "nodes": 3}}))
+    llm = ft.load("builtin", drafter=f"eagle3,tree={file}", dtype="float32")
+    assert llm.drafter is not None and (llm.drafter.max_depth, llm.drafter.max_nodes) == (2, 3)
+    prompt = "The old man said"
+    assert llm.generate(prompt, max_new_tokens=16).token_ids == llm.plain.generate(prompt, max_new_tokens=16).token_ids
+    beside = ft.load("builtin", drafter=f"eagle3,tree={file},depth=4,draw=without_replacement", dtype="float32")
+    assert beside.drafter is not None and (beside.drafter.max_depth, beside.drafter.max_nodes) == (4, 3)
+    with pytest.raises(ValueError, match="was made for 'eagle3', not for 'eagle'"):
+        ft.load("builtin", drafter=f"eagle,tree={file}", dtype="float32")
+    file.write_text(json.dumps({**stored, "limits": {"dept": 2}}))
+    with pytest.raises(ValueError, match="unknown option 'dept' of drafter 'eagle3'"):
+        ft.load("builtin", drafter=f"eagle3,tree={file}", dtype="float32")
+    file.write_text(json.dumps({**stored, "limits": {}, "target": {"source": "x", "fingerprint": "y"}}))
+    with pytest.warns(TreeWarning, match="measured for another target, x"):
+        ft.load("builtin", drafter=f"eagle3,tree={file}", dtype="float32")
+
+
 def test_the_spec_that_is_printed_names_what_was_measured(
     target: str, draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +210,11 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more, words in (
         (["--drafter", "ngram"], "choose one of model"),
         (["--drafter", "early_exit"], "choose one of model"),
+        (
+            ["--drafter", "eagle3", "--shape", "sequoia"],
+            "the tree of eagle3 follows its probabilities: leave out --shape",
+        ),
+        (["--drafter", "eagle3,depth=2,width=2,nodes=4"], "sets depth, width, nodes: leave out those to tune"),
         (["--shape", "sequoia"], "choose one of medusa"),
         (["--drafter", "model", "--shape", "oak"], "choose one of sequoia, medusa"),
         (["--temperature", "1"], "measured greedily"),

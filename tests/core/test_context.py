@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from foretoken.core import Context, Rng
+from foretoken.core import Context, Rng, Scores, TokenTree
 from foretoken.core.sampling import Sampler, SamplingParams
 
 
@@ -13,6 +14,9 @@ def test_the_samplers_old_name_works_and_says_so() -> None:
     context = Context(0, [1, 2], 2, Sampler(SamplingParams(), 0), Rng(0))
     with pytest.warns(DeprecationWarning, match=r"context\.sampler"):
         assert context.maker is context.sampler
+    scores = Scores(torch.zeros(1, 4), TokenTree.root_only(2), [1, 2], context.sampler)
+    with pytest.warns(DeprecationWarning, match=r"scores\.sampler"):
+        assert scores.maker is scores.sampler
 
 
 def test_all_bits_of_a_seed_count() -> None:

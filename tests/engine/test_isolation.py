@@ -144,6 +144,18 @@ def plant_open(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> 
     serving.target.open = once  # type: ignore[method-assign]
 
 
+def plant_release(serving: Engine, counter: Counter) -> None:
+    """Memory is given back, and then something raises."""
+    run, counter.left = serving.target.release, 0
+
+    def release(sequence: Any) -> None:
+        marked = of_text(sequence)
+        run(sequence)
+        counter.see(marked)
+
+    serving.target.release = release  # type: ignore[method-assign]
+
+
 def on(part: str, name: str, marked: Callable[..., bool], after: int = 2) -> Plant:
     def plant(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
         counter.left = after
@@ -165,8 +177,7 @@ PLANTS: dict[str, Plant] = {
     "prompt": plant_prompt,
     "open": plant_open,
     "take over": on("requests.prefix_cache", "take_over", lambda run, others: is_poisoned(run.context), 0),
-    "explain": on("controller", "explain", of_context, 0),
-    "controller finish": on("controller", "finish", of_context, 0),
+    "release": lambda serving, counter, patch: plant_release(serving, counter),
 }
 
 
@@ -264,6 +275,22 @@ def test_a_drafter_that_fails_at_the_end_of_a_request_costs_no_answer(
     assert "the drafter failed at the end" in caplog.text and "planted" in caplog.text
     target: Any = runner.target
     assert not runner.requests.budget.reserved and target.kv_bytes == 0 and not target.pool.sequences
+
+
+@each_drafter
+@pytest.mark.parametrize("hook", ["finish", "explain"])
+def test_a_controller_that_fails_at_the_end_of_a_request_costs_no_answer(
+    make: Callable[[HuggingFaceModel], Drafter], hook: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clean, runner = clean_outputs(make), serving(make)
+    for request in requests():
+        runner.add(request)
+    in_method(runner.controller, hook, Counter(0), of_context)
+    done = finished(runner)
+    assert {first: run.output for first, run in done.items()} == clean
+    assert {run.finish_reason for run in done.values()} == {"length"}
+    assert "the controller failed at the end" in caplog.text and "planted" in caplog.text
+    check_free(runner)
 
 
 @each_drafter
@@ -432,7 +459,7 @@ def test_a_cancelled_request_that_cannot_be_freed_is_logged_and_forgotten(caplog
     ids = [runner.add(request) for request in requests()]
     runner._admit()
     runner.reader.read()
-    in_method(runner.controller, "finish", Counter(0), of_context)
+    plant_release(runner, Counter())
     runner.cancel(ids[PLACE])
     assert "was dropped" in caplog.text and "planted" in caplog.text
     assert not runner.requests.holds(ids[PLACE])
@@ -443,7 +470,7 @@ def test_a_cancelled_request_that_cannot_be_freed_is_logged_and_forgotten(caplog
 def test_a_deadline_that_cannot_be_kept_in_peace_is_an_error() -> None:
     runner = serving(ngram_drafter)
     runner.add(Request([POISON, 1, 2], max_new_tokens=5, deadline_s=1e-9))
-    in_method(runner.controller, "finish", Counter(0), of_context)
+    plant_release(runner, Counter())
     (run,) = finished(runner).values()
     assert run.finish_reason == "deadline" and run.output == []
     runner.add(Request([POISON, 1, 2], max_new_tokens=50, deadline_s=3600.0))

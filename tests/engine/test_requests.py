@@ -13,9 +13,11 @@ from torch import Tensor
 import foretoken
 from foretoken import registry
 from foretoken.core import Budget, Context, Kind, NonFiniteLogitsError, Scores, StepRecord, TokenTree, Verdict
+from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
+from foretoken.methods.controllers.auto import AutoController
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.drafters.base import Drafter
@@ -343,6 +345,28 @@ def test_an_interrupt_leaves_the_engine_usable(
     assert outputs(struck, requests) == alone
 
 
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("new_tokens", [1, 5])
+def test_no_token_is_lost_when_an_interrupt_strikes_before_a_round_s_tokens_are_given_out(
+    at: int, new_tokens: int
+) -> None:
+    """A request goes on with all of its tokens told, or is gone; also in the round of the step that admitted it."""
+    fuse = Fuse(at)
+    target, draft = tables()
+    struck = engine(target, ModelDrafter(draft), on_round=lambda *_: fuse.burn())
+    struck.add(Request(PROMPT, max_new_tokens=new_tokens))
+    told: list[int] = []
+    outcome = None
+    while struck.busy:
+        try:
+            for run, emission in struck.step():
+                told += emission.token_ids
+                outcome = run.output if emission.finish_reason else outcome
+        except KeyboardInterrupt:
+            continue
+    assert outcome is None or (outcome == told and len(told) == new_tokens)
+
+
 def test_greedy_requests_survive_an_interrupt_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = llamas()
     requests = [Request([3 + i, 4, 5], max_new_tokens=20) for i in range(3)]
@@ -453,6 +477,25 @@ def test_the_controller_sees_every_round() -> None:
         assert sum(record.num_draft_tokens for record in run_records) == run.stats.num_draft_tokens
         assert all(record.num_nodes == record.num_draft_tokens + 1 for record in run_records)
     assert records[0].batch_size == 2
+
+
+@pytest.mark.parametrize("most", [0, 2, None])
+def test_a_controller_learns_nothing_from_drafts_that_a_request_or_its_end_shortened(most: int | None) -> None:
+    """Positions that a request does not allow were not drafted: they are no misses, and no draft is not the drafter's
+    silence; nor is it in a round for the last token."""
+    target, draft = tables()
+    drafter, controller = ModelDrafter(draft, k=4), AutoController()
+    free = DrafterCost(call_s=1e-6, step_s=1e-6, survival=[0.9, 0.8, 0.7, 0.6])
+    controller.start_from(RoundCosts(TargetCost({1: 1.0, 64: 1.0}), {drafter.limits.name: free}))
+    learning = engine(target, drafter, controller=controller)
+    prior = controller.acceptance.population[False][0]
+    at_first = [hits / tries for hits, tries in zip(prior.hits, prior.tries, strict=True)]
+    serve(learning, [Request(PROMPT, T1, 40, seed=i, max_draft_tokens=most) for i in range(6)])
+    tallies = [tally for by_member in controller.acceptance.population.values() for tally in by_member]
+    assert sum(tally.bare for tally in tallies) == 0
+    shares = [hits / tries for hits, tries in zip(tallies[1].hits, tallies[1].tries, strict=True)]
+    learned = [abs(share - known) > 1e-9 for share, known in zip(shares, at_first, strict=True)]
+    assert learned == [position < (4 if most is None else most) for position in range(4)]
 
 
 def test_only_one_target_call_a_round() -> None:

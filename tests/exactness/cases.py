@@ -152,9 +152,11 @@ def kangaroo(target: LanguageModel, few: bool = False, **options: Any) -> Kangar
     return built
 
 
-def jump(target: LanguageModel, few: bool = False, state: int = 2, width: int = 0, **options: Any) -> JumpDrafter:
-    """A random predictor of what is behind the target's first layer; the second one drafts."""
-    net = random_weights(JumpNet(JumpConfig(TargetParts(target).hidden_size, 1, 2, state, width, inner=6)))
+def jump(
+    target: LanguageModel, few: bool = False, start: int = 1, state: int = 2, width: int = 0, **options: Any
+) -> JumpDrafter:
+    """A random predictor of what is behind the target's first layer, or before it; the layers after it draft."""
+    net = random_weights(JumpNet(JumpConfig(TargetParts(target).hidden_size, start, 2, state, width, inner=6)))
     return JumpDrafter(target, net, head=few_tokens(target, first=0) if few else None, **options)
 
 
@@ -770,6 +772,7 @@ CASES: dict[str, list[Case]] = {
     "jump": [
         Case("chain", lambda target, draft: jump(target, k=3), network=True),
         Case("own-state", lambda target, draft: jump(target, state=1, width=4, k=3), network=True),
+        Case("bottom", lambda target, draft: jump(target, start=0, state=0, k=3), network=True),
         Case("wor-tree", lambda target, draft: jump(target, tree="2x2x1"), network=True),
         Case("few", lambda target, draft: jump(target, few=True, k=3), network=True),
     ],

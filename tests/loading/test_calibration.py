@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from foretoken import load
-from foretoken.core.costs import RoundCosts
+from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.loading.measured import calibration
 from foretoken.loading.measured.calibration import calibrated, line_of, measured
 from foretoken.methods.controllers.auto import AutoController
@@ -21,6 +22,7 @@ from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.recycling import RecyclingDrafter
 from foretoken.methods.drafters.router import RouterDrafter
+from foretoken.models import wrap
 from foretoken.models.base import Feed, Rows
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.machine import results_file
@@ -106,6 +108,22 @@ def test_it_is_measured_once_for_a_model_a_machine_and_drafters(monkeypatch: pyt
         results_file().write_text(text)
         calibrated(target, ModelDrafter(draft))
     assert len(calls) == 6
+
+
+def test_another_forward_of_the_same_networks_has_costs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured with PyTorch's forward, they are wrong for our library's, and the other way round."""
+    answers = [RoundCosts(TargetCost({1: float(i)}), {}, 0.0) for i in range(1, 5)]
+    seconds = iter(answers)
+    monkeypatch.setattr(calibration, "measured", lambda target, drafter: next(seconds))
+    network, small = llama(dtype=torch.float32), llama(seed=9, dtype=torch.float32)
+    public, fast = wrap(network, exact="bitwise", lean=False), wrap(network)
+    drafts = [wrap(small, exact="bitwise", lean=False), wrap(small)]
+    pairs = [(target, ModelDrafter(draft)) for target in (public, fast) for draft in drafts]
+    for _ in range(2):
+        assert [calibrated(*pair) for pair in pairs] == answers
+    monkeypatch.setattr(calibration, "code_version", lambda: "another")
+    with pytest.raises(StopIteration):
+        calibrated(*pairs[0])
 
 
 def test_a_busy_machine_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,7 @@ def test_drafters_of_installed_packages_are_tried(package: Callable[[str], None]
         ("\nimport nothing_of_this_name\n", "P", r"mine\.py, line 2: ModuleNotFoundError: No module named"),
         ("\n\n1 / 0\n", "P", r"mine\.py, line 3: ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)\n", "P", r"mine\.py, line 1: SystemExit: 3"),
+        ("raise type('Stop', (BaseException,), {})('now')\n", "P", r"mine\.py, line 1: Stop: now"),
         (PERIOD.replace("= 2, k", ", k").replace("k: int = 4", "k: int"), "Period", r"Period .*cannot be built: "),
         (PERIOD.replace("period, k\n", "period, k\n        1 / 0\n"), "Period", r"__init__ \(mine\.py, line 13\)"),
         (PERIOD + "        return 3\n\n    traits = 3\n", "Period", r"Period .*has traits of type int"),
@@ -447,6 +448,77 @@ def test_a_description_that_fails_names_the_drafter(tmp_path: Path, statement: s
     with pytest.raises(DrafterError, match=rf"Period\.describe {LINE} {words}"):
         llm.describe()
     assert len(llm.generate([1, 2, 3], max_new_tokens=5).token_ids) == 5
+
+
+HOSTILE = {
+    "__init__": "def __init__(self):",
+    "build": "@classmethod\n    def build(cls, path, context):",
+    "shape_for": "@classmethod\n    def shape_for(cls, target):",
+    "cost_beside": "def cost_beside(self, target_bytes):",
+    "__setattr__": "def __setattr__(self, name, value):",
+    "__getattribute__": "def __getattribute__(self, name):",
+    "__eq__": "__hash__ = object.__hash__\n\n    def __eq__(self, other):",  # groups ask it of their members
+} | {
+    name: f"@property\n    def {name}(self):"
+    for name in ("limits", "states", "foresight", "traits", "taps", "max_depth", "max_nodes", "drafters")
+}
+OURS = """class Hostile(Drafter):
+    name = "hostile"
+
+    def propose(self, context, budget):
+        return TokenTree.chain(context.root, context.tokens[-2:])
+
+"""
+
+
+GROUP = "router,drafters=({}|ngram,n=2)"
+
+
+@pytest.mark.parametrize(
+    ("hook", "group"),
+    [("__eq__", GROUP), *((hook, group) for hook in HOSTILE if hook != "__eq__" for group in ("{}", GROUP))],
+)
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("raise KeyError('lost')", "raised KeyError: 'lost'"),
+        ("import sys; sys.exit(3)", r"raised RuntimeError: it called exit\(3\)"),
+        ("raise type('Stop', (BaseException,), {})('now')", "raised RuntimeError: Stop: now"),
+    ],
+)
+def test_whatever_is_raised_at_load_is_one_line(
+    tmp_path: Path, hook: str, statement: str, words: str, group: str
+) -> None:
+    target, _ = tables()
+    file = written(tmp_path, f"{HEAD}{OURS}    {HOSTILE[hook]}\n        {statement}\n")
+    with pytest.raises(DrafterError, match=rf"^Hostile\.{hook} {LINE} {words}$"):
+        ft.load(target, drafter=group.format(f"{file}:Hostile"))
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        ("shape_for", r"Hostile\.shape_for {} returned int: it must be options by name"),
+        ("cost_beside", r"Hostile\.cost_beside {} returned NoneType: it must be a number"),
+        ("limits", r"Hostile {} has limits of type int: write Limits\(\.\.\.\)"),
+        ("taps", r"Hostile {} has taps of type int: write a tuple of names"),
+        ("drafters", r"Hostile {} has drafters of type int: write a tuple of drafters"),
+        ("foresight", r"Hostile {} has foresight of type int, which has no minimum_budget and predicted_from"),
+    ],
+)
+def test_facts_of_a_wrong_type_are_said_at_load(tmp_path: Path, hook: str, words: str) -> None:
+    target, _ = tables()
+    returned = "None" if hook == "cost_beside" else "3"
+    file = written(tmp_path, f"{HEAD}{OURS}    {HOSTILE[hook]}\n        return {returned}\n")
+    with pytest.raises(DrafterError, match=f"^{words.format(LINE)}$"):
+        ft.load(target, drafter=f"{file}:Hostile")
+
+
+def test_an_interrupt_at_load_is_one(tmp_path: Path) -> None:
+    target, _ = tables()
+    for body in (f"{HEAD}{OURS}    {HOSTILE['build']}\n        raise KeyboardInterrupt\n", "raise KeyboardInterrupt\n"):
+        with pytest.raises(KeyboardInterrupt):
+            ft.load(target, drafter=f"{written(tmp_path, body, f'mine{len(body)}.py')}:Hostile")
 
 
 NAN = {"all": "q[:] = torch.nan", "one entry": "q[0, 3] = torch.nan", "last row": "q[-1] = torch.nan"}

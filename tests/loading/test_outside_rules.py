@@ -3,7 +3,9 @@ and no other request is harmed."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -14,6 +16,7 @@ import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.core import Budget, Context, Kind, Scores, StepRecord, TokenTree, Verdict
 from foretoken.core.sampling import SamplingParams
+from foretoken.engine.background import AsyncLlm
 from foretoken.engine.request import Request, Running
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.outside import ControllerError
@@ -208,13 +211,12 @@ class Two(Controller):
             raise KeyError("lost")
 
     def explain(self, context: Context) -> str:
-        if self.hit(context, "explain"):
-            raise KeyError("lost")
-        return ""
+        why: str = self.wrong() if self.hit(context, "explain") else "two"
+        return why
 
     def finish(self, context: Context) -> None:
         if self.hit(context, "finish"):
-            raise KeyError("lost")
+            self.wrong()
 
 
 class Batched(Two):
@@ -260,10 +262,33 @@ def test_wrong_budgets_of_a_batch(budgets: Any, words: str) -> None:
     check_alone(runs, ControllerError, rf"Batched\.budgets {LINE} {words}", controller=Batched())
 
 
-@pytest.mark.parametrize("hook", ["budget", "observe", "explain", "finish"])
+@pytest.mark.parametrize("hook", ["budget", "observe"])
 def test_whatever_a_controller_raises_is_said_by_class_and_line(hook: str) -> None:
     runs = served(sampled_requests(), controller=Two(raises, hook))
     check_alone(runs, ControllerError, rf"Two\.{hook} {LINE} raised KeyError: 'lost'", controller=Two())
+
+
+@pytest.mark.parametrize(
+    ("hook", "wrong", "words"),
+    [
+        ("finish", raises, "raised KeyError: 'lost'"),
+        ("finish", sys.exit, r"raised RuntimeError: it called exit\(\)"),
+        ("explain", raises, "raised KeyError: 'lost'"),
+        ("explain", sys.exit, r"raised RuntimeError: it called exit\(\)"),
+        ("explain", lambda: 3, "returned int: it must be a string"),
+    ],
+)
+def test_an_answer_is_complete_before_its_controller_hears_of_its_end(
+    hook: str, wrong: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = served(sampled_requests(), controller=Two(wrong, hook))
+    assert [run.finish_reason for run in runs] == ["length"] * 4
+    assert [run.why for run in runs] == ["two"] * 3 + ["" if hook == "explain" else "two"]
+    for request, run in zip(sampled_requests(), runs, strict=True):
+        assert run.output == served([request], controller=Two(hook="none"))[0].output
+    (fault,) = [record for record in caplog.records if record.name == "foretoken.engine"]
+    assert re.search(rf"Two\.{hook} {LINE} {words}", fault.getMessage())
+    assert fault.levelname == "WARNING" and fault.exc_info is None, "one line, without a traceback"
 
 
 @pytest.mark.parametrize(
@@ -279,6 +304,66 @@ def test_what_is_no_controller_is_said_at_load(controller: Any, words: str) -> N
     with pytest.raises(ControllerError, match=words) as caught:
         ft.load(target, drafter=ModelDrafter(draft), controller=controller)
     assert "\n" not in str(caught.value)
+
+
+def exits() -> None:
+    sys.exit(3)
+
+
+def hostile(base: type[Any], hook: str, raises: Any) -> Any:
+    """An object of whom one method or property raises."""
+
+    class Hostile(base):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name == hook:
+                raises()
+            return super().__getattribute__(name)
+
+    return Hostile()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"), [(raises, "KeyError: 'lost'"), (exits, r"RuntimeError: it called exit\(3\)")]
+)
+@pytest.mark.parametrize("hook", ["name", "kinds", "lossless", "greedy_only", "drafts", "attach"])
+def test_whatever_a_rule_raises_at_load_is_one_line(hook: str, wrong: Any, words: str) -> None:
+    target, draft = tables()
+    part: dict[str, Any] = (
+        {"controller": hostile(Two, hook, wrong)}
+        if hook in ("drafts", "attach")
+        else {"verifier": hostile(Rule, hook, wrong)}
+    )
+    with pytest.raises((VerifierError, ControllerError), match=rf"^Hostile\.__getattribute__ {LINE} raised {words}$"):
+        ft.load(target, drafter=ModelDrafter(draft, k=3), **part)
+
+
+def test_a_verifier_that_exits_when_a_request_joins_costs_that_request() -> None:
+    target, draft = tables()
+    llm = ft.load(target, drafter=ModelDrafter(draft, k=3), verifier=hostile(Rule, "races", exits))
+    with pytest.raises(VerifierError, match=rf"Hostile\.__getattribute__ {LINE} raised RuntimeError: it called exit"):
+        llm.generate([1, 2, 3], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("wrong", [raises, exits, lambda: None], ids=["raises", "exits", "nothing"])
+def test_a_report_that_fails_ends_no_engine(wrong: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Reporting(Two):
+        def report(self) -> Any:
+            return wrong()
+
+    async def answered() -> tuple[list[int], Any]:
+        target, draft = tables()
+        serving = AsyncLlm(ft.load(target, drafter=ModelDrafter(draft, k=3), controller=Reporting()))
+        await serving.start()
+        try:
+            output = await serving.generate([1, 2, 3], max_new_tokens=3)
+            return output.token_ids, serving.status.dead
+        finally:
+            await serving.close(0)
+
+    tokens, dead = asyncio.run(answered())
+    assert len(tokens) == 3 and dead is None
+    (fault,) = [record.getMessage() for record in caplog.records if record.name == "foretoken.engine"]
+    assert re.fullmatch(rf"the controller cannot report: Reporting\.report {LINE} r(ais|eturn)ed .*", fault)
 
 
 @pytest.mark.parametrize("role", ["verifier", "controller"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 
 import pytest
+import torch
 from page_mock import PAGE, REASON, RECORDED, Mock
 from page_steps import (
     Page,
@@ -23,7 +25,16 @@ from page_steps import (
     write,
 )
 
+from foretoken.core.sampling import SamplingParams
+from foretoken.engine.request import Request
+from foretoken.engine.trace import RoundTrace
+from foretoken.lab.report.show.why import nodes_of
+from foretoken.methods.drafters.lookahead import LookaheadDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.registry import make
 from foretoken.server.pages import PATHS
+from toys import engine, serve, tables
 
 __all__ = ["open_tab", "server", "tab"]  # fixtures
 TOKENS = sum(len(choice["token_ids"]) for chunk in RECORDED for choice in chunk["choices"])
@@ -148,9 +159,76 @@ def test_tree_of_any_round(tab: Page) -> None:
     assert count(tab, "#tree .edge.accepted") == len(round_["accepted"])
     assert count(tab, "#tree-table tbody tr") == len(round_["tokens"]) + 1
     tab.run("document.querySelector('#tree .node.rejected').dispatchEvent(new Event('click'))")
-    assert "rejected; p/q = " in text(tab, "#why")
+    assert re.search(r"rejected; u = [\d.]+ ≥ (p/q|its chance) = [\d.]+", text(tab, "#why"))
     struck = tab.run("[...document.querySelectorAll('#peek s')].length")
     assert struck == len(round_["tokens"]) - 1 - len(round_["accepted"])
+
+
+RULES = {
+    "greedy": ("ngram", "greedy", 0.0),
+    "match": ("chain", "match", 1.0),
+    "rejection": ("chain", "rejection", 1.0),
+    "lenient": ("chain", "lenient,lenience=0.5", 1.0),
+    "block": ("chain", "block", 1.0),
+    "multi_round": ("iid", "multi_round", 1.0),
+    "without_replacement": ("tree", "without_replacement", 1.0),
+    "kseq": ("iid", "kseq", 1.0),
+    "traversal": ("tree", "traversal", 1.0),
+    "typical": ("tree", "typical", 1.0),
+    "point": ("ngram", "point", 1.0),
+    "probes": ("probes", "point", 1.0),
+}
+
+
+def traced(case: str) -> list[RoundTrace]:
+    """Rounds of a rule on toys."""
+    name, rule, temperature = RULES[case]
+    draft = tables()[1]
+    drafter = {
+        "chain": lambda: ModelDrafter(draft, k=3),
+        "tree": lambda: ModelDrafter(draft, tree="2x2x1"),
+        "iid": lambda: ModelDrafter(draft, tree="2x2x1", draw="iid"),
+        "ngram": lambda: NgramDrafter(n=2, k=3),
+        "probes": lambda: LookaheadDrafter(w=3, n=3, g=2),
+    }[name]()
+    speculative = engine(tables()[0], drafter, make("verifier", rule), allow_lossy=True)
+    torch.manual_seed(3)
+    (run,) = serve(speculative, [Request([0, 1, 2, 3, 0, 1], SamplingParams(temperature), 40, explain=True)])
+    return run.rounds
+
+
+@needs_page
+@pytest.mark.parametrize("case", list(RULES))
+def test_tree_says_what_the_rule_compared(tab: Page, case: str) -> None:
+    """The page's outcomes and reasons are those of ``foretoken show``, for every rule."""
+    rounds = traced(case)
+    texts = [
+        {**trace.as_dict(), "texts": [str(token) for token in trace.tokens], "next_text": str(trace.next_token)}
+        for trace in rounds
+    ]
+    code = module(tab, "why.js")
+    shown = tab.run(
+        f"{code}.then((one) => {json.dumps(texts)}.map((round) => {{ const found = one.fates(round);"
+        "return found.map((fate, node) => [fate, one.because(round, node, found)]); }))"
+    )
+    seen = set()
+    for trace, nodes in zip(rounds, shown, strict=True):
+        for node, (fate, why) in zip(nodes_of(trace, str), nodes, strict=True):
+            seen.add(fate)
+            assert fate == node.status
+            if fate in ("accepted", "rejected"):
+                assert said(why) == said(node.why.partition(": ")[2])
+            if "p/q" in why:
+                assert node.p is not None and node.q
+                chance = 1.0 if "at least 1" in why else float(why.rpartition("= ")[2])
+                assert chance == pytest.approx(min(1.0, node.p / node.q), rel=0.06)
+    assert {"root", "accepted", "rejected"} <= seen and ("probe" in seen) == (case == "probes")
+
+
+def said(why: str) -> str:
+    """A reason without its quotes, the name of a chance, and digits of numbers."""
+    why = re.sub("p/q|its share of what is left", "its chance", why.translate(str.maketrans("“”", "''")))
+    return re.sub(r"\d+\.?\d*(e-?\d+)?", lambda number: f"{float(number[0]):.2g}", why)
 
 
 @needs_page

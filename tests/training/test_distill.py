@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -504,3 +506,16 @@ def test_a_few_conversations_are_enough(target: Path, draft: Path, tmp_path: Pat
     shop = Workshop(load_model(target), tokenizer, [data], tmp_path / "corpus", config)
     assert shop.blocks.num_blocks * 64 > shop.corpus["train"]["tokens"]
     assert shop.blocks(0).shape == (1, 65)
+
+
+def test_the_benchmark_compares_losses_and_texts(
+    target: Path, draft: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(__file__).parents[2] / "benchmarks"
+    command = f"x --target {target} --draft {draft} --data {data} --loss tvd --text fixed teacher"
+    command += " --steps 1 --batch-size 2 --context 32 --written 2 --prompts 1 --json"
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "argv", command.split())
+    runpy.run_path(str(folder / "distillation.py"), run_name="__main__")
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [(row["loss"], row["text"]) for row in rows] == [("tvd", "fixed"), ("tvd", "teacher")]

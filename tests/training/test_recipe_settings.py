@@ -36,3 +36,14 @@ def test_defaults_are_those_of_training(method: str, target: Any) -> None:
 def test_an_unknown_setting_names_the_command(target: Any) -> None:
     with pytest.raises(ValueError, match=r"valid ones: heads.*; `foretoken methods medusa` explains them"):
         find_recipe("medusa")(target, TargetParts(target), {"depth": "2"})
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_only_who_trains_the_target_updates_it_by_a_rank(method: str, target: Any) -> None:
+    """``rank`` of dflash2, dspark and uno is the size of matrices of their own."""
+    kind = find_recipe(method)
+    settings = {"rank": "4"} if "rank" in kind.settings() else {}
+    settings |= {"medusa": {"mode": "joint"}, "bpd": {"mode": "finetune"}}.get(method, {})
+    recipe = kind(target, TargetParts(target), settings)
+    assert recipe.update_rank == (4 if settings and recipe.trains_target else 0)
+    assert recipe.trains_target == (method in ("medusa", "bpd", "early_exit", "jacobi"))

@@ -254,6 +254,25 @@ def test_bad_input(data: Path, target: Path, tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "out/model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("method", "setting", "words"),
+    [
+        ("medusa", "nope=1", "unknown setting 'nope' of 'medusa'"),
+        ("medusa", "heads=many", "must be of type int"),
+        ("specdec_pp", "nope=1", "unknown setting 'nope' of 'specdec_pp'"),
+        ("specdec_pp", "mix=half", "must be of type float"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_loaded(
+    method: str, setting: str, words: str, data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--target", str(target), "--data", str(data), "--out", str(tmp_path / "out"), "--set", setting]
+    assert main(["train", method, *more]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ") and words in line
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("method", RECIPES)
 def test_no_number_of_a_setting_is_negative_or_not_finite(method: str, target: Path) -> None:
     kind, model = find_recipe(method), load_model(target)

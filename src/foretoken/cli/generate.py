@@ -166,13 +166,14 @@ def _report(output: Output) -> dict[str, Any]:
 
 def _explained(output: Output, tokenizer: Any) -> dict[str, Any]:
     """JSON fields of ``--explain``: origins of tokens, and rounds in the server's format."""
-    from foretoken.lab.report.show.texts import token_text
+    from foretoken.lab.report.show.texts import token_namer
 
+    text = token_namer(tokenizer)
     rounds = [
         {
             **round_.as_dict(),
-            "texts": [token_text(tokenizer, token) for token in round_.tokens],
-            "next_text": token_text(tokenizer, round_.next_token),
+            "texts": [text(token) for token in round_.tokens],
+            "next_text": text(round_.next_token),
         }
         for round_ in output.rounds
     ]

@@ -69,12 +69,13 @@ def make_command(method: str) -> Callable[..., None]:
         from foretoken.training.recipes import find_recipe
         from foretoken.training.trainer import Trainer
 
+        kind = find_recipe(method)
+        kind.read_settings(settings)  # wrong ones are refused before a model is loaded
         with json_only(as_json), stop_on_signals() as stop, run_folder(out):
             read, answer_options = data, {}
             if answers == "data":  # "target" accepts questions, which are not yet training text
                 check_text(data)
             keep_freed_memory()
-            kind = find_recipe(method)
             config = replace(config, lr=kind.lr if lr is None else lr)
             with training_bar(config.steps, describe, brief) as bar:
                 bar.say(f"loading {chosen}")
@@ -177,7 +178,7 @@ def needs(recipe: Recipe, config: TrainConfig) -> str:
     logits = 3 * 4 * 256 * config.batch_size * recipe.parts.vocab_size / 2**20
     kind = "frozen"
     if recipe.trains_target:
-        kind = f"frozen but for an update of rank {recipe.rank}" if recipe.rank else "trained"
+        kind = f"frozen but for an update of rank {recipe.update_rank}" if recipe.update_rank else "trained"
     return (
         f"{recipe.method}: {count:,} parameters to train, the target has {frozen:,} ({kind}); memory: "
         f"{target:,.0f} MiB for the target, {states:,.0f} for weights, gradients and optimizer states, about "
@@ -190,8 +191,8 @@ def trained_shapes(recipe: Recipe) -> list[Sequence[int]]:
     from foretoken.models.network.low_rank import factor_shapes
 
     shapes: list[Sequence[int]] = [p.shape for p in recipe.net.parameters() if p.requires_grad]
-    if recipe.trains_target and recipe.rank:
-        shapes += factor_shapes(recipe.parts.network, recipe.rank)
+    if recipe.update_rank:
+        shapes += factor_shapes(recipe.parts.network, recipe.update_rank)
     elif recipe.trains_target:
         shapes += [p.shape for p in recipe.parts.network.parameters()]
     return shapes

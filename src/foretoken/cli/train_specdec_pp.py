@@ -56,6 +56,7 @@ def specdec_pp_command(
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
     from foretoken.training.trainer import Trainer
 
+    SpecdecPpRecipe.read_settings(settings)  # wrong ones are refused before a model is loaded
     check_text(data)
     keep_freed_memory()
     with training_run(out, config.steps, describe, as_json) as (bar, stop):

@@ -18,11 +18,10 @@ from foretoken.core.specs import parse_spec
 
 if TYPE_CHECKING:
     from foretoken.lab.tune.layer_skip import LayerSkipStudy, TunedSkips
+    from foretoken.lab.tune.limits import TunedLimits
     from foretoken.lab.tune.tree import TunedTree
     from foretoken.lab.workload import Workload
     from foretoken.methods.drafters.base import Drafter
-    from foretoken.methods.drafters.heads import HeadsDrafter
-    from foretoken.methods.drafters.model import ModelDrafter
 
 app = typer.Typer(
     cls=ModelGroup,
@@ -128,13 +127,17 @@ def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
 class TreeOptions:
     """Candidate trees and their workload."""
 
-    drafter: str = setting("medusa", "Drafter of the tree: heads (medusa[:FOLDER], hydra[:FOLDER]) or model[:PATH].")
+    drafter: str = setting(
+        "medusa",
+        "Drafter of the tree: heads (medusa[:FOLDER], hydra[:FOLDER]), model[:PATH], or one whose trees follow its "
+        "probabilities (eagle3[:FOLDER], dflash[:FOLDER], ...), for which depth, width and nodes are raced.",
+    )
     shape: str = setting("", "Method: medusa (greedy) or sequoia (for draft models, their default).")
     prompts: Path | None = setting(None, PROMPTS)
     new_tokens: int = setting(64, "Tokens that the target writes per prompt.", 8)
     max_prompts: int = setting(8, MAX_PROMPTS, 1)
     max_nodes: int = setting(64, "Largest tree to try.", 1)
-    max_depth: int = setting(8, "Deepest tree of a draft model to try.", 1)
+    max_depth: int = setting(8, "Deepest tree to try, except of heads.", 1)
 
 
 @app.command("tree")
@@ -158,55 +161,60 @@ def tree_command(
         print_json({**outcome.public(), "out": str(out)})
 
 
-def _tuned_tree(common: Common, options: TreeOptions) -> TunedTree:
-    from foretoken.lab.tune import positional, tree
+def _tuned_tree(common: Common, options: TreeOptions) -> TunedTree | TunedLimits:
+    from foretoken.lab.tune import limits, positional, tree
     from foretoken.methods.drafters.heads import HeadsDrafter
+    from foretoken.methods.drafters.model import ModelDrafter
 
     work = workload_of(common, options.prompts, options.new_tokens, options.max_prompts)
     drafter = work.subject.drafter(options.drafter)
-    filler, chosen = _checked_filler(options.drafter, drafter, options.shape, common.temperature)
+    shape = _checked_shape(options.drafter, drafter, options.shape, common.temperature)
     sizes = [size for size in tree.SIZES if size <= options.max_nodes]
     with status_line() as tell:
-        if isinstance(filler, HeadsDrafter):
-            return tree.tune(work, filler, sizes, tell)
-        return positional.tune(work, filler, sizes, chosen, options.max_depth, tell)
+        if isinstance(drafter, HeadsDrafter):
+            return tree.tune(work, drafter, sizes, tell)
+        if isinstance(drafter, ModelDrafter):
+            return positional.tune(work, drafter, sizes, shape, options.max_depth, tell)
+        return limits.tune(work, options.drafter, options.max_nodes, options.max_depth, tell)
 
 
-def _checked_filler(
-    spec: str, drafter: Drafter | None, shape: str, temperature: float
-) -> tuple[HeadsDrafter | ModelDrafter, str]:
-    """The drafter that fills a tree, and the shape to build.  Raises ``ValueError`` for a drafter without fixed trees,
-    and for a shape or temperature that cannot be measured."""
+def _checked_shape(spec: str, drafter: Drafter | None, shape: str, temperature: float) -> str:
+    """The shape to build, by default the first one for the drafter.  Raises ``ValueError`` for a drafter without trees
+    to tune, and for a shape or temperature that cannot be measured."""
+    from foretoken.lab.tune.limits import limits_of
     from foretoken.methods.drafters.heads import HeadsDrafter
     from foretoken.methods.drafters.model import ModelDrafter
     from foretoken.registry import rows
 
-    # Drafters that run the target's own layers need a request's states, which a tuner does not have.
+    # Draft models that run the target's own layers need a request's states, which a tuner of shapes does not have.
     classes = {row.name: row.load() for row in rows("drafter")}
-    able = [
+    fixed = [
         name
         for name, cls in classes.items()
         if issubclass(cls, HeadsDrafter | ModelDrafter) and not cls.traits.runs_target
     ]
-    if not isinstance(drafter, HeadsDrafter | ModelDrafter) or drafter.name not in able:
-        raise ValueError(f"{spec!r} does not use a tree of fixed shape: choose one of {', '.join(able)}")
+    limited = [name for name, cls in classes.items() if name not in fixed and limits_of(cls)]
+    name = None if drafter is None else drafter.name
+    if name not in (*fixed, *limited):
+        raise ValueError(f"{spec!r} has no tree to tune: choose one of {', '.join((*fixed, *limited))}")
+    if name in limited:
+        if shape:
+            raise ValueError(f"the tree of {name} follows its probabilities: leave out --shape")
+        return ""
     heads = isinstance(drafter, HeadsDrafter)
     shapes = ("medusa",) if heads else ("sequoia", "medusa")
     if shape and shape not in shapes:
-        raise ValueError(f"unknown shape {shape!r} for {drafter.name}: choose one of {', '.join(shapes)}")
+        raise ValueError(f"unknown shape {shape!r} for {name}: choose one of {', '.join(shapes)}")
     if heads and temperature:
         raise ValueError("heads are measured greedily: leave out --temperature, or tune a draft model")
-    return drafter, shape or shapes[0]
+    return shape or shapes[0]
 
 
-def _print_tree(outcome: TunedTree, drafter: str, out: Path) -> None:
-    console, spec = screen(), parse_spec(drafter)
-    filled = f"{spec.name}:{spec.path}" if spec.path else spec.name
-    grid = table("what trees promise", (), ("nodes", "ms a round", "tokens a round", "tokens/s"))
-    for size, (ms, length) in outcome.sizes.items():
-        chosen = "bold" if size == len(outcome.choices) else None
-        grid.add_row(str(size), f"{ms:.2f}", f"{length:.2f}", f"{1e3 * length / ms:.0f}", style=chosen)
-    print_table(console, grid)
+def _print_tree(outcome: TunedTree | TunedLimits, drafter: str, out: Path) -> None:
+    from foretoken.lab.tune.limits import TunedLimits
+
+    console = screen()
+    _print_races(outcome) if isinstance(outcome, TunedLimits) else _print_promises(outcome)
     plain = outcome.speeds["plain"].tokens_per_s
     for name, speed in outcome.speeds.items():
         console.print(
@@ -216,4 +224,26 @@ def _print_tree(outcome: TunedTree, drafter: str, out: Path) -> None:
     if (fastest := max(outcome.speeds, key=lambda name: outcome.speeds[name].tokens_per_s)) != "tuned":
         faster = "plain decoding" if fastest == "plain" else "the default tree"
         console.print(f"{faster} is faster than this tree for this target on this machine", style="yellow")
+    if isinstance(outcome, TunedLimits):
+        limits = ", ".join(f"{name}={value}" for name, value in outcome.limits.items())
+        console.print(f"{limits or 'the default limits'}: --drafter {drafter},tree={out}")
+        return
+    spec = parse_spec(drafter)
+    filled = f"{spec.name}:{spec.path}" if spec.path else spec.name
     console.print(f"{len(outcome.choices)} nodes, {max(map(len, outcome.choices))} deep: --drafter {filled},tree={out}")
+
+
+def _print_promises(outcome: TunedTree) -> None:
+    grid = table("what trees promise", (), ("nodes", "ms a round", "tokens a round", "tokens/s"))
+    for size, (ms, length) in outcome.sizes.items():
+        chosen = "bold" if size == len(outcome.choices) else None
+        grid.add_row(str(size), f"{ms:.2f}", f"{length:.2f}", f"{1e3 * length / ms:.0f}", style=chosen)
+    print_table(screen(), grid)
+
+
+def _print_races(outcome: TunedLimits) -> None:
+    grid = table("raced on the same text", ("limit", "drafter"), ("prompts", "nodes", "tokens a round", "tokens/s"))
+    for row in outcome.raced:
+        figures = str(row.prompts), f"{row.nodes:.1f}", f"{row.mean_acceptance_length:.2f}", f"{row.tokens_per_s:.1f}"
+        grid.add_row(row.limit, row.drafter, *figures)
+    print_table(screen(), grid)

@@ -63,7 +63,10 @@ def _run(file: Path) -> Any:
     sys.modules[name] = module  # dataclasses and type hints look up their module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        del sys.modules[name]
+        raise
+    except BaseException as error:  # an exit, too: the file is read where its error is one line
         del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         if isinstance(error, SyntaxError) and error.filename == str(file):
@@ -88,7 +91,9 @@ def installed_class(name: str) -> type[Any]:
     point = installed()[name]
     try:
         drafter = point.load()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise ValueError(
             f"drafter {name!r}, {point.value} of the package {point.dist.name}, cannot be imported: "
             f"{type(error).__name__}: {error}"
@@ -124,12 +129,13 @@ def line_of(thing: Any) -> str:
 
 def fault_of(thing: Any, protocol: type[Any], role: str) -> str:
     """Why an object cannot fill a role; empty if it can."""
-    if isinstance(thing, type):
+    kind = type(thing)  # not isinstance, which asks the object for its class
+    if issubclass(kind, type):
         return f"{thing.__name__} ({line_of(thing)}) is a class: give an object, {thing.__name__}(...)"
-    if not isinstance(thing, protocol):
-        return f"{with_article(type(thing).__name__)} is not a {role}: give a name, or an object of a {role} class"
+    if not issubclass(kind, protocol):
+        return f"{with_article(kind.__name__)} is not a {role}: give a name, or an object of a {role} class"
     if not isinstance(getattr(thing, "name", None), str):
-        return f'{type(thing).__name__} ({line_of(type(thing))}) has no name: write name = "..." in the class'
+        return f'{kind.__name__} ({line_of(kind)}) has no name: write name = "..." in the class'
     return misfit_of(thing, protocol)
 
 

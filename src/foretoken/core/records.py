@@ -45,6 +45,7 @@ class StepRecord(NamedTuple):
             computed for the whole batch, with any padding.
         member: index of the group member that drafted; -1 without a group or draft.
         depth: levels of the draft.
+        allowed: most levels that the request and its remaining room allowed.
         waiting: requests waiting for admission to the batch.
     """
 
@@ -61,3 +62,4 @@ class StepRecord(NamedTuple):
     member: int = -1
     depth: int = 0
     waiting: int = 0
+    allowed: int = 1 << 20

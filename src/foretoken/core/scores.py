@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -84,6 +85,12 @@ class Scores:
     def __post_init__(self) -> None:
         if self.length < 0:
             self.length = len(self.prefix)
+
+    @property
+    def maker(self) -> Any:
+        """Deprecated name of ``sampler``."""
+        warnings.warn("scores.maker was renamed to scores.sampler", DeprecationWarning, stacklevel=2)
+        return self.sampler
 
     def node_prefix(self, node: int) -> Sequence[int]:
         """Committed tokens plus the tokens on the path to ``node``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -38,6 +38,7 @@ class TokenTree:
         survival: per node, the estimated probability that it is accepted (1 for the root), for controllers that cut
             trees; empty means no estimate. For a drawn node a function of the tokens *before* it and of distributions,
             never of the node's own token or a later one.
+        cut_from: for a tree that was cut: the whole tree, and its nodes that were kept; see :meth:`nodes_in`.
     """
 
     tokens: Sequence[int]
@@ -48,6 +49,7 @@ class TokenTree:
     probes: Sequence[bool] = ()
     drafters: Sequence[int] = ()
     survival: Sequence[float] = ()
+    cut_from: tuple[TokenTree, Sequence[int]] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents) or not self.tokens or self.parents[0] != -1:
@@ -129,6 +131,17 @@ class TokenTree:
                 break
             alive = matching
         return tuple(self.path(alive[0])[1:])
+
+    def nodes_in(self, whole: TokenTree) -> Sequence[int] | None:
+        """The node of ``whole`` for each node of this tree; ``None`` if this is neither that tree nor cut from it."""
+        tree = self
+        nodes: Sequence[int] = range(len(self))
+        while tree is not whole:
+            if tree.cut_from is None:
+                return None
+            tree, kept = tree.cut_from
+            nodes = [kept[node] for node in nodes]
+        return nodes
 
     def guessed_by(self, drafter: int) -> TokenTree:
         """The same tree with the drafter's index at every node but the root."""

@@ -312,7 +312,7 @@ class AsyncLlm:
         controller = self.llm.engine.controller
         if controller is not None and self._beat - self._reported > IDLE_S:
             with self._turn:
-                self._report, self._reported = controller.report(), self._beat
+                self._report, self._reported = self.llm.engine.requests.report_of(controller), self._beat
 
     def _check_target(self) -> None:
         """End the engine if its target is lost, because no request can be served."""

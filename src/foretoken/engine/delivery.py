@@ -122,6 +122,7 @@ class Delivery:
                 _member_of(turn),
                 max(tree.depths),
                 len(self.requests.waiting),
+                turn.allowed,
             )
             self.controller.observe(run.context, record)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from foretoken.core import Budget, TokenTree
 from foretoken.core.outside import is_outside
-from foretoken.engine.errors import as_error, blamed
+from foretoken.engine.errors import blaming
 from foretoken.engine.request import Running, Turn
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.outside import check_budgets, check_kept
@@ -44,14 +44,8 @@ def check_target(target: LanguageModel, drafter: Drafter) -> None:
 
 def described(drafter: Drafter | None) -> list[dict[str, Any]]:
     """Entries that describe a drafter. Raises ``DrafterError`` with class and line for what one from outside raises."""
-    try:
+    with blaming():
         return [] if drafter is None else entries_of(drafter)
-    except BaseException as raised:
-        error = as_error(raised)
-        blame = blamed(error)
-        if blame is raised:
-            raise
-        raise blame from error
 
 
 def drop_scratch(target: LanguageModel, run: Running) -> None:
@@ -122,8 +116,8 @@ class Drafting:
         for turn, plan in zip(open_turns, plans, strict=True):
             budget = self._as_asked(turn.run, plan)
             wider = budget if foresight is None else foresight.minimum_budget(turn.run.context, budget)
-            turn.planned = wider is plan
-            budget = self._fit(turn.run, wider) if wider.max_depth > 0 else wider
+            turn.planned, turn.allowed = wider is plan, self._allowed(turn.run)
+            budget = fitted(wider, turn.allowed)
             if budget.max_depth > 0 and budget.max_nodes > 0:
                 turn.was_asked = True
                 chosen.append(turn)
@@ -158,16 +152,14 @@ class Drafting:
         limits = self.drafter.limits.members[member]
         return Budget(limits.max_depth, limits.max_nodes, member=member)
 
-    def _fit(self, run: Running, budget: Budget) -> Budget:
-        """Limit a budget to the remaining room (one token of every round is the target's), to the length that the
-        target processes in one way, and to the request's limit."""
-        depth = min(budget.max_depth, run.context.max_length - len(run.context.tokens) - 1)
+    def _allowed(self, run: Running) -> int:
+        """The longest draft for the remaining room (one token of every round is the target's), for the length that the
+        target processes in one way, and by the request's limit."""
+        depth = run.context.max_length - len(run.context.tokens) - 1
         depth = min(depth, self.target.room(run.open_sequence) - 1)  # the root takes one
         if run.request.max_draft_tokens is not None:
             depth = min(depth, run.request.max_draft_tokens)
-        if depth < budget.max_depth:
-            budget = replace(budget, max_depth=max(depth, 0))
-        return budget if budget.otherwise is None else replace(budget, otherwise=self._fit(run, budget.otherwise))
+        return max(depth, 0)
 
     # -- prefill of draft models -------------------------------------------------------------------------------------
 
@@ -193,3 +185,10 @@ class Drafting:
             if drafts.waits and not turn.tree.num_drafts:
                 turn.planned = False  # else the controller would learn that nothing is drafted
         return spent
+
+
+def fitted(budget: Budget, depth: int) -> Budget:
+    """A budget, with its alternatives, for drafts of at most ``depth`` levels."""
+    if depth < budget.max_depth:
+        budget = replace(budget, max_depth=depth)
+    return budget if budget.otherwise is None else replace(budget, otherwise=fitted(budget.otherwise, depth))

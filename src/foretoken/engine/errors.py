@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
@@ -119,6 +121,18 @@ def blamed(error: Exception) -> Exception:
     return blame
 
 
+@contextmanager
+def blaming() -> Iterator[None]:
+    """Raise what a class from outside raises, or an exit that it calls, as an error that names it and the line."""
+    try:
+        yield
+    except BaseException as raised:
+        blame = blamed(as_error(raised))
+        if blame is raised:
+            raise
+        raise blame from raised
+
+
 def _outside_frame(error: BaseException) -> tuple[list[tuple[FrameType, int]], Owner] | None:
     """The frames of an error's traceback from the innermost method of an outside class on, and that class; ``None`` if
     there is none."""
@@ -147,7 +161,8 @@ def _owner_of(names: dict[str, Any]) -> Owner | None:
     """The outside class whose method runs in a frame with these names, and its protocol's error; ``None`` for other
     classes."""
     owner = names.get("self", names.get("cls"))
-    cls = owner if isinstance(owner, type) else type(owner)
+    kind = type(owner)  # not isinstance, which asks the object for its class: it may raise
+    cls: type[Any] = owner if issubclass(kind, type) else kind  # type: ignore[assignment]
     protocols: dict[type[Any], type[OutsideError]] = {
         Drafter: DrafterError,
         Verifier: VerifierError,

@@ -36,6 +36,7 @@ from foretoken.engine.conditional import check_language
 from foretoken.engine.delivery import Delivery
 from foretoken.engine.drafting import Drafting, check_target, drop_scratch
 from foretoken.engine.ends import ends_of
+from foretoken.engine.errors import blaming
 from foretoken.engine.joining import check_rules, join, stopper_of
 from foretoken.engine.reading import ALL, Reader, ReadingTime
 from foretoken.engine.request import Emission, Request, Running, Turn
@@ -146,7 +147,8 @@ class Engine:
         check(request, self.target)
         self.requests.budget.check(request)
         self.drafting.check_member(request.drafter)
-        self.acceptance.check(request)
+        with blaming():
+            self.acceptance.check(request)
         stopper_of(request, self.target, self.tokenizer)  # checks the stop strings
         check_rules(request, self.target, self.tokenizer)
         if request.language is not None:
@@ -167,7 +169,9 @@ class Engine:
             self.check(request)
         if self.target.answer_start:
             request = replace(request, prompt=[*request.prompt, *self.target.answer_start])
-        run = join(self._ids + 1, request, self.target, self.tokenizer, self.acceptance.races(request))
+        with blaming():
+            races = self.acceptance.races(request)
+        run = join(self._ids + 1, request, self.target, self.tokenizer, races)
         self._ids += 1
         if arrived_s is not None:
             run.arrived_s = arrived_s

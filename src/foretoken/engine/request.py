@@ -215,6 +215,7 @@ class Turn:
 
     Attributes:
         planned: whether the draft follows the controller's decision.
+        allowed: most levels of a draft for the request's limit and remaining room.
         was_asked: whether the drafter was called.
         rule: the request's own acceptance rule, if any.
         verifier: the acceptance rule of the round.
@@ -222,6 +223,7 @@ class Turn:
 
     run: Running
     planned: bool = True
+    allowed: int = 0
     was_asked: bool = False
     rule: Verifier | None = None
     tree: TokenTree = field(init=False)

@@ -10,14 +10,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from typing import Any
 
-from foretoken.core import NonFiniteLogitsError
+from foretoken.core import Context, NonFiniteLogitsError
+from foretoken.core.outside import OutsideError
 from foretoken.engine.admission import KvBudget
 from foretoken.engine.errors import as_error, blamed, is_full_memory
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.request import Emission, Running, Turn
 from foretoken.engine.stopping import FinishReason
 from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.outside import explained, reported
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.checks.finite import why_not_finite
@@ -155,8 +158,7 @@ class Requests:
         with ExitStack() as last_first:
             last_first.callback(self._tell_left, run)
             if self.controller is not None:
-                last_first.callback(self.controller.finish, run.context)
-                last_first.callback(self._ask_why, run, self.controller)
+                last_first.callback(self._finish_controller, run, self.controller)
             if self.drafter is not None and run.started:
                 last_first.callback(self.finish_drafter, run)
             if run.sequence is not None:
@@ -166,16 +168,42 @@ class Requests:
             last_first.callback(self.budget.free, run)
 
     def finish_drafter(self, run: Running) -> None:
-        """Tell the drafter that a request ended. What it raises is logged, once for each fault: the answer is complete,
-        and nothing else needs the drafter."""
+        """Tell the drafter that a request ended."""
+        if self.drafter is not None:
+            self._tell_end("drafter", self.drafter.finish, run)
+
+    def _finish_controller(self, run: Running, controller: Controller) -> None:
+        """Ask the controller for its reason, and tell it that a request ended."""
+
+        def ask_why(context: Context) -> None:
+            run.why = run.request.drafting_choice or explained(controller, context)
+
+        self._tell_end("controller", ask_why, run)
+        self._tell_end("controller", controller.finish, run)
+
+    def _tell_end(self, role: str, hook: Callable[[Context], None], run: Running) -> None:
+        """Call a hook at the end of a request. What it raises is logged: the answer is complete, and nothing else needs
+        the hook."""
         try:
-            if self.drafter is not None:
-                self.drafter.finish(run.context)
+            hook(run.context)
         except BaseException as raised:
-            error = blamed(as_error(raised))
-            if str(error) not in self._logged_faults:
-                self._logged_faults.add(str(error))
-                log.exception("the drafter failed at the end of request %d: %s", run.id, error)
+            self._log_fault(raised, f"the {role} failed at the end of request {run.id}")
+
+    def report_of(self, controller: Controller) -> dict[str, Any]:
+        """The controller's report; an empty one, and a line in the log, if it fails: no request needs it."""
+        try:
+            return reported(controller)
+        except BaseException as raised:
+            self._log_fault(raised, "the controller cannot report")
+            return {}
+
+    def _log_fault(self, raised: BaseException, what: str) -> None:
+        """Log an error once. Raises it again if it ends the process by right."""
+        error = blamed(as_error(raised))
+        if str(error) not in self._logged_faults:
+            self._logged_faults.add(str(error))
+            trace = None if isinstance(error, OutsideError) else error  # that of outside code names its line
+            log.warning("%s: %s", what, error, exc_info=trace)
 
     def _leave_queue(self, run: Running) -> None:
         self.waiting.remove(run)
@@ -193,10 +221,6 @@ class Requests:
         except Exception:
             log.warning("the tokens of request %d were not kept in the prefix cache", run.id, exc_info=True)
 
-    @staticmethod
-    def _ask_why(run: Running, controller: Controller) -> None:
-        run.why = run.request.drafting_choice or controller.explain(run.context)
-
     # -- errors and model changes ------------------------------------------------------------------------------------
 
     def drop_stale(self) -> None:
@@ -211,7 +235,7 @@ class Requests:
 
     def recover(self, before: Mapping[int, int]) -> None:
         """Restore every request to its state between two rounds after an interrupted step, or drop it. ``before`` holds
-        their numbers of tokens before the step, by id."""
+        the numbers of tokens before the step, by id, of those that were not admitted in it."""
         for run in list(self.running):
             if run.sequence is None or not run.started:
                 self.drop(run)
@@ -223,7 +247,7 @@ class Requests:
                 self.drop(run)
                 continue
             have = len(run.context.tokens)
-            if len(run.open_sequence.tokens) != have - 1 or before.get(run.id, have) != have:
+            if len(run.open_sequence.tokens) != have - 1 or before.get(run.id, run.context.prompt_length) != have:
                 self.drop(run)
 
     def together(self, stage: Stage, turns: Sequence[Turn]) -> list[Turn]:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foretoken.core import with_article
+from foretoken.core import Limits, with_article
 from foretoken.core.io import named_models
 from foretoken.core.io.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.core.io.drafter_folders import IMPORTED, OURS
 from foretoken.core.io.named_models import named_model
-from foretoken.core.outside import fault_of, is_outside, line_of
-from foretoken.engine.errors import blamed
+from foretoken.core.outside import OutsideError, fault_message, fault_of, is_outside, line_of
+from foretoken.engine.errors import as_error, blamed, blaming
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
-from foretoken.loading.tree_files import check_target
+from foretoken.loading.tree_files import check_target, with_limits
 from foretoken.methods.controllers.outside import check_controller
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, Verify
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
@@ -46,6 +47,7 @@ NOW_DATA = {
     "observes": "write traits = Traits(learns=False) where observe does nothing, and nothing where it does",
 }
 """Retired methods, which an external drafter may define, with their replacements."""
+FORESIGHT_HOOKS = ("minimum_budget", "predicted_from")
 OBJECTS = {"verifier": check_verifier, "controller": check_controller}
 """Checks of objects passed instead of names."""
 DEFAULT_GROUP = "router,drafters=(model,k=8|ngram,k=10)"
@@ -80,15 +82,20 @@ class LoadingContext(BuildContext):
         if spec == "none":
             return None
         cls, path, options = read_spec("drafter", spec)
-        options = self._as_chain(cls, options)
-        built = self._built_outside(cls, path, options) if is_outside(cls) else construct(cls, path, self, options)
-        check_target(str(options.get("tree") or ""), self.target)
-        built.spec, built.target_bytes = spec, self.target.weight_bytes
+        tree = str(options.get("tree") or "")
+        with blaming():
+            options = self._as_chain(cls, with_limits(cls, options))
+            built = self._built_outside(cls, path, options) if is_outside(cls) else construct(cls, path, self, options)
+            check_target(tree, self.target)
+            built.spec, built.target_bytes = spec, self.target.weight_bytes
         return built
 
     def _as_chain(self, cls: type[Drafter], options: dict[str, Any]) -> dict[str, Any]:
         """The options, with those of a chain if they leave the shape open and the target cannot score trees."""
-        shape = cls.shape_for(self.target)
+        shape: Any = cls.shape_for(self.target)
+        if shape is not None and not isinstance(shape, Mapping):
+            rule = f"returned {type(shape).__name__}: it must be options by name"
+            raise DrafterError(fault_message(cls, "shape_for", rule))
         if not shape or {*shape, "tree", "draw"} & set(options):
             return options
         why = self.target.capabilities.missing.get("tree_mask", "the target cannot score them")
@@ -99,12 +106,13 @@ class LoadingContext(BuildContext):
         label = f"{cls.__name__} ({line_of(cls)})"
         try:
             built = construct(cls, path, self, options)
-        except Exception as error:
+        except BaseException as raised:
+            error = as_error(raised)
             blame = blamed(error)
-            if blame is error:
+            if blame is error and not isinstance(error, OutsideError):
                 raise DrafterError(f"{label} cannot be built: {error}") from error
             raise blame from error
-        if not isinstance(built, Drafter):
+        if not issubclass(type(built), Drafter):
             raise DrafterError(f"{label}.build returned {type(built).__name__}, not a drafter")
         check_outside(built)
         return built
@@ -167,18 +175,15 @@ class LoadingContext(BuildContext):
 
 def check_outside(drafter: Drafter) -> None:
     """Raise ``DrafterError`` for an external drafter, or member of a group, without the required attributes."""
-    for member in drafter.drafters:
-        check_outside(member)
     if not is_outside(type(drafter)):
+        for member in drafter.drafters:
+            check_outside(member)
         return
-    try:
+    with blaming():  # attributes that the constructor did not set are missing here
         _check_facts(drafter)
-        _ = drafter.limits  # an engine needs them; attributes that the constructor did not set are missing here
-    except Exception as error:
-        blame = blamed(error)
-        if blame is error:
-            raise
-        raise blame from error
+        for member in drafter.drafters:
+            check_outside(member)
+        _check_limits(drafter)
 
 
 def _check_facts(drafter: Drafter) -> None:
@@ -188,6 +193,11 @@ def _check_facts(drafter: Drafter) -> None:
         raise DrafterError(fault)
     if isinstance(drafter.taps, str):
         raise DrafterError(f'{label} has taps = {drafter.taps!r}: write a tuple, ("{drafter.taps}",)')
+    for name, kind in (("taps", str), ("drafters", Drafter)):
+        sequence = getattr(drafter, name)
+        if not isinstance(sequence, Sequence) or not all(isinstance(part, kind) for part in sequence):
+            content = "names" if kind is str else "drafters"
+            raise DrafterError(f"{label} has {name} of type {type(sequence).__name__}: write a tuple of {content}")
     for name, replacement in NOW_DATA.items():
         if hasattr(cls, name) and not (replacement is FORESIGHT and drafter.foresight is not None):
             raise DrafterError(f"{label} has a method {name}, which is no longer called: {replacement}")
@@ -203,12 +213,27 @@ def _check_facts(drafter: Drafter) -> None:
             raise DrafterError(f"{label} has {name} = {size!r}: it must be a whole number of at least 1")
 
 
+def _check_limits(drafter: Drafter) -> None:
+    """Check what engines and controllers need before the first round."""
+    cls, limits, foresight = type(drafter), drafter.limits, drafter.foresight
+    label = f"{cls.__name__} ({line_of(cls)})"
+    if not isinstance(limits, Limits):
+        raise DrafterError(f"{label} has limits of type {type(limits).__name__}: write Limits(...)")
+    if not isinstance(limits.relative_cost, Real):
+        rule = f"returned {type(limits.relative_cost).__name__}: it must be a number"
+        raise DrafterError(fault_message(cls, "cost_beside", rule))
+    if foresight is not None and not all(callable(getattr(foresight, name, None)) for name in FORESIGHT_HOOKS):
+        hooks = " and ".join(FORESIGHT_HOOKS)
+        raise DrafterError(f"{label} has foresight of type {type(foresight).__name__}, which has no {hooks}")
+
+
 def check_specs(*, allow_lossy: bool, **specs: Any) -> None:
     """Check spec strings, by role, before a model is loaded for them, and verifiers and controllers that are
     objects."""
     for role, role_specs in specs.items():
         if role in OBJECTS and not (role_specs is None or isinstance(role_specs, str)):
-            OBJECTS[role](role_specs)
+            with blaming():
+                OBJECTS[role](role_specs)
         for spec in role_specs if isinstance(role_specs, list | tuple) else [role_specs]:
             if isinstance(spec, str) and spec not in ("auto", "none"):
                 kind, _, _ = read_spec(role, spec)
@@ -232,10 +257,11 @@ def build_drafter(
         known: first draft the tokens that a grammar forces or a caller predicts.
     """
     context = LoadingContext(target, target_source, tokenizer, device)
-    if isinstance(spec, list | tuple):
-        built: Drafter | None = EnsembleDrafter(context.group(spec))
-    else:
-        built = context.part(spec)  # type: ignore[arg-type]
+    with blaming():
+        if isinstance(spec, list | tuple):
+            built: Drafter | None = EnsembleDrafter(context.group(spec))
+        else:
+            built = context.part(spec)  # type: ignore[arg-type]
     return KnownDrafter(built) if known and built is not None and not isinstance(built, KnownDrafter) else built
 
 

@@ -58,7 +58,7 @@ def from_pretrained(
             )
         except Exception as error:  # damaged checkpoints fail in many ways, some with custom exceptions
             _check_fetched(path)
-            raise LoadError(f"cannot load a model from {label}: {cause_of(error)}") from error
+            raise LoadError(f"cannot load a model from {label}: {_own_code(path) or cause_of(error)}") from error
     model, info = loaded
     if not quantisation:  # quantised ones were read with the package that wrote them
         check_storage(model, path, info.get("unexpected_keys", ()))
@@ -81,6 +81,24 @@ def _check_fetched(path: str) -> None:
     folder = path if Path(path).is_dir() else hub_ids.cached_folder(path)
     if folder is not None:
         check_no_drafter(Path(folder))
+
+
+def _own_code(path: str) -> str:
+    """Why a model of an architecture that only its own repository knows is not loaded; empty for all others."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig, __version__
+
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path)
+    except Exception:  # a missing or damaged file, which the caller's error is about
+        return ""
+    kind = config.get("model_type")
+    if not config.get("auto_map") or kind in CONFIG_MAPPING:
+        return ""
+    name = next(iter(config.get("architectures") or ()), kind)
+    return (
+        f"{name} (model_type {kind}) is no architecture of Transformers {__version__}, and Python code from a "
+        "model's repository is not run: load it yourself if you trust it, and hand in the network"
+    )
 
 
 def _has_encoder(path: str) -> bool:

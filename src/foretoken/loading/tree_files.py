@@ -1,11 +1,13 @@
-"""Check whether a file of ``foretoken tune tree`` was measured for the target that uses it."""
+"""Files of ``foretoken tune tree``: the limits in one, and whether it was measured for the target that uses it."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
+from foretoken.core.specs import convert_options
 from foretoken.loading.measured.profile import fingerprint_of
 from foretoken.models.base import LanguageModel
 
@@ -27,3 +29,27 @@ def check_target(tree: str, target: LanguageModel) -> None:
     if isinstance(measured, dict) and measured.get("fingerprint") != fingerprint_of(target):
         text = f"the tree in {file} was measured for another target, {measured.get('source')}: its nodes may not be"
         warnings.warn(f"{text} the best ones here; run foretoken tune tree for a new one", TreeWarning, stacklevel=3)
+
+
+def with_limits(cls: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with those in the file that ``tree`` names in its place, if it holds limits instead of a shape.
+    Options given beside the file win.
+
+    Raises:
+        ValueError: the file is for another drafter, or its limits are not this one's.
+    """
+    tree = str(options.get("tree") or "")
+    file = Path(tree).expanduser()
+    if not tree or not file.is_file():
+        return options
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        limits = content.get("limits") if isinstance(content, dict) else None
+    except (OSError, ValueError):  # the drafter, which reads shapes, says what is wrong
+        return options
+    if not isinstance(limits, dict):
+        return options
+    if content.get("method") != cls.name:
+        raise ValueError(f"the tree in {file} was made for {content.get('method')!r}, not for {cls.name!r}")
+    read = convert_options("drafter", cls.name, cls, {name: str(value) for name, value in limits.items()})
+    return {**read, **{name: value for name, value in options.items() if name != "tree"}}

@@ -34,7 +34,7 @@ def quick_costs(target: LanguageModel) -> TargetCost:
 
     A model without rollback is measured at one node only.
     """
-    way = _way(target)
+    way = way_of(target)
     known_way, known = _KNOWN.get(target, ("", None))
     if known is None or known_way != way:
         module = target.model
@@ -55,8 +55,8 @@ def quick_costs(target: LanguageModel) -> TargetCost:
     return known
 
 
-def _way(target: LanguageModel) -> str:
-    """Everything but the network that a call's time depends on."""
+def way_of(target: LanguageModel) -> str:
+    """Everything but the network and the machine that a call's time depends on; part of the key of stored times."""
     forward = getattr(getattr(target, "forwards", None), "way", target.forward_name)
     place = type(getattr(target, "cache", None)).__name__
     graphs = "no graphs" if target.graphs is None else "graphs"

@@ -11,8 +11,9 @@ from foretoken.models.network.layers import LayerPlan
 
 
 def window_inputs(feeds: Sequence[Feed], plan: LayerPlan) -> list[Tensor]:
-    """Input states [n, D] per feed, for a window of layers above the first one; empty for other windows."""
-    if not plan.start:
+    """Input states [n, D] per feed, for a window of layers above the first one or states in place of embeddings; empty
+    for other windows."""
+    if not plan.start and all(feed.states is None for feed in feeds):
         return []
     states = [feed.states for feed in feeds if feed.states is not None and len(feed.states) == len(feed.tokens)]
     if len(states) < len(feeds):

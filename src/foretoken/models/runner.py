@@ -247,13 +247,15 @@ class TreeRunner(ModuleModel):
     def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
         """Append provisional nodes, run by a part of the network, and record where they can resume.
 
-        Above the first layer, nodes resume from the ``states`` [n, D] of their feeds, and nothing is recorded.
+        Above the first layer, nodes resume from the ``states`` [n, D] of their feeds, which otherwise may replace their
+        embeddings; nothing is recorded then.
         """
         self._check(feeds, taps)
         if plan not in self._checked_plans:  # a draft uses the same plan at every step
             self.forwards.check(plan)
             self._checked_plans.add(plan)
-        inputs, reached = window_inputs(feeds, plan), layer_reached(plan, self.num_layers)
+        inputs = window_inputs(feeds, plan)
+        reached = 0 if inputs and not plan.start else layer_reached(plan, self.num_layers)
         for sequence in (feed.sequence for feed in feeds):
             if sequence.scratch_tokens and (not sequence.provisional or sequence.exit_layer != reached):
                 raise ValueError("the scratch nodes were run by other layers: commit or drop them first")

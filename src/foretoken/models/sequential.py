@@ -17,6 +17,7 @@ from foretoken.models.base import Capabilities, CapabilityError, Feed, Rows, Seq
 from foretoken.models.clock import now
 from foretoken.models.module import OneByOneModel
 from foretoken.models.network.alone import alone, lock_of
+from foretoken.models.network.capabilities import loops_of
 from foretoken.models.network.placement import decoding
 from foretoken.models.network.taps import check_taps, recording
 from foretoken.models.network.watch import Watch
@@ -103,7 +104,8 @@ class SequentialModel(OneByOneModel):
         if self._cache_name is None:
             return self.model(input_ids=ids, use_cache=False).logits[0, len(unread) - len(tokens) :]
         if cache is None and self.capabilities.rollback:
-            cache = DynamicCache(config=self.config)
+            # A cache made from the configuration has a place per layer, and a looped network needs one per pass.
+            cache = DynamicCache() if loops_of(self.config) > 1 else DynamicCache(config=self.config)
             cache.activate_past_recording()  # sliding and convolutional layers keep what a rollback needs
         cache_argument = {} if cache is None else {self._cache_name: cache}
         out = self.model(input_ids=ids, use_cache=True, **cache_argument)

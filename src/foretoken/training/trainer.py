@@ -103,8 +103,8 @@ class Trainer:
         self.fingerprint = asdict(recipe.parts.fingerprint())
         self.network = recipe.parts.network.requires_grad_(recipe.trains_target)
         self.before = held_loss(recipe.parts, self.held_tokens, self.held_learned) if recipe.trains_target else None
-        if recipe.trains_target and recipe.rank:
-            start_update(self.network, recipe.rank, config.seed)
+        if recipe.update_rank:
+            start_update(self.network, recipe.update_rank, config.seed)
         recipe.net.to(recipe.parts.device)
         self.trained = (
             nn.ModuleDict({"net": recipe.net, "target": self.network}) if recipe.trains_target else recipe.net
@@ -217,7 +217,7 @@ class Trainer:
         """Write the drafter, and the target if it was trained too; returns the parts of the stored target."""
         recipe, parts = self.recipe, self.recipe.parts
         if recipe.trains_target:
-            save_target(self.network, self.dtype, self.tokenizer, self.out, recipe.rank)
+            save_target(self.network, self.dtype, self.tokenizer, self.out, recipe.update_rank)
             parts = TargetParts(as_served(self.network, self.dtype))
         if recipe.frequent is not None:
             measured = {**measured, "frequent": recipe.frequent.tolist()}

@@ -13,6 +13,7 @@ from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdic
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
+from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.drafters.base import Drafter, Traits
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.jacobi import JacobiDrafter
@@ -20,6 +21,7 @@ from foretoken.methods.drafters.lookahead import LookaheadDrafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.recycling import RecyclingDrafter
+from foretoken.methods.drafters.router import RouterDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.methods.drafters.suffix import SuffixDrafter
 from foretoken.methods.trees.operations import from_paths, truncate
@@ -143,8 +145,10 @@ class Watcher(Drafter):
     name = "watcher"
     traits = Traits(draws_trees=True)
 
-    def __init__(self, target: MarkovTable, inner: Callable[[Context, Budget], TokenTree]) -> None:
-        self.target, self.inner = target, inner
+    def __init__(
+        self, target: MarkovTable, inner: Callable[[Context, Budget], TokenTree], is_cut: bool = False
+    ) -> None:
+        self.target, self.inner, self.is_cut = target, inner, is_cut
         self.text: list[int] = []
         self.proposed: TokenTree | None = None
         self.seen_own = self.seen_plain = 0
@@ -158,7 +162,9 @@ class Watcher(Drafter):
         return self.proposed
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        if len(tree) > 1:
+        if len(tree) > 1 and self.is_cut:
+            assert self.proposed is not None and paths_of(tree) <= paths_of(self.proposed)
+        elif len(tree) > 1:
             assert tree is self.proposed
         self.seen_own, self.seen_plain = self.seen_own + (len(tree) > 1), self.seen_plain + (len(tree) == 1)
         self.proposed = None
@@ -172,6 +178,24 @@ class Watcher(Drafter):
         assert [tree.parents[node] for node in verdict.path] == [0, *verdict.path][: len(verdict.path)]
         self.text += [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         assert context.tokens[: len(self.text)] == self.text
+
+
+def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
+    return {tuple(tree.tokens[n] for n in tree.path(node)) for node in range(len(tree))}
+
+
+class Cutting(ConstantController):
+    """Keeps all nodes but the last one of every second tree, and the first draft node of the others."""
+
+    name = "cutting"
+
+    def kept(
+        self, contexts: Sequence[Context], trees: Sequence[TokenTree], beside: Sequence[TokenTree]
+    ) -> Sequence[Sequence[int]]:
+        return [
+            range(len(tree) - 1 if len(context.tokens) % 2 else min(2, len(tree)))
+            for context, tree in zip(contexts, trees, strict=True)
+        ]
 
 
 def random_paths(seed: int) -> Callable[[Context, Budget], TokenTree]:
@@ -194,6 +218,22 @@ def test_every_member_sees_whole_rounds_of_its_own(temperature: float) -> None:
     for watcher in watchers:
         assert watcher.seen_own >= run.stats.num_drafts - 3  # near the end there is no room for all
         assert watcher.seen_plain > 0
+    assert run.stats.num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("nested", [False, True], ids=["ensemble", "ensemble in a router"])
+def test_every_member_sees_what_a_controller_left_of_its_rounds(temperature: float, nested: bool) -> None:
+    target, draft = tables()
+    watchers = [Watcher(target, random_paths(0), True), Watcher(target, random_paths(3), True)]
+    group: Drafter = EnsembleDrafter([watchers[0], ModelDrafter(draft, tree="2x1"), watchers[1]])
+    if nested:
+        group = RouterDrafter([group], costs=(0.0,))
+    request = Request(PROMPT, SamplingParams(temperature=temperature), 80, seed=1)
+    (run,) = serve(engine(target, group, controller=Cutting()), [request])
+    (alone,) = serve(engine(target), [request])
+    assert run.output == alone.output
+    assert watchers[0].seen_own > run.stats.num_drafts / 2 and watchers[1].seen_own > run.stats.num_drafts / 4
     assert run.stats.num_accepted_tokens > 10
 
 

@@ -33,9 +33,11 @@ from toys import engine, layer_runs, llama, llamas, outputs, serve, tables
 
 LAYERS = 5
 PROMPTS = [prompt_of(9), prompt_of(1, seed=1), prompt_of(17, seed=2), prompt_of(4, seed=3)]
-WINDOWS = [(2, 3, 3), (2, 4, 3), (2, 4, 2), (3, 5, 5), (1, 5, 1)]
+WINDOWS = [(2, 3, 3), (2, 4, 3), (2, 4, 2), (3, 5, 5), (1, 5, 1), (0, 2, 1), (0, 5, 0)]
 """(start, stop, state)"""
-SHAPES: list[dict[str, Any]] = [{}, {"inner": 5}, {"readout": False}, {"width": 6}, {"width": 4, "inner": 3}]
+SHAPES: list[dict[str, Any]] = [
+    {}, {"inner": 5}, {"readout": False}, {"width": 6}, {"width": 4, "inner": 3}, {"inner": 3}, {}
+]  # fmt: skip
 
 
 def model(name: str = "llama", lean: bool = True) -> HuggingFaceModel:
@@ -91,6 +93,23 @@ def started(target: HuggingFaceModel, drafter: Any, prompt: Sequence[int], param
 
 
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "public"])
+def test_states_in_place_of_embeddings(lean: bool) -> None:
+    """The first layers on given states: those of other tokens make these tokens of the fed ones."""
+    target, text = model(lean=lean), prompt_of(9)
+    sequence = target.open()
+    target.prefill(sequence, text[:6])
+    whole = target.forward([Feed(sequence, text[6:])], ("layer:0",))[0]
+    target.commit(sequence, ())
+    feed = Feed(sequence, [0] * (len(text) - 6), states=whole.taps["layer:0"])
+    part = target.forward_part([feed], LayerPlan(stop=LAYERS))[0]
+    assert torch.allclose(whole.logits, part.logits, atol=1e-10)
+    assert sequence.exit_layer == 0 and not sequence.exit_states
+    target.commit(sequence, ())
+    target.forward_part([feed], LayerPlan(stop=2))
+    assert sequence.exit_layer == 0 and not sequence.exit_states, "guessed states are no place to go on from"
+
+
+@pytest.mark.parametrize("lean", [True, False], ids=["lean", "public"])
 def test_a_window_on_true_states_is_the_whole_network(lean: bool) -> None:
     """Layers 2 to the end, on what the first two make of the tokens, beside another request."""
     target, text = model(lean=lean), prompt_of(9)
@@ -112,10 +131,14 @@ def test_a_window_on_true_states_is_the_whole_network(lean: bool) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_predictor_without_fault_drafts_what_the_target_writes(temperature: float) -> None:
-    """With all later layers, and layer 1's states known, no draft is ever rejected."""
+@pytest.mark.parametrize("window", [(1, 2, 2), (0, 2, 0), (0, 2, 1)], ids=str)
+def test_a_predictor_without_fault_drafts_what_the_target_writes(
+    window: tuple[int, int, int], temperature: float
+) -> None:
+    """With all later layers, and the states before them known, no draft is ever rejected.  From layer 0 on, the states
+    are the embeddings, and a draft step is the target's own."""
     target = HuggingFaceModel(llama())
-    oracle: Any = Oracle(target, JumpConfig(16, 1, 2, 2))
+    oracle: Any = Oracle(target, JumpConfig(16, *window))
     drafter = JumpDrafter(target, oracle, k=3)
     begin = drafter._begin
 
@@ -185,7 +208,7 @@ def test_the_verification_rewrites_what_was_drafted() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "olmo2"])
-@pytest.mark.parametrize("window", [(2, 3, 3), (3, 5, 5)], ids=str)
+@pytest.mark.parametrize("window", [(2, 3, 3), (3, 5, 5), (0, 2, 0)], ids=str)
 def test_families_write_what_they_write_alone(name: str, window: tuple[int, int, int]) -> None:
     network = new_model(name, num_hidden_layers=LAYERS).double()
     requests = [Request(p, SamplingParams(), 14, seed=i, ignore_eos=True) for i, p in enumerate(PROMPTS)]
@@ -245,7 +268,7 @@ def test_layers_by_default_and_by_setting() -> None:
     with pytest.raises(ValueError, match="reads the output of layer 6, and the target has 5"):
         JumpRecipe(target, TargetParts(target), {"start": "5"})
     for settings, words in (
-        ({"start": "3", "stop": "3"}, "1 <= start < stop, not start=3 and stop=3"),
+        ({"start": "3", "stop": "3"}, "0 <= start < stop, not start=3 and stop=3"),
         ({"state": "1"}, "state from start=3 to stop=4, not 1"),
         ({"steps": "0"}, "steps >= 1"),
         ({"inner": "-1"}, "inner >= 0, not -1"),

@@ -59,7 +59,7 @@ def test_trees_are_large_where_rows_are_free_and_small_where_they_are_not(
     assert nodes_of(built(f"{spec},nodes=9", builtin, STEEP, monkeypatch), builtin) > 6, "what is asked for is done"
 
 
-@pytest.mark.parametrize("spec", ["eagle", "dflash", "dflash2"])
+@pytest.mark.parametrize("spec", ["eagle", "dflash", "dflash2", "medusa", "hydra"])
 def test_costs_can_be_set(spec: str, builtin: LanguageModel) -> None:
     drafter = build_drafter(f"{spec},nodes=40", builtin, target_source="builtin")
     sizes = []
@@ -67,6 +67,15 @@ def test_costs_can_be_set(spec: str, builtin: LanguageModel) -> None:
         drafter.costs = costs
         sizes.append(nodes_of(drafter, builtin))
     assert sizes[0] == sizes[1] == sizes[3] > 20 and sizes[2] < 10
+
+
+def test_costs_cut_no_tree_of_heads_whose_values_nobody_knows(builtin: LanguageModel) -> None:
+    shape = [(0,), (1,), (2,), (0, 0), (0, 1)]
+    heads: Any = build_drafter("medusa,nodes=40", builtin, target_source="builtin")
+    drafter = heads.reshaped(shape)
+    size = nodes_of(drafter, builtin)
+    drafter.costs = STEEP
+    assert nodes_of(drafter, builtin) == size > 4
 
 
 @pytest.mark.parametrize("name", ["model", "shared_vocab"])

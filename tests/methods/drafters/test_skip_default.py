@@ -21,6 +21,7 @@ from foretoken.methods.drafters.skip_default import (
     promised_speed,
 )
 from foretoken.methods.drafters.skip_sets import SkipSet
+from foretoken.models import wrap
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.taps import decoder_layers
 from models.checkpoints import new_model, prompt_of
@@ -106,6 +107,16 @@ def test_it_is_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch) -> Non
     other = Choice(SkipSet(mlp=frozenset({1})), 0.9, 1.5)
     monkeypatch.setattr(skip_default, "measured_set", lambda *args: other)
     assert default_set(target_with_silent_sublayers(seed=1), None) == other, "another model is measured itself"
+
+
+def test_another_forward_of_the_same_network_has_a_set_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaving sublayers out saves depends on the forward that runs the others."""
+    choices = [Choice(SkipSet(mlp=frozenset({layer})), 0.9, 1.5) for layer in (1, 2)]
+    sets = iter(choices)
+    monkeypatch.setattr(skip_default, "measured_set", lambda *args: next(sets))
+    network = target_with_silent_sublayers().model.float()
+    public, fast = wrap(network, exact="bitwise", lean=False), wrap(network)
+    assert [default_set(target, None) for target in (public, fast, public, fast)] == choices * 2
 
 
 def test_it_is_measured_again_where_the_machine_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:

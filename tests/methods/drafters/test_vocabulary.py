@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 from foreign import KINDS, TEXT, tokenizer, vocabulary
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from foretoken.methods.drafters.vocabulary import (
     Vocabulary,
     common_border,
     common_tokens,
+    speller,
     translated_spellings,
     whole_characters,
 )
@@ -57,16 +60,41 @@ def test_sentencepiece_signs() -> None:
 
 
 def test_words_without_a_decoder_are_joined_with_spaces() -> None:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(WordLevel({"no": 0, "one": 1, "two": 2}, unk_token="no"))
-    inner.pre_tokenizer = Whitespace()
+    inner = Tokenizer(models.WordLevel({"no": 0, "one": 1, "two": 2}, unk_token="no"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
     vocab = Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="no"), 3)
     assert vocab.bytes_of(vocab.encode("one two one")) == b" one two one"
     assert not vocab.prefix  # an unknown "a" is no prefix
+
+
+def test_parts_of_words_continue_them() -> None:
+    """WordPiece, as in BERT: words are joined with spaces, ``##`` continues a word, and a full stop ends one."""
+    names = ["[UNK]", "the", "cat", "##s", "play", "##ing", ".", "@@x"]
+    for prefix in ("##", "@@"):
+        inner = Tokenizer(models.WordPiece({name.replace("##", prefix): i for i, name in enumerate(names)}))
+        inner.pre_tokenizer, inner.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(prefix)
+        inner.model.continuing_subword_prefix = prefix
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+        vocab, text = Vocabulary.of(tokenizer, len(names)), "the cats playing."
+        ids = vocab.encode(text)
+        assert ids == [1, 2, 3, 4, 5, 6] and vocab.bytes_of(ids).decode() == " " + text
+        assert tokenizer.decode(ids) == text
+        assert [speller(tokenizer)(token) for token in (2, 3, 6)] == [b" cat", b"s", b"."]
+        assert vocab.spell(" cats") == [2, 3]
+
+
+def test_ends_of_words_are_spaces_and_no_drafts_are_translated() -> None:
+    """As in OpenAI's first GPT: what a token spells depends on the one after it."""
+    names = ["<unk>", "the</w>", "cat", "cat</w>", "s</w>"]
+    inner = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], end_of_word_suffix="</w>"))
+    inner.decoder = decoders.BPEDecoder("</w>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    spell = speller(tokenizer)
+    assert b"".join(map(spell, (1, 2, 4, 1, 3))) == b"the cats the cat "
+    assert tokenizer.decode([1, 2, 4, 1, 3]) == "the cats the cat"
+    with pytest.raises(ValueError, match=r"marks the ends of words \(</w>\)") as caught:
+        Vocabulary.of(tokenizer, len(names))
+    assert "\n" not in str(caught.value)
 
 
 def test_ids_that_the_model_lacks_are_no_tokens() -> None:

@@ -160,7 +160,10 @@ def test_tables_of_another_target(target: Path, other_target: Path, tmp_path: Pa
 def test_truncated_medusa(target: Path, tmp_path: Path) -> None:
     source = checkpoint("medusa", "vllm", target, tmp_path)
     change(source, None, truncated_vocab_size=40)
-    refused(source, target, "truncated vocabulary")
+    refused(source, target, "lacks the tensor token_map for its 40 tokens")
+    for bad in (torch.arange(39), torch.arange(57, 97), torch.zeros(40, dtype=torch.int64), torch.arange(40.0)):
+        change(source, lambda tensors, bad=bad: tensors.update(token_map=bad))
+        refused(source, target, r"token_map must be 40 \(truncated_vocab_size\) different token ids below 96")
 
 
 def test_speculators(target: Path, tmp_path: Path) -> None:

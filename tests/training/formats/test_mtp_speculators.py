@@ -20,7 +20,7 @@ from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.formats import export_drafter, import_drafter
-from native_checkpoints import add_tensors, published, random_module, save_family, save_target
+from native_checkpoints import published, random_module, save_family, save_target
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -30,9 +30,10 @@ def save_trained(folder: Path, target: Path, **config: Any) -> Path:
     parts = TargetParts(load_model(target, dtype="float32"))
     shape = MtpConfig(**asdict(LayerConfig.of_target(parts.config)), **config)
     net = module_for(shape, parts.network)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in net.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
     save_drafter(folder, "mtp", asdict(shape), net, parts.fingerprint())
     return folder
 
@@ -90,7 +91,8 @@ def changed(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, Any] 
         ({"mtp_layers.0.input_proj.weight": None}, {}, "lacks the tensor eh_proj.weight"),
         ({"mtp_layers.0.self_attn.q_proj.weight": None}, {}, "lacks the tensor layer.self_attn.q_proj.weight"),
         ({"mtp_layers.0.input_proj.weight": torch.ones(32, 32)}, {}, r"is \[32, 32\] and must be \[32, 64\]"),
-        ({"mtp_layers.1.input_proj.weight": torch.ones(32, 64)}, {}, "several prediction modules"),
+        ({"mtp_layers.1.input_proj.weight": torch.ones(32, 64)}, {}, "lacks the tensor enorm.weight"),
+        ({"mtp_layers.2.input_proj.weight": torch.ones(32, 64)}, {}, r"lacks the tensors mtp_layers.1.\*"),
         ({"other.weight": torch.ones(1)}, {}, "a tensor other.weight that this network does not have"),
         ({}, {"transformer_layer_config": None}, "config.json lacks transformer_layer_config"),
         ({}, {"transformer_layer_config": {"hidden_size": 64}}, "is for a hidden size of 64, the target's is 32"),
@@ -133,15 +135,88 @@ def test_quantised_copies(tmp_path: Path) -> None:
 
 
 def test_what_this_layout_cannot_hold(tmp_path: Path) -> None:
-    network = save_target(tmp_path / "target", "glm4_moe")
+    save_target(tmp_path / "target", "glm4_moe")
     ours = save_trained(tmp_path / "ours", tmp_path / "target")
-    with pytest.raises(ValueError, match="this layout holds layer=target and feed=post_norm"):
-        export_drafter(f"mtp:{ours}", tmp_path / "out", target=tmp_path / "target")
-    for number in range(2):
-        add_tensors(tmp_path / "target", published("glm4_moe", number, 2, random_module(network, number).state_dict()))
-    with pytest.raises(ValueError, match="has 2 prediction modules, and this layout holds one"):
-        export_drafter("mtp", tmp_path / "out", target=tmp_path / "target")
+    for format in ("speculators", "native"):
+        with pytest.raises(ValueError, match="this layout holds layer=target and feed=post_norm"):
+            export_drafter(f"mtp:{ours}", tmp_path / "out", format, target=tmp_path / "target")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_several_trained_modules(family: str, tmp_path: Path) -> None:
+    """Module after module, in the order of the draft's steps."""
+    target = tmp_path / "target"
+    save_target(target, family)
+    ours = save_trained(tmp_path / "ours", target, layer="target", feed="post_norm", experts=False, modules=3)
+    export_drafter(f"mtp:{ours}", tmp_path / "out", "speculators", target=target)
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 3
+    theirs, stored = load_file(tmp_path / "out/model.safetensors"), load_file(ours / "model.safetensors")
+    for number in range(3):
+        name = f"mtp_layers.{number}.input_proj.weight"
+        assert torch.equal(theirs[name], stored[f"steps.{number}.eh_proj.weight"])
+    back = import_drafter(tmp_path / "out", tmp_path / "back", target=target)
+    assert same_drafter(ours, tmp_path / "back")
+    texts = [drafted(target, spec) for spec in (f"mtp:{ours}", back["drafter"])]
+    assert texts[0] == texts[1]
+
+
+def test_the_targets_own_modules_are_exported_in_their_order(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    save_family(target, "deepseek_v3", 2)
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(target / "model.safetensors").items()}
+    save_file(half, target / "model.safetensors", {"format": "pt"})
+    export_drafter("mtp", tmp_path / "out", target=target)
+    spec = import_drafter(tmp_path / "out", tmp_path / "back", target=target)["drafter"]
+    own = drafted(target, "mtp")
+    assert own == drafted(target, spec)
+    # in the other order, they draft something else
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    places = {name: name.split(".")[1] for name in tensors}
+    swapped = {name.replace(f".{at}.", f".{1 - int(at)}.", 1): tensors[name] for name, at in places.items()}
+    save_file(swapped, tmp_path / "out/model.safetensors", {"format": "pt"})
+    other = import_drafter(tmp_path / "out", tmp_path / "other", target=target)["drafter"]
+    assert drafted(target, other) != own
+
+
+def drafted(target: Path, spec: str) -> tuple[list[int], list[int], list[int]]:
+    """A text, its accepted draft tokens by position, and the tokens of the first draft."""
+    llm = ft.load(target, spec, controller="constant", dtype="float32")
+    out = llm.generate(PROMPT, max_new_tokens=24)
+    trees: list[Any] = []
+    llm.engine.on_round = lambda runs, drafts, verdicts, times: trees.extend(drafts)
+    llm.generate(PROMPT, max_new_tokens=12)
+    return out.token_ids, list(out.stats.num_accepted_tokens_per_pos), [t for tree in trees for t in tree.tokens]
+
+
+@pytest.mark.parametrize(("family", "modules"), [("glm4_moe", 1), ("glm4_moe", 2), ("deepseek_v3", 2)])
+def test_modules_in_the_targets_own_checkpoint(family: str, modules: int, tmp_path: Path) -> None:
+    """As layers after the target's, with the names and the single experts of the published files."""
+    network, target = save_target(tmp_path / "target", family), tmp_path / "target"
+    shape = {"layer": "target", "feed": "post_norm", "experts": True, "modules": modules}
+    ours = save_trained(tmp_path / "ours", target, **shape)
+    out = tmp_path / "out"
+    export_drafter(f"mtp:{ours}", out, "native", target=target)
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == modules
+    theirs = load_file(out / "model.safetensors")
+    layers = network.config.num_hidden_layers
+    expected: set[str] = set()
+    for number in range(modules):
+        expected |= set(published(family, number, layers, random_module(network, number).state_dict()))
+        expected |= {
+            f"model.layers.{layers + number}.{name}" for name in ("embed_tokens.weight", "shared_head.head.weight")
+        }
+    assert {name for name in theirs if int(([*name.split("layers."), "0."])[1].split(".")[0]) >= layers} == expected
+    assert drafted(out, "mtp")[0] == drafted(target, f"mtp:{ours}")[0]
+    assert drafted(out, "mtp") == drafted(target, f"mtp:{ours}")
+
+
+def test_the_native_layout_needs_its_families(tmp_path: Path) -> None:
+    save_target(tmp_path / "target", "qwen3_5_text")
+    shape = {"layer": "target", "feed": "post_norm", "modules": 2}
+    ours = save_trained(tmp_path / "ours", tmp_path / "target", **shape)
+    with pytest.raises(ValueError, match="has 2 modules, and this layout shares all but their layers"):
+        export_drafter(f"mtp:{ours}", tmp_path / "out", "native", target=tmp_path / "target")
 
 
 def test_an_export_for_another_target_of_the_same_shape_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_nets import SIZE, drafts, same_drafter, save_net
+from tiny_nets import DRAFT_TOKENS, SIZE, drafts, same_drafter, save_net
 
 from foretoken.loading import load_model
 from foretoken.training.formats import export_drafter, import_drafter
@@ -55,6 +55,8 @@ CASES = [
     ("eagle", "plain", {**BIASES, "rope": {"partial_rotary_factor": 0.5}}),
     ("medusa", "vllm", {}),
     ("medusa", "vllm", {"layers": 2, "own_projection": True}),
+    ("medusa", "vllm", {"draft_vocab_size": 20}),
+    ("medusa", "vllm", {"draft_vocab_size": 20, "own_projection": True}),
     ("medusa", "original", {}),
     ("medusa", "original", {"layers": 2, "own_projection": True}),
     ("dflash", "plain", {}),
@@ -287,3 +289,39 @@ def test_vocabulary_maps_in_any_order(target: Path, tmp_path: Path) -> None:
     # Ties (logits are bfloat16) may fall otherwise, so the best guess is what is compared.
     same = sum(before[0][1] == after[0][1] for before, after in zip(expected, got, strict=True))
     assert same > 0.8 * len(expected) > 8
+
+
+def test_heads_over_few_tokens_draft_these(target: Path, tmp_path: Path) -> None:
+    """vLLM's ``token_map``: rows of the whole vocabulary are cut to it, and ids are mapped back."""
+    drafter = save_net("medusa", tmp_path / "mine", target, own_projection=True)
+    theirs, ids = tmp_path / "theirs", DRAFT_TOKENS.flip(0)
+    export_drafter(f"medusa:{drafter}", theirs, "vllm", target)
+    whole = load_file(theirs / "model.safetensors")
+    config = json.loads((theirs / "config.json").read_text())
+    (tmp_path / "ids.json").write_text(json.dumps(ids.tolist()))
+    expected = drafts(target, f"medusa:{drafter},vocab={tmp_path / 'ids.json'}")
+    assert {token for tokens, _ in expected[1] for token in tokens[1:]} <= set(ids.tolist())
+    cut = {name: tensor[ids] if "lm_heads" in name else tensor for name, tensor in whole.items()}
+    for number, tensors in enumerate((whole, cut)):
+        save_file({**tensors, "token_map": ids}, theirs / "model.safetensors")
+        (theirs / "config.json").write_text(json.dumps({**config, "truncated_vocab_size": len(ids)}))
+        read = import_drafter(theirs, tmp_path / f"back{number}", target)
+        assert read["warnings"] == [] and drafts(target, read["drafter"]) == expected
+        stored = load_file(tmp_path / f"back{number}" / "model.safetensors")
+        assert stored["projections.0.weight"].shape == (len(ids), SIZE)
+        fewer = ids[:10]
+        (tmp_path / "fewer.json").write_text(json.dumps(fewer.tolist()))
+        few = drafts(target, f"{read['drafter']},vocab={tmp_path / 'fewer.json'}")
+        assert few == drafts(target, f"medusa:{drafter},vocab={tmp_path / 'fewer.json'}")
+    # without a truncated size, the map is not used
+    save_file({**whole, "token_map": ids}, theirs / "model.safetensors")
+    (theirs / "config.json").write_text(json.dumps(config))
+    assert drafts(target, import_drafter(theirs, tmp_path / "all", target)["drafter"]) == drafts(
+        target, f"medusa:{drafter}"
+    )
+
+
+def test_heads_over_few_tokens_have_no_original_layout(target: Path, tmp_path: Path) -> None:
+    drafter = save_net("medusa", tmp_path / "mine", target, draft_vocab_size=20)
+    with pytest.raises(ValueError, match="the heads predict 20 tokens, and this layout holds all: use vllm"):
+        export_drafter(f"medusa:{drafter}", tmp_path / "theirs", "original", target)

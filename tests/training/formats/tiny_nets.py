@@ -73,6 +73,8 @@ def save_net(method: str, folder: Path, target: Path, **config: Any) -> Path:
     if method == "medusa":
         shape: Any = MedusaConfig(**{"hidden_size": SIZE, "vocab_size": VOCAB, "heads": 3, **config})
         net: nn.Module = MedusaHeads(shape)
+        if shape.draft_vocab_size:
+            net.get_buffer("vocabulary").copy_(DRAFT_TOKENS.flip(0)[: shape.draft_vocab_size])
         measured = {"accuracies": [[0.5, 0.3, 0.1], [0.4, 0.2, 0.1], [0.3, 0.2, 0.1]]}
     elif method == "eagle":
         shape = EagleConfig(**layer, **config)

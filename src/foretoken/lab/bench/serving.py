@@ -13,7 +13,7 @@ from foretoken.lab.bench.arms import Arm, ArmSetup, Unit
 from foretoken.lab.bench.costs import DraftRound
 from foretoken.lab.bench.results import Condition, UnitResult
 from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
-from foretoken.lab.report.show.texts import token_text
+from foretoken.lab.report.show.texts import token_namer
 from foretoken.lab.timing import Stopwatch
 from foretoken.llm import Llm, load
 from foretoken.loading import default_drafter, read_profile
@@ -90,12 +90,13 @@ def _traced(bare: Bare, verdict: Verdict, times: RoundTimes, tokenizer: Any | No
     for node in verdict.path:
         status[node] = "accepted"
     origin = "plain" if tree.num_drafts == 0 else "bonus" if verdict.next_is_bonus else "recovered"
+    text = token_namer(tokenizer)
     return {
         "tokens": list(tree.tokens),
-        "texts": [token_text(tokenizer, token) for token in tree.tokens],
+        "texts": [text(token) for token in tree.tokens],
         "parents": list(tree.parents),
         "status": status,
-        "next": {"token": verdict.next_token, "text": token_text(tokenizer, verdict.next_token), "origin": origin},
+        "next": {"token": verdict.next_token, "text": text(verdict.next_token), "origin": origin},
         "draft_ms": 1000 * times.draft_s,
         "target_ms": 1000 * times.target_s,
     }

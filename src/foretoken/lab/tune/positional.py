@@ -126,7 +126,7 @@ def tune(
         )
     best = max(costs, key=lambda size: costs[size].rate)
     tell("comparing")
-    speeds = compared(work, drafter, trees[best])
+    speeds = compared(work, drafter, drafter.reshaped(trees[best]))
     return TunedTree(drafter.name, trees[best], rows, costs, speeds, shape, work.temperature, draft, target_of(work))
 
 

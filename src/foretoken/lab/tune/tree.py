@@ -17,8 +17,8 @@ import torch
 from foretoken.core.io.files import write_json
 from foretoken.lab.workload import Speed, Workload, compared_speeds, target_name
 from foretoken.loading.measured.profile import fingerprint_of
+from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.heads import HeadsDrafter
-from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.trees.shapes import Choice, choice_parents, expected_length, medusa_choices
 from foretoken.models.call_costs import measure_target
 from foretoken.models.forward.parts import TargetParts
@@ -109,7 +109,7 @@ def tune(
     size_costs = {size: SizeCost(costs[size], expected_length(trees[size], accuracies)) for size in trees}
     best = max(trees, key=lambda size: size_costs[size].rate)
     tell("comparing")
-    speeds = compared(work, drafter, trees[best])
+    speeds = compared(work, drafter, drafter.reshaped(trees[best]))
     return TunedTree(drafter.name, trees[best], accuracies, size_costs, speeds, target=target_of(work))
 
 
@@ -133,7 +133,7 @@ def measured_accuracies(work: Workload, drafter: HeadsDrafter, sequences: Sequen
     kind: Any = find_recipe(drafter.name)
     settings = {key: str(value) for key, value in asdict(drafter.heads.config).items() if key not in kind.fixed}
     recipe = kind(work.target, parts, settings)
-    recipe.net = drafter.heads
+    recipe.net, recipe.frequent = drafter.heads, getattr(drafter.heads, "vocabulary", None)
     batches = []
     for sequence in sequences:
         tokens = torch.tensor([list(sequence)], device=parts.device)
@@ -153,7 +153,7 @@ def target_costs(work: Workload, trees: Mapping[int, Sequence[Choice]], tokens: 
     return dict(zip(sizes, accumulate(measured, max), strict=True))
 
 
-def compared(work: Workload, drafter: HeadsDrafter | ModelDrafter, tuned: list[Choice]) -> dict[str, Speed]:
-    """Speeds of plain decoding, the drafter with its default tree and with the new one, interleaved."""
-    arms = {"plain": None, "default": drafter, "tuned": drafter.reshaped(tuned)}
+def compared(work: Workload, drafter: Drafter | None, tuned: Drafter | None) -> dict[str, Speed]:
+    """Speeds of plain decoding, the drafter as it is by default and as it was tuned, interleaved."""
+    arms = {"plain": None, "default": drafter, "tuned": tuned}
     return compared_speeds({name: partial(work.speed, arm) for name, arm in arms.items()})

@@ -17,19 +17,22 @@ import torch
 
 from foretoken.core import Budget, Context, RoundTimes, TokenTree
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.core.outside import is_outside
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading.measured.profile import COMPARED, fingerprint_of, machine_of
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
-from foretoken.models.call_costs import measure_target
-from foretoken.models.checks.fast_paths import fingerprint
+from foretoken.models.call_costs import measure_target, way_of
+from foretoken.models.checks.fast_paths import code_version, fingerprint
 from foretoken.models.machine import KeptResults, any_text, is_busy
 
 LENGTHS, ROUNDS = (1, 4), 2
 """Lengths of the timed drafts, and drafts of each after one warm-up."""
-KEPT = KeptResults("rounds", lambda: "quickest")  # results without this stamp are means, which pauses distort
+KEPT = KeptResults(
+    "rounds", lambda: f"quickest {code_version()}"
+)  # results without this stamp are means, which pauses distort
 
 
 class FixedDepthController(Controller):
@@ -120,14 +123,24 @@ def _rounds(
 
 
 def _key(target: LanguageModel, drafter: Drafter) -> str:
-    """Cache key of a model, machine and drafter."""
+    """Cache key of a model, a machine, a drafter, and the forwards that run both."""
     machine, limits = machine_of(target), drafter.limits
     network = target.model  # hashing its rows would unpack packed weights: seconds at 1.5B
     sampled = fingerprint(network) if isinstance(network, torch.nn.Module) else None
     about = {
         "target": sampled or fingerprint_of(target),
+        "forward": way_of(target),
+        "drafts": [_forward_of(member) for member in drafter.drafters or (drafter,)],
         "machine": {key: machine[key] for key in COMPARED},
         "versions": machine["versions"],
         "members": [[member.name, member.max_depth, member.max_nodes] for member in limits.members or (limits,)],
     }
     return hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def _forward_of(member: Drafter) -> Any:
+    """What runs a drafter's network: a draft model's forward, or that of a trained head."""
+    model = getattr(member, "model", None)
+    if isinstance(model, LanguageModel):
+        return way_of(model)
+    return None if is_outside(type(member)) else [entry.get("forward") for entry in member.describe()]

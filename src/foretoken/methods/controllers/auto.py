@@ -224,8 +224,8 @@ class AutoController(Controller):
         for context, record in records:
             before = len(context.tokens) - 1 - record.num_accepted_tokens
             answered = -1 if record.num_draft_tokens == 0 else record.member if self.grouped else 0
-            for draft in self.plan.drafts:
-                depth = min(draft.depth, remaining(context, before) - 1) if draft.member == answered else 0
+            for draft in self.plan.drafts if record.allowed else ():  # else no drafter was asked
+                depth = min(draft.depth, record.allowed) if draft.member == answered else 0
                 counts = self.state(context)[draft.member]
                 self.acceptance.add(context.sampler.greedy, draft.member, counts, depth, record.num_accepted_tokens)
                 if draft.member == answered:

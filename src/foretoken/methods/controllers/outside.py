@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from foretoken.core import Budget, TokenTree
-from foretoken.core.outside import OutsideError, fault_message, fault_of
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.core.outside import OutsideError, fault_message, fault_of, is_outside
 from foretoken.methods.controllers.base import Controller
 
 
@@ -61,6 +61,32 @@ def check_kept(kept: Any, trees: Sequence[TokenTree], controller: Controller) ->
         for node in nodes[1:]:
             if tree.parents[node] not in chosen:
                 raise _broken_cut(controller, f"kept node {node} without its parent {tree.parents[node]}")
+
+
+def explained(controller: Controller, context: Context) -> str:
+    """``explain()`` of a controller.
+
+    Raises:
+        ControllerError: an external one returned something else than a string.
+    """
+    why: Any = controller.explain(context)
+    if is_outside(type(controller)) and not isinstance(why, str):
+        rule = f"returned {type(why).__name__}: it must be a string"
+        raise ControllerError(fault_message(type(controller), "explain", rule))
+    return str(why)
+
+
+def reported(controller: Controller) -> dict[str, Any]:
+    """``report()`` of a controller.
+
+    Raises:
+        ControllerError: an external one returned something else than a dictionary.
+    """
+    report: Any = controller.report()
+    if is_outside(type(controller)) and not isinstance(report, dict):
+        rule = f"returned {type(report).__name__}: it must be a dictionary"
+        raise ControllerError(fault_message(type(controller), "report", rule))
+    return dict(report)
 
 
 def _broken_cut(controller: Controller, rule: str) -> ControllerError:

@@ -51,7 +51,8 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
             requests.  Requests with a seed get the tree of the race's winners, with ``"greedy"`` that of the likeliest
             tokens.
         tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree,
-            ``"(sequoia,nodes=16,acceptance=0.6 0.2)"``; by default Sequoia's of ``nodes`` nodes.
+            ``"(sequoia,nodes=16,acceptance=0.6 0.2)"``; by default Sequoia's of ``nodes`` nodes.  Or a file of
+            ``foretoken tune tree``, whose limits then hold for all trees.
         window: positions that the network attends to, if it was trained without a window; 0: all.
         sink: first positions that it attends to as well.
 

@@ -15,7 +15,7 @@ from foretoken.core import Budget, Context, HiddenStates, Kind, Scores, TokenTre
 from foretoken.core.outside import is_outside
 from foretoken.methods.drafters.base import BatchDrafter, Drafter, Traits
 from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of
-from foretoken.methods.trees.operations import truncate
+from foretoken.methods.trees.operations import select, truncate
 
 
 @dataclass(slots=True)  # not frozen: both are made for every request in every round, which takes three times as long
@@ -74,7 +74,7 @@ class GroupDrafter(BatchDrafter):
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         last: Proposal | None = context.state.pop(self, None)
-        parts = last.parts if last is not None and last.tree is tree else {}
+        parts = {} if last is None else parts_of(last, tree)
         for index in self._observers:
             if len(tree) == 1:  # plain decoding looks the same to every member
                 self.drafters[index].observe(context, tree, scores, verdict)
@@ -101,6 +101,20 @@ def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget])
                 check_proposal(tree, contexts[i], member, None, thorough=True)
             trees[i] = truncate(tree, budgets[i].max_depth)
     return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
+
+
+def parts_of(proposal: Proposal, tree: TokenTree) -> Mapping[int, MemberTree]:
+    """The members' parts of a scored tree: those of the proposal, without the nodes that a controller cut from it; none
+    of another tree."""
+    kept = tree.nodes_in(proposal.tree)
+    if kept is None or len(kept) == len(proposal.tree):
+        return {} if kept is None else proposal.parts
+    new_index = {node: i for i, node in enumerate(kept)}
+    parts = {}
+    for index, part in proposal.parts.items():
+        own = [i for i, node in enumerate(part.nodes) if node in new_index]
+        parts[index] = MemberTree(select(part.tree, own), [new_index[part.nodes[i]] for i in own])
+    return parts
 
 
 def show(member: Drafter, context: Context, part: MemberTree | None, scores: Scores, verdict: Verdict) -> None:

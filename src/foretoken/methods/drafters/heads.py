@@ -51,7 +51,8 @@ class HeadsDrafter(BatchDrafter):
 
     Attributes:
         costs: cost of a target call by its number of nodes.  If set, a batch keeps as many nodes of the tree as pay off
-            by ``values``, the nodes' probabilities.
+            by ``values``.
+        values: probabilities of the tree's nodes, falling; empty for a tree from elsewhere, of which all nodes stay.
     """
 
     taps = ("last",)
@@ -74,10 +75,14 @@ class HeadsDrafter(BatchDrafter):
             raise ValueError(f"{self.name} needs draw=coupled or without_replacement, not {draw!r}")
         check_least(self.name, 1, nodes=nodes)
         self.heads, self.parts = heads.to(parts.device).eval(), parts
-        ids = torch.tensor(list(frequent)) if frequent else None
+        own: Tensor | None = getattr(heads, "vocabulary", None)
+        ids = torch.tensor(list(frequent)) if frequent else own
         self.reduced: list[DraftHead] = []
         if ids is not None:  # the draft vocabulary's rows of every head's own projection
             rows = ids.to(parts.device)
+            if own is not None:
+                row_of = {token: row for row, token in enumerate(own.tolist())}
+                rows = torch.tensor([row_of[token] for token in ids.tolist()], device=parts.device)
             self.reduced = [DraftHead(parts, ids, projection.weight.detach()[rows]) for projection in heads.projections]
         self.head = self.reduced[0] if self.reduced else DraftHead(parts, ids)
         self._native: list[NativeBlocks] = []
@@ -87,12 +92,15 @@ class HeadsDrafter(BatchDrafter):
         except NotCoveredError as error:
             self.native_off = str(error)
         count, self.draw, self.draws = len(heads.blocks), draw, draw != "coupled"
-        self._take(
-            read_tree(tree, self.name, count) if tree else medusa_choices((accuracies or TYPICAL)[:count], nodes)
-        )
+        if tree:
+            self._take(read_tree(tree, self.name, count))
+        else:
+            chances = (accuracies or TYPICAL)[:count]
+            choices = medusa_choices(chances, nodes)
+            self._take(choices, values_of(choices, chances))
 
-    def _take(self, choices: Sequence[Choice]) -> None:
-        self.choices = list(choices)
+    def _take(self, choices: Sequence[Choice], values: Sequence[float] = ()) -> None:
+        self.choices, self.values = list(choices), list(values)
         self.parents = choice_parents(self.choices)
         self.max_depth = max(map(len, self.choices))
         self.max_nodes = len(self.choices)
@@ -101,7 +109,6 @@ class HeadsDrafter(BatchDrafter):
             self.shape = Ranks(self.choices)
             drawn = traits_of(self.draw, self.traits.draws_trees, self.shape.branches)
             self.traits = replace(drawn, learns=self.traits.learns)
-        self.values: list[float] = []
         self.costs: TargetCost | None = None
 
     def reshaped(self, choices: Sequence[Choice]) -> Self:
@@ -132,7 +139,9 @@ class HeadsDrafter(BatchDrafter):
             raise ValueError(f"{cls.name} takes the shape from tree={options['tree']}: leave width out")
         heads, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         options["accuracies"] = ranked_first(measured.get("accuracies"), width)
-        ids = chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ()))
+        own: Tensor | None = getattr(heads, "vocabulary", None)
+        known = measured.get("frequent", ()) if own is None else own.tolist()
+        ids = chosen_ids(vocab, context, parts.vocab_size, known)
         options["frequent"] = () if ids is None else ids.tolist()
         if nodes is not None:
             options["nodes"] = nodes
@@ -142,7 +151,7 @@ class HeadsDrafter(BatchDrafter):
         values = values_of(medusa_choices(accuracies, MOST_NODES), accuracies)
         nodes = paying_count(values, costs, 1)
         built = cls.over(heads, parts, context.target, nodes=nodes, **options)
-        built.values, built.costs = values[:nodes], costs
+        built.costs = costs
         return built
 
     @classmethod
@@ -293,7 +302,7 @@ class HeadsDrafter(BatchDrafter):
         if not len(context.hidden.get("last", ())):
             return []
         most = budget.max_nodes
-        if self.costs is not None:  # Drawn tokens must not depend on the other requests of the call.
+        if self.costs is not None and self.values:  # Drawn tokens must not depend on the other requests of the call.
             most = min(most, paying_count(self.values, self.costs, batch if context.sampler.fixed else 1))
         return fitting_nodes(self.choices, self.parents, budget.max_depth, most, self.head.size)
 

@@ -21,8 +21,8 @@ from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.own_layers import num_layers_of
 from foretoken.methods.drafters.skip_sets import SkipSet
 from foretoken.models.base import Feed, LanguageModel, SequenceState
-from foretoken.models.call_costs import quick_costs
-from foretoken.models.checks.fast_paths import fingerprint
+from foretoken.models.call_costs import quick_costs, way_of
+from foretoken.models.checks.fast_paths import code_version, fingerprint
 from foretoken.models.checks.judging import ordinary_ids
 from foretoken.models.clock import now
 from foretoken.models.machine import WORTH_KEEPING_S, KeptResults, is_busy
@@ -38,7 +38,7 @@ PROMPTS = (
     "How do I sort a list of names in JavaScript?",
 )
 """Prompts for the answers that are measured."""
-KEPT = KeptResults("skips", lambda: "quiet")  # results without this stamp may be of a busy machine
+KEPT = KeptResults("skips", lambda: f"quiet {code_version()}")  # results without this stamp may be of a busy machine
 
 
 class NothingToSkipWarning(UserWarning):
@@ -60,7 +60,8 @@ class Choice:
 
 
 def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
-    """The set with the highest expected speed, cached under the model's fingerprint.
+    """The set with the highest expected speed, cached by the model's fingerprint and its forward: what a set saves
+    depends on it.
 
     Args:
         target: a model of more than two layers.
@@ -71,7 +72,7 @@ def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
     """
     owner: Any = target
     key = fingerprint(owner.model)
-    name = f"skips {key} {torch.get_num_threads()} threads {'text' if tokenizer is not None else 'ids'}"
+    name = f"skips {key} {way_of(target)} {'text' if tokenizer is not None else 'ids'}"
     stored = None if key is None else KEPT.read(name)
     layers = num_layers_of(target)
     if isinstance(stored, dict):

@@ -8,6 +8,7 @@ text, so that positions in two tokenizations of one text can be compared by coun
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,16 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int) -> Vocabulary:
-        """The vocabulary of a Transformers or GGUF tokenizer, without ids from ``size`` on, which the model lacks."""
+        """The vocabulary of a Transformers or GGUF tokenizer, without ids from ``size`` on, which the model lacks.
+
+        Raises:
+            ValueError: the tokenizer marks the ends of words, so that a text does not begin with its tokens' bytes.
+        """
+        if suffix := _decoders(tokenizer).get("BPEDecoder", {}).get("suffix"):
+            raise ValueError(
+                f"this tokenizer marks the ends of words ({suffix}), so that no text can be continued byte by byte: "
+                "drafts cannot be translated from it or for it; use a draft model with the target's own tokenizer"
+            )
         spelling = getattr(tokenizer, "spelling", None)  # a GGUF tokenizer knows the bytes itself
         spell, added = _speller(tokenizer), {} if spelling else tokenizer.added_tokens_decoder
         spellings = [b""] * size
@@ -240,12 +250,30 @@ def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
 
 def _speller(tokenizer: Any) -> Callable[[str], bytes]:
     """A function from a token's string in the vocabulary to the bytes that it spells."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if "ByteLevel" in repr(getattr(backend, "decoder", None)):
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    kinds = _decoders(tokenizer)
+    if "ByteLevel" in kinds:
         return _byte_level
+    if "WordPiece" in kinds:  # words, joined with spaces, and parts of words (``##ing``); what follows a word is asked
+        return lambda name: backend.decoder.decode(["x", name])[1:].encode()
+    if "BPEDecoder" in kinds:  # the end of a word (``</w>``) is a space, but at the end of the text
+        return lambda name: backend.decoder.decode([name, "x"])[:-1].encode()
     if backend is not None and backend.decoder is None:
         return lambda name: b" " + name.encode()  # such tokens are words, joined with spaces
     return _sentencepiece
+
+
+def _decoders(tokenizer: Any) -> dict[str, Any]:
+    """The steps of a fast tokenizer's decoder by type; empty for other tokenizers and without a decoder."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    state = None if decoder is None else json.loads(decoder.__getstate__())
+    found: dict[str, Any] = {}
+    waiting = [] if state is None else [state]
+    while waiting:
+        step = waiting.pop()
+        found[step["type"]] = step
+        waiting += step.get("decoders", ())
+    return found
 
 
 def _sentencepiece(name: str) -> bytes:

@@ -24,6 +24,7 @@ def select(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
         probes=tuple(tree.probes[n] for n in nodes) if tree.probes else (),
         drafters=tuple(tree.drafters[n] for n in nodes) if tree.drafters else (),
         survival=tuple(tree.survival[n] for n in nodes) if tree.survival else (),
+        cut_from=(tree, nodes),
     )
 
 

@@ -22,10 +22,11 @@ def check_verifier(verifier: Any) -> None:
     """
     if fault := fault_of(verifier, Verifier, "verifier"):
         raise VerifierError(fault)
-    cls, kinds = type(verifier), verifier.kinds
-    if not isinstance(kinds, set | frozenset) or not kinds or not all(isinstance(kind, Kind) for kind in kinds):
-        origin = f"{cls.__name__} ({line_of(cls)})"
-        raise VerifierError(f"{origin} has kinds = {kinds!r}: write a set, such as frozenset({{Kind.IID}})")
+    cls = type(verifier)
+    for kinds in (verifier.kinds, cls.kinds):  # pairs with drafters are checked by class
+        if not isinstance(kinds, set | frozenset) or not kinds or not all(isinstance(kind, Kind) for kind in kinds):
+            origin = f"{cls.__name__} ({line_of(cls)})"
+            raise VerifierError(f"{origin} has kinds = {kinds!r}: write a set, such as frozenset({{Kind.IID}})")
 
 
 def check_verdict(verdict: Any, tree: TokenTree, verifier: Verifier, vocab_size: int) -> None:

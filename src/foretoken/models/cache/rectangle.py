@@ -155,6 +155,11 @@ class TreeCache(Cache):
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
         """The buffer of a layer, allocated for tensors ``like`` [..., H, n, D] if missing."""
+        if layer >= len(store):
+            raise ValueError(
+                f"this network has {len(store)} decoder layers and keeps keys and values of more: its layers run more "
+                "than once for a token (a looped network), which is not supported"
+            )
         buffer = store[layer]
         if buffer is None:
             shape = (self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])

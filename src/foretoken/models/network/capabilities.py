@@ -22,6 +22,9 @@ def detect(model: Any) -> Capabilities:
         return Capabilities(
             False, False, False, True, False, dict.fromkeys(("tree_mask", "keep_path", "rollback"), reason)
         )
+    loops = loops_of(config)
+    if loops > 1:
+        return _chains_only(f"{config.model_type} runs its layers {loops} times, each with keys and values of its own")
     if _uses_alibi(config):
         return _chains_only(f"{config.model_type} has ALiBi attention layers, which take positions from the cache slot")
     reader = _slot_reader(model, config)
@@ -30,6 +33,11 @@ def detect(model: Any) -> Capabilities:
     if not getattr(model, "_supports_attention_backend", False):
         return _chains_only(f"the attention layers of {config.model_type} do not use Transformers' attention interface")
     return Capabilities()
+
+
+def loops_of(config: Any) -> int:
+    """How often a looped network runs its layers for a token (``num_loops``, as Nanbeige4.2 calls it); 1 for others."""
+    return int(getattr(config, "num_loops", None) or 1)
 
 
 def _chains_only(reason: str) -> Capabilities:

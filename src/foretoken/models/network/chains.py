@@ -91,7 +91,7 @@ def chain_states(
 
 
 class Windows:
-    """Chains of drafted nodes after positions of texts, in a window of layers above the first one.
+    """Chains of drafted nodes after positions of texts, in a window of layers that begins with given states.
 
     Args:
         model: the target, with frozen weights (``requires_grad_(False)``).

@@ -30,7 +30,7 @@ class LayerPlan:
     """The part of the network that a forward runs; the final norm and the head always follow.
 
     Attributes:
-        start: first layer to run; above 0, its input is supplied as hidden states.
+        start: first layer to run; above 0, its input is supplied as hidden states, as it may be at 0.
         stop: end of the layer range (``None``: after the last layer).
         weights: name of a second set of weights; empty for the model's own.
     """

@@ -2,55 +2,20 @@
 
 import { $, code, plural, probability, sum, svg, table, visible } from "./parts.js";
 import { state } from "./state.js";
+import { because, fates } from "./why.js";
 
-const WORDS = { unreached: "never reached" };
-
-/** The accepted sibling, if it was tried before this node. */
-const siblingBefore = (round, node) =>
-  round.accepted.find((other) => other < node && round.parents[other] === round.parents[node]);
-
-/** What became of a node: root, accepted, rejected, or never reached. */
-function fate(round, node) {
-  if (node === 0) return "root";
-  if (round.accepted.includes(node)) return "accepted";
-  const above = round.parents[node];
-  if (above !== 0 && !round.accepted.includes(above)) return "unreached";
-  return round.q[node] !== null && siblingBefore(round, node) !== undefined ? "unreached" : "rejected";
-}
+const WORDS = { untried: "not tried" };
 
 const nextFate = (round) => (round.tokens.length < 2 ? "plain" : round.next_is_bonus ? "bonus" : "recovered");
-
-/** Why it became so, in words. */
-function because(round, node) {
-  const [p, q, above] = [round.p[node], round.q[node], round.parents[node]];
-  const kind = fate(round, node);
-  const isPoint = q === null || q === undefined;
-  if (kind === "root") return "the last token of the text so far";
-  if (kind === "unreached") {
-    const sibling = isPoint ? undefined : siblingBefore(round, node);
-    if (sibling !== undefined) return `“${visible(round.texts[sibling])}” was accepted before it was tried`;
-    return `its parent “${visible(round.texts[above])}” was not accepted`;
-  }
-  const ratio = isPoint || !q || p === null ? "" : `p/q = ${(p / q).toFixed(2)}`;
-  if (kind === "accepted") {
-    if (isPoint) return `it is the target's own choice (p = ${probability(p)})`;
-    return p >= q ? `${ratio} ≥ 1: always accepted` : `${ratio}: accepted with that probability, and the draw fell so`;
-  }
-  const chosen = round.accepted.find((other) => round.parents[other] === above);
-  const wanted = visible(chosen === undefined ? round.next_text : round.texts[chosen]);
-  if (isPoint) return `the target chose “${wanted}” here (p of this one: ${probability(p)})`;
-  return `${ratio} was its chance${isFirst(round, node) ? "" : ", or less after its siblings were tried"}, and the draw refused it`;
-}
-
-const isFirst = (round, node) => round.parents.indexOf(round.parents[node]) === node;
 
 const figures = (one) => `p ${probability(one.p)} q ${probability(one.q)}`;
 
 /** Places of all nodes: a column for each depth, a row for each leaf. */
 function placed(round) {
   const last = round.accepted.length ? round.accepted.at(-1) : 0;
-  const nodes = round.tokens.map((_, node) => ({ node, above: round.parents[node], kind: fate(round, node), text: round.texts[node] }));
-  nodes.push({ node: nodes.length, above: last, kind: nextFate(round), text: round.next_text });
+  const kinds = fates(round);
+  const nodes = round.tokens.map((_, node) => ({ node, above: round.parents[node], kind: kinds[node], text: round.texts[node], why: because(round, node, kinds) }));
+  nodes.push({ node: nodes.length, above: last, kind: nextFate(round), text: round.next_text, why: nextWords(round) });
   for (const one of nodes) {
     one.depth = one.above < 0 ? 0 : nodes[one.above].depth + 1;
     one.p = round.p[one.node] ?? null;
@@ -85,9 +50,8 @@ function edge(one, above) {
 function drawnNode(round, one) {
   const around = 2 * Math.PI * (one.r + 3.5);
   const isDraft = one.node > 0 && one.node < round.tokens.length;
-  const why = isDraft || one.node === 0 ? because(round, one.node) : nextWords(round);
   const group = svg("g", { class: `node ${one.kind}`, transform: `translate(${one.x},${one.y})` },
-    svg("title", {}, `${visible(one.text)}: ${WORDS[one.kind] ?? one.kind}; ${why}`),
+    svg("title", {}, `${visible(one.text)}: ${WORDS[one.kind] ?? one.kind}; ${one.why}`),
     svg("circle", { class: "disc", r: one.r }),
     ...(isDraft ? [
       svg("circle", { class: "halo", r: one.r + 3.5 }),
@@ -100,7 +64,7 @@ function drawnNode(round, one) {
   group.addEventListener("click", () => {
     document.querySelector(".node.chosen")?.classList.remove("chosen");
     group.classList.add("chosen");
-    $("why").textContent = `“${visible(one.text)}”: ${WORDS[one.kind] ?? one.kind}; ${why}.`;
+    $("why").textContent = `“${visible(one.text)}”: ${WORDS[one.kind] ?? one.kind}; ${one.why}.`;
   });
   return group;
 }
@@ -133,7 +97,7 @@ export function drawTree() {
     ...nodes.map((one) => drawnNode(round, one))));
   const rows = nodes.map((one) => [
     one.node < round.tokens.length ? one.node : "next", code(one.text), one.above < 0 ? "" : one.above,
-    probability(one.q), probability(one.p), WORDS[one.kind] ?? one.kind, one.node < round.tokens.length ? because(round, one.node) : nextWords(round),
+    probability(one.q), probability(one.p), WORDS[one.kind] ?? one.kind, one.why,
   ]);
   table("tree-table", label, ["Node", "Token", "Parent", "q", "p", "Outcome", "Why"], rows);
 }

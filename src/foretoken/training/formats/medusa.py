@@ -6,7 +6,8 @@ Cai et al. 2024 (arXiv 2401.10774).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,10 @@ from torch import Tensor
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
 from foretoken.training.formats.folders import Found
-from foretoken.training.formats.values import number, positive
+from foretoken.training.formats.values import positive, whole
 
 BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.weight")
-SHARED = "lm_head.weight"
+SHARED, MAP = "lm_head.weight", "token_map"
 LINEAR = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 
 
@@ -38,13 +39,13 @@ class MedusaVllm(NetFormat):
         shape = MedusaConfig(**trained.config)
         tensors = {their_name(name): value for name, value in trained.tensors.items()}
         if not shape.own_projection:
-            tensors[SHARED] = target.head()
+            tensors[SHARED] = target.head(tensors.get(MAP))
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "hidden_size": shape.hidden_size,
             "vocab_size": shape.vocab_size,
-            "truncated_vocab_size": shape.vocab_size,
+            "truncated_vocab_size": shape.draft_vocab_size or shape.vocab_size,
             "num_heads": shape.heads,
             "num_hidden_layers": shape.layers,
             "medusa_fc_bias": True,
@@ -58,10 +59,7 @@ class MedusaVllm(NetFormat):
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         check_sizes(checkpoint.config, target)
         tensors = {name.removeprefix("medusa_heads."): value for name, value in checkpoint.tensors.items()}
-        vocab = target.parts.vocab_size
-        num_draft_ids = number(checkpoint.config, "truncated_vocab_size", default=vocab)
-        if "token_map" in tensors or num_draft_ids < number(checkpoint.config, "vocab_size", default=vocab):
-            raise ValueError("the heads have a truncated vocabulary (token_map), which is not supported")
+        token_map = token_map_of(tensors.pop(MAP, None), checkpoint.config, target)
         numbers_by_name = [(int(match[1]), int(match[2])) for name in tensors if (match := BLOCK.fullmatch(name))]
         heads, blocks = (1 + max(numbers) for numbers in zip(*numbers_by_name, strict=True))
         shared = tensors.pop(SHARED, None)
@@ -70,10 +68,31 @@ class MedusaVllm(NetFormat):
         if shared is not None:
             tensors.update({f"lm_heads.{i}.weight": shared for i in range(heads)})
         scale = positive(checkpoint.config, "logit_scale", default=1.0)
-        return joined(tensors, (heads, blocks), their_name, target, self, scale)
+        return joined(tensors, (heads, blocks), their_name, target, self, scale, token_map)
+
+
+def token_map_of(stored: Tensor | None, config: Mapping[str, Any], target: Target) -> Tensor | None:
+    """[V_d] the target's ids of the heads' rows; ``None``: all tokens.  As in vLLM, ``truncated_vocab_size`` decides
+    whether they have a vocabulary of their own.
+
+    Raises:
+        ValueError: no map for a truncated vocabulary, or not one of this size over the target's ids.
+    """
+    vocab = target.parts.vocab_size
+    size = whole(config, "truncated_vocab_size", default=whole(config, "vocab_size", default=vocab))
+    if size >= whole(config, "vocab_size", default=vocab):
+        return None
+    if stored is None:
+        raise ValueError(f"the checkpoint lacks the tensor {MAP} for its {size} tokens: it is incomplete")
+    ids = [] if stored.is_floating_point() else stored.flatten().tolist()
+    if len(set(ids)) != size or len(ids) != size or not all(0 <= token < vocab for token in ids):
+        raise ValueError(f"{MAP} must be {size} (truncated_vocab_size) different token ids below {vocab}")
+    return torch.tensor(ids)
 
 
 def their_name(ours: str) -> str:
+    if ours == "vocabulary":
+        return MAP
     kind, head, part = ours.split(".", 2)
     return f"blocks.{head}.layers.{part}" if kind == "blocks" else f"lm_heads.{head}.{part}"
 
@@ -85,21 +104,31 @@ def joined(
     target: Target,
     layout: NetFormat,
     scale: float = 1.0,
+    token_map: Tensor | None = None,
 ) -> Trained:
-    """Heads with one projection each, shared if all are the target's.  ``sizes`` are the number of heads, and of blocks
-    per head.  A ``scale`` of their logits other than the target's is multiplied into the projections."""
+    """Heads with one projection each, shared if all are the target's.
+
+    Args:
+        sizes: the number of heads, and of blocks per head.
+        scale: factor of the heads' logits; another one than the target's is multiplied into the projections.
+        token_map: [V_d] the tokens that they predict, if not all; projections may hold their rows only, or all.
+    """
     vocab, size = target.parts.vocab_size, target.parts.hidden_size
     config = {"hidden_size": size, "vocab_size": vocab, "heads": sizes[0], "layers": sizes[1], "own_projection": True}
+    if token_map is not None:
+        config["draft_vocab_size"], tensors[MAP] = len(token_map), token_map
     names = {name: rename(name) for name in layout.shapes(config)}
     projections = [names[name] for name in names if name.startswith("projections.")]
     for theirs in projections:
-        if theirs in tensors:
+        if theirs in tensors and (token_map is None or len(tensors[theirs]) == len(token_map)):
             tensors[theirs] = tensors[theirs][:vocab]  # the rest is padding
+        elif theirs in tensors and token_map is not None and len(tensors[theirs]) > int(token_map.max()):
+            tensors[theirs] = tensors[theirs][token_map]
     for theirs in names.values():
         if theirs.endswith(".bias"):
             tensors.setdefault(theirs, torch.zeros(size))
     converted = renamed(tensors, layout.shapes(config), names)
-    if all(target.is_head(tensors[theirs]) for theirs in projections) and scale in (1.0, target.parts.scale):
+    if all(target.is_head(tensors[theirs], token_map) for theirs in projections) and scale in (1.0, target.parts.scale):
         config["own_projection"] = False
         converted = {name: value for name, value in converted.items() if not name.startswith("projections.")}
     elif scale != 1.0:
@@ -123,6 +152,8 @@ class MedusaOriginal(NetFormat):
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
         shape = MedusaConfig(**trained.config)
+        if shape.draft_vocab_size:
+            raise ValueError(f"the heads predict {shape.draft_vocab_size} tokens, and this layout holds all: use vllm")
         tensors = {original_name(name, shape.layers): value for name, value in trained.tensors.items()}
         if not shape.own_projection:
             tensors.update({f"{head}.{shape.layers}.weight": target.head() for head in range(shape.heads)})

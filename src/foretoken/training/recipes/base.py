@@ -84,7 +84,8 @@ class Recipe(ABC):
 
     ======================  ============================================================================================
     what a user may set     ``settings``: fields of ``config_class`` that are not ``fixed``; ``configure`` reads their
-                            values, ``described_settings`` lists them (``target_defaults`` without a default)
+                            values (``read_settings`` does, without a target), ``described_settings`` lists them, and
+                            the ``target_defaults`` among them without a default
     what the network needs  fields of ``net_config`` (without one, of ``config_class``): settings, and the ``fixed``
                             fields, whose values ``from_target`` gives with the ``target_defaults``; ``build`` reads it
     what is stored          ``stored_config``: the same, in ``drafter.json``; without the ``shape`` of the drafter's
@@ -162,9 +163,10 @@ class Recipe(ABC):
         return False
 
     @property
-    def rank(self) -> int:
-        """Rank of a low-rank update, if only that is trained of the target; 0: all weights."""
-        return int(getattr(self.config, "rank", 0))
+    def update_rank(self) -> int:
+        """Rank of a low-rank update, if only that is trained of the target; 0: all weights, or a frozen target. Not the
+        ``rank`` of a drafter's own matrices (``dflash2``, ``dspark``, ``uno``)."""
+        return int(getattr(self.config, "rank", 0)) if self.trains_target else 0
 
     @property
     def ahead(self) -> int:
@@ -202,19 +204,26 @@ class Recipe(ABC):
             self.frequent = torch.from_numpy(frequent).to(self.parts.device)
 
     def configure(self, settings: Mapping[str, str]) -> Any:
-        """The settings from the target and from ``key=value`` strings.  Raises ``ValueError`` for an unknown key (lists
-        the valid ones), a value of the wrong type, and a number out of range."""
-        by_name = self.settings()
-        values: dict[str, Any] = self.from_target()
+        """The settings from the target and from ``key=value`` strings.  Raises ``ValueError`` as :meth:`read_settings`,
+        and for a number out of range, or values that are wrong together or for this target."""
+        by_name, values = self.settings(), self.read_settings(settings)
+        config = self.config_class(**{**self.from_target(), **values})
+        for key, value in values.items():
+            _check_number(key, value, by_name[key].default)
+        return config
+
+    @classmethod
+    def read_settings(cls, settings: Mapping[str, str]) -> dict[str, Any]:
+        """Values of ``key=value`` strings, without a target.  Raises ``ValueError`` for an unknown key (lists the valid
+        ones), and for a value of the wrong type."""
+        by_name = cls.settings()
+        values: dict[str, Any] = {}
         for key, text in settings.items():
             if key not in by_name:
-                subject, more = f"unknown setting {key!r} of {self.method!r}", f"; {EXPLAINED.format(self.method)}"
+                subject, more = f"unknown setting {key!r} of {cls.method!r}", f"; {EXPLAINED.format(cls.method)}"
                 raise unknown(subject, key, list(by_name), lead="valid ones:", more=more)
             values[key] = _convert(key, text, type(by_name[key].default))
-        config = self.config_class(**values)
-        for key in settings:
-            _check_number(key, values[key], by_name[key].default)
-        return config
+        return values
 
     @classmethod
     def settings(cls) -> dict[str, Field[Any]]:

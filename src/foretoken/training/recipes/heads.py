@@ -28,6 +28,7 @@ class HeadsRecipe(Recipe):
     """
 
     drafter_class: ClassVar[type[HeadsDrafter]]
+    fixed = (*Recipe.fixed, "draft_vocab_size")
 
     def build(self) -> nn.Module:
         """New heads; their own projections start as the target's."""

@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from foretoken.cli.explain import lines_of
 from foretoken.core.sampling import SamplingParams
@@ -18,7 +20,7 @@ from foretoken.engine.request import Request
 from foretoken.engine.trace import RoundTrace
 from foretoken.lab.report.show import page, picture
 from foretoken.lab.report.show.run import Shown, shown_run
-from foretoken.lab.report.show.texts import token_text, visible
+from foretoken.lab.report.show.texts import token_namer, visible
 from foretoken.lab.report.show.tree import draw_tree
 from foretoken.lab.report.show.why import nodes_of, own_tests, passed, statuses
 from foretoken.methods.drafters.base import Drafter
@@ -284,7 +286,23 @@ def test_tokens_are_shown_as_they_are() -> None:
     assert visible("") == "∅"
     assert visible("\x00\x1b\x7f\ud800") == "␀␛␡?"
     assert len(visible("x" * 50)) == 16
-    assert token_text(None, 5) == "5"
+    assert token_namer(None)(5) == "5"
+
+
+def test_a_token_keeps_its_leading_space() -> None:
+    """``decode`` of one token loses that of SentencePiece: two drafts would look the same."""
+    backend = Tokenizer(models.BPE({"\u2581the": 0, "the": 1, "<0xE2>": 2, "</s>": 3}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert [token_namer(tokenizer)(token) for token in range(5)] == [" the", "the", "\ufffd", "</s>", "4"]
+    trace = RoundTrace(
+        0, [1, 0, 1], [-1, 0, 0], [None] * 3, [None] * 3, [], 3, False, "model", verifier="greedy", decides_by="choices"
+    )
+    out = Output("</s>", [3], "length", None, ["recovered"], rounds=[trace])  # type: ignore[arg-type]
+    (round_,) = shown_run(out, tokenizer, "", ()).rounds
+    assert [node.text for node in round_.nodes] == ["the", " the", "the"]
 
 
 def test_an_output_without_rounds_says_what_to_do() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from foretoken.lab.report.show.texts import printable, quoted, token_text, token_texts
+from foretoken.lab.report.show.texts import printable, quoted, token_namer, token_texts
 from foretoken.lab.report.show.why import TraceNode, nodes_of
 
 if TYPE_CHECKING:
@@ -93,10 +93,10 @@ def shown_run(output: Output, tokenizer: Any, prompt: str, facts: Sequence[tuple
         raise ValueError("nothing to show: generate with explain=True")
     texts = token_texts(tokenizer, output.token_ids, output.text)
     words = [Word(printable(text), origin) for text, origin in zip(texts, output.origins, strict=True)]
-    rounds, at = [], 0
+    text, rounds, at = token_namer(tokenizer), [], 0
     for trace in output.rounds:
         count = len(trace.accepted) + 1
-        rounds.append(_round(trace, tokenizer, words[at : at + count]))
+        rounds.append(_round(trace, text, words[at : at + count]))
         at += count
     return Shown(printable(prompt), facts, rounds)
 
@@ -111,10 +111,7 @@ def own_meaning(origin: str, text: str, p: float | None) -> str:
     return meaning if p is None else f"{meaning} (p = {p:.2g})"
 
 
-def _round(trace: RoundTrace, tokenizer: Any, words: Sequence[Word]) -> Round:
-    def text(token: int) -> str:
-        return token_text(tokenizer, token)
-
+def _round(trace: RoundTrace, text: Callable[[int], str], words: Sequence[Word]) -> Round:
     next_p = None if trace.verifier == "greedy" else trace.next_p
     origin = "plain" if trace.drafter == "none" else "bonus" if trace.next_is_bonus else "recovered"
     meaning = own_meaning(origin, text(trace.next_token), next_p)

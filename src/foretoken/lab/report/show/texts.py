@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 CONTROL = str.maketrans({code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"} | {127: "␡"})
@@ -28,11 +28,15 @@ def token_texts(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str
     return cut
 
 
-def token_text(tokenizer: Any, token: int) -> str:
-    """Text of one token; its id if there is no tokenizer or the tokenizer lacks it (a probe's own)."""
-    if tokenizer is None or token >= len(tokenizer):
-        return str(token)
-    return str(tokenizer.decode([token]))
+def token_namer(tokenizer: Any) -> Callable[[int], str]:
+    """A function from a token to the text that it adds, as servers show it: its ``decode`` alone would drop a leading
+    space (SentencePiece). The id if there is no tokenizer or the tokenizer lacks it (a probe's own)."""
+    if tokenizer is None:
+        return str
+    from foretoken.methods.drafters.vocabulary import speller
+
+    spell, size = speller(tokenizer), len(tokenizer)
+    return lambda token: str(token) if token >= size else spell(token).decode(errors="replace")
 
 
 def printable(text: str) -> str:

@@ -31,6 +31,8 @@ class HydraConfig(MedusaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.draft_vocab_size:
+            raise ValueError("hydra has no draft vocabulary of its own: leave draft_vocab_size out")
         if self.prefix and not self.layer:
             raise ValueError("hydra with prefix needs the shape of the layer: give layer, the fields of LayerConfig")
 

@@ -18,7 +18,8 @@ class JumpConfig:
 
     Attributes:
         hidden_size: D.
-        start: m, number of skipped layers at the bottom, whose output is predicted; by default two thirds of all.
+        start: m, number of skipped layers at the bottom, whose output is predicted; 0: none, the input of the first
+            layer is predicted; by default two thirds of all.
         stop: r, the last layer that runs; by default ``start`` + 1.
         state: u, the layer whose state of the previous token is read, from ``start`` to ``stop``, which is the default.
         width: inner width of the linear maps, the predictor's (half from the state, half from the embedding) and the
@@ -38,8 +39,8 @@ class JumpConfig:
     def __post_init__(self) -> None:
         if self.hidden_size < 2 or self.hidden_size % 2:
             raise ValueError(f"jump needs an even hidden size, not {self.hidden_size}")
-        if not 1 <= self.start < self.stop:
-            raise ValueError(f"jump needs 1 <= start < stop, not start={self.start} and stop={self.stop}")
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"jump needs 0 <= start < stop, not start={self.start} and stop={self.stop}")
         if not self.start <= self.state <= self.stop:
             raise ValueError(f"jump needs state from start={self.start} to stop={self.stop}, not {self.state}")
         if self.width < 0 or self.width % 2:

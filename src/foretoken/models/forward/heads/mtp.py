@@ -163,6 +163,21 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stacked
 
 
+def unfused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of :func:`fused`: experts stored one by one."""
+    single: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, stack = name.rpartition(".experts.")
+        if not layer or stack not in ("gate_up_proj", "down_proj"):
+            single[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True) if stack == "gate_up_proj" else None
+            for projection, weight in parts or [(stack, expert)]:
+                single[f"{layer}.experts.{number}.{projection}.weight"] = weight.contiguous()
+    return single
+
+
 def _stack(layer: str, name: str, rows: Mapping[int, Tensor], count: int) -> Tensor:
     missing = next((number for number in range(count) if number not in rows), None)
     if missing is not None:
