@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foretoken.models.forward.heads.mtp import NEXTN, QWEN, NativeModule
+from foretoken.models.forward.heads.mtp import NEXTN, QWEN, TargetLayerModule
 
 VOCAB, SIZE = 61, 32
 COMMON = {
@@ -79,9 +79,9 @@ def save_target(folder: Path, family: str = "glm4_moe", **changes: Any) -> Any:
     return network.eval()
 
 
-def random_module(network: Any, seed: int = 0, scale: float = 0.3) -> NativeModule:
+def random_module(network: Any, seed: int = 0, scale: float = 0.3) -> TargetLayerModule:
     """A module with random weights."""
-    module = NativeModule(network, experts=True)
+    module = TargetLayerModule(network, experts=True)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in module.state_dict().values():
@@ -126,7 +126,7 @@ def add_tensors(folder: Path, tensors: Mapping[str, Tensor], file: str = "model.
     save_file({**(load_file(place) if place.exists() else {}), **tensors}, place, {"format": "pt"})
 
 
-def save_family(folder: Path, family: str, count: int = 1, **changes: Any) -> tuple[Any, list[NativeModule]]:
+def save_family(folder: Path, family: str, count: int = 1, **changes: Any) -> tuple[Any, list[TargetLayerModule]]:
     """A target on disk with ``count`` modules in its file; the network, and the modules."""
     network = save_target(folder, family, **changes)
     modules = [random_module(network, seed) for seed in range(count)]

@@ -118,6 +118,6 @@ def test_without_a_limit_rows_are_doubled() -> None:
 
 def test_a_ladder_is_captured_for_as_many_texts_as_fit() -> None:
     runner = limited(1100)
-    assert runner.requests.budget.most_texts(16) == 4  # four rows of 256 slots
-    assert limited(100).requests.budget.most_texts(16) == 1
-    assert engine(HuggingFaceModel(llama())).requests.budget.most_texts(16) == 16
+    assert runner.requests.budget.most_sequences(16) == 4  # four rows of 256 slots
+    assert limited(100).requests.budget.most_sequences(16) == 1
+    assert engine(HuggingFaceModel(llama())).requests.budget.most_sequences(16) == 16

@@ -219,9 +219,9 @@ def check_free(runner: Engine) -> None:
     """Nothing is held for anybody."""
     assert not runner.requests.running and not runner.requests.waiting and not runner.requests.budget.reserved
     target: Any = runner.target
-    assert target.kv_bytes == 0 and not target.pool.texts
+    assert target.kv_bytes == 0 and not target.pool.sequences
     model: Any = getattr(runner.drafter, "model", None)
-    assert model is None or (model.kv_bytes == 0 and not model.pool.texts)
+    assert model is None or (model.kv_bytes == 0 and not model.pool.sequences)
 
 
 def check_others(runner: Engine, clean: dict[int, list[int]], reason: str = "error") -> Exception:
@@ -274,7 +274,7 @@ def test_a_drafter_that_fails_at_the_end_of_a_request_costs_no_answer(
     assert {run.finish_reason for run in done.values()} == {"length"}
     assert "the drafter failed at the end" in caplog.text and "planted" in caplog.text
     target: Any = runner.target
-    assert not runner.requests.budget.reserved and target.kv_bytes == 0 and not target.pool.texts
+    assert not runner.requests.budget.reserved and target.kv_bytes == 0 and not target.pool.sequences
 
 
 @each_drafter

@@ -82,7 +82,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.models.forward.heads.mtp import NativeModule
+from foretoken.models.forward.heads.mtp import TargetLayerModule
 from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
@@ -196,7 +196,7 @@ def feature_drafter(
 def native_mtp(target: LanguageModel, count: int = 1, few: bool = False, **options: Any) -> MtpDrafter:
     """Random modules of the target's own layer class, as a checkpoint holds them."""
     parts = TargetParts(target)
-    modules = [random_weights(NativeModule(parts.network)) for _ in range(count)]
+    modules = [random_weights(TargetLayerModule(parts.network)) for _ in range(count)]
     head = few_tokens(target) if few else None
     if count > 1:
         chain = {"nodes": 3, "depth": 3}
@@ -227,7 +227,9 @@ def peagle(target: LanguageModel, shape: dict[str, Any], **options: Any) -> Peag
     }
     config = PeagleConfig(**{**layer, **defaults, "places": 3, **shape})
     net = random_weights(PeagleNet(config))
-    net.choose(torch.arange(config.guessed) if not config.draft_vocab else torch.arange(config.draft_vocab) * 2 + 1)
+    net.choose(
+        torch.arange(config.num_draft_ids) if not config.draft_vocab else torch.arange(config.draft_vocab) * 2 + 1
+    )
     return PeagleDrafter.of(net, parts, target, **{"nodes": 5, **options})
 
 

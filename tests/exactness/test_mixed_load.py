@@ -184,7 +184,7 @@ def play(mix: Mix, case: Case) -> None:
             break
     assert finished | gone == set(ids) and not finished & gone, "somebody waits for ever"
     target: Any = serving.target
-    assert not serving.requests.budget.reserved and not target.pool.texts and target.kv_bytes == 0
+    assert not serving.requests.budget.reserved and not target.pool.sequences and target.kv_bytes == 0
 
 
 @pytest.mark.parametrize("number", range(MIXES))

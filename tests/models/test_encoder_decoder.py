@@ -91,7 +91,7 @@ def test_drafts_change_no_greedy_text(
 ) -> None:
     assert written(target, named(spec, draft)) == plain
     assert [written(target, named(spec, draft), [prompt])[0] for prompt in PROMPTS] == plain
-    assert not target.pool.texts
+    assert not target.pool.sequences
 
 
 @pytest.mark.parametrize("spec", ["ngram,k=4", "model,k=3", "model,tree=3x2x1"])

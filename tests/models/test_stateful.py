@@ -268,7 +268,7 @@ def test_planted_faults_of_capture_are_caught(fault: str, monkeypatch: pytest.Mo
 
     honest = place.replay
     if fault == "a token less":
-        monkeypatch.setattr(place, "replay", lambda state, windows, count: honest(state, windows, count - 1))
+        monkeypatch.setattr(place, "replay", lambda state, records, count: honest(state, records, count - 1))
     elif fault == "no copy":
         monkeypatch.setattr(place, "copied", lambda source, into: source)
     elif fault == "keys not cropped":

@@ -131,7 +131,7 @@ def test_rows_hold_whole_conversations_in_an_order_of_seed_and_step() -> None:
     blocks = ChatBlocks(tokens, learned, starts, 8, 2, seed=1, filler=0)
     seen = blocks.rows[blocks.rows > 0]
     assert sorted(seen.tolist()) == tokens.tolist()  # the long one is cut, nothing is lost
-    assert set(blocks.guessed.tolist()) == set(tokens[learned].tolist())
+    assert set(blocks.learned_ids.tolist()) == set(tokens[learned].tolist())
     assert not blocks.learned[blocks.rows == 0].any()
     for start, size in zip(starts, sizes, strict=True):
         first = np.argwhere(blocks.rows == tokens[start])

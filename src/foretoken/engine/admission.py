@@ -156,7 +156,7 @@ class KvBudget:
         self.reserved[run.id] = need
         return True
 
-    def most_texts(self, most: int) -> int:
+    def most_sequences(self, most: int) -> int:
         """Number of sequences of the shortest kind that fit together, up to ``most``; at least 1."""
         while self.limit is not None and most > 1 and self._bytes([1] * most) > self.limit:
             most //= 2
@@ -186,19 +186,21 @@ def kept_back(slots: int) -> int:
     return -(-slots // 8) if slots > 1 else 0
 
 
-def first_in_turn(waiting: Sequence[Running], running: Sequence[Running], slots: int, reserved: int) -> Running | None:
+def first_in_turn(
+    waiting: Sequence[Running], running: Sequence[Running], slots: int, kept_places: int
+) -> Running | None:
     """The next request to join: by priority, then by its owner's number of running requests, then by arrival.
 
     Args:
         waiting: by priority, then in order of arrival.
         running: requests in the batch.
-        reserved: slots for owners without a running request.
+        kept_places: slots for owners without a running request.
 
     Returns:
         ``None`` if no request may join now.
     """
     num_running = Counter(run.request.owner for run in running)
-    is_short = slots - len(running) <= reserved
+    is_short = slots - len(running) <= kept_places
     may = [
         run
         for run in waiting

@@ -132,7 +132,7 @@ class EncoderDecoderModel(TreeRunner):
         return self.pool.peak_bytes + self._peak_input_bytes
 
     def _input_bytes(self) -> int:
-        inputs = (_answer_state(sequence).encoded for sequence in self.pool.texts)
+        inputs = (_answer_state(sequence).encoded for sequence in self.pool.sequences)
         return sum(encoded.nbytes for encoded in inputs if encoded is not None)
 
     @cached_property

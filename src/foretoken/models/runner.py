@@ -88,7 +88,7 @@ class TreeRunner(ModuleModel):
 
     @property
     def _sequences(self) -> list[SequenceState]:
-        return self.pool.texts
+        return self.pool.sequences
 
     def separate(self, cache: TreeCache) -> None:
         """Switch to an empty cache with separate sequences and counters."""
@@ -357,7 +357,7 @@ class TreeRunner(ModuleModel):
         low, high = min(by_row), max(by_row) + 1
         width = max(row_plan.new for row_plan in plans)
         # A row between the fed ones is inactive: its padding is written after its own scratch.
-        rows = [by_row[r] if r in by_row else self._row_plan(cache.texts[r], 0) for r in range(low, high)]
+        rows = [by_row[r] if r in by_row else self._row_plan(cache.sequences[r], 0) for r in range(low, high)]
         starts = [row.committed + len(row.parents) - row.new for row in rows]
         used = max(starts) + width
         cache.plan(low, high, starts, width, used)
@@ -365,10 +365,10 @@ class TreeRunner(ModuleModel):
         cut, layers = self._reach.applied(rows, self.forwards.layer_masks)
         masks = additive_masks(rows, layers, width, used, self.forwards.run_dtype, self.device)
         if cut is not None and not self.forwards.skips_masked:
-            cache.reads, masks = cut, {name: cut.mask(mask) for name, mask in masks.items()}
+            cache.cut, masks = cut, {name: cut.mask(mask) for name, mask in masks.items()}
         spans = [(f.sequence.row - low, p.new - f.num_wanted, p.new) for f, p in zip(feeds, plans, strict=True)]
         states = padded_states(inputs, feeds, low, ids, self.forwards.run_dtype) if inputs else None
-        regimes = [sequence.regime for sequence in cache.texts[low:high]]
+        regimes = [sequence.regime for sequence in cache.sequences[low:high]]
         lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)
         return NetworkCall(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
 

@@ -262,7 +262,7 @@ class StatefulModel(OneByOneModel):
         )
         cache = JoinedCache([state.cache for state in states], pads) if len(states) > 1 else states[0].cache
         files = self._files if any(pads) or any(state.on_tape for state in states) else []
-        with alone(self.model), recorded(files, padding_of(pads, rows, self.device)) as windows:
+        with alone(self.model), recorded(files, padding_of(pads, rows, self.device)) as records:
             decoding(self.model)
             inputs = self._inputs(states, cache, pads, rows, num_logits)
             out = self.model(input_ids=ids.to(self.device), use_cache=True, **inputs)
@@ -271,7 +271,7 @@ class StatefulModel(OneByOneModel):
         for row, (state, token_list) in enumerate(zip(states, token_lists, strict=True)):
             state.advance(state.cache if len(states) > 1 else out.get(self._cache_name or ""), len(token_list))
             if state.on_tape:
-                state.record([window.of(row, len(token_list)) for window in windows])
+                state.record([record.of(row, len(token_list)) for record in records])
         self.num_forwards += 1
         self.run_rows += rows * len(token_lists)
         ends = [out.logits.shape[1] - pad for pad in pads]

@@ -23,7 +23,7 @@ from foretoken.server import usage
 from foretoken.server.errors import ApiError, api_error, bad
 from foretoken.server.inputs import check_fields
 from foretoken.server.limits import log_request
-from foretoken.server.running import ClientGone, outputs_of, pieces_of, submit_all, while_connected
+from foretoken.server.running import ClientGone, outputs_of, pieces_then_cancel, submit_all, while_connected
 from foretoken.server.schemas import CompletionBody
 from foretoken.server.serving import Serving
 from foretoken.server.slots import RequestSlot, slot_of
@@ -73,10 +73,11 @@ class Answer(ABC):
             headers, settings = serving.note_ignored([*body.ignored, *answer.ignored]), serving.settings
             tickets = await answer.start()
             if body.stream:
-                # From the engine to the client, each around the one before: ``_pieces`` (a ticket), ``_merged``
-                # (several), ``pieces_of`` (cancels), ``pieces`` (notes ends, gathers), ``events`` (the API's objects),
-                # ``stream`` (the log line), ``framed`` (bytes, errors), ``EventStream`` (comments).
-                events = answer.stream(tickets)
+                # From the engine to the client, each around the one before: ``_counted_pieces`` (a ticket's),
+                # ``_merged`` (several tickets'), ``pieces_then_cancel``, ``gathered_pieces`` (notes ends, too),
+                # ``events`` (the API's objects), ``logged_events``, ``encoded_events`` (errors, too),
+                # ``EventStream`` (comments).
+                events = answer.logged_events(tickets)
                 unread = partial(answer.unread, tickets)
                 return EventStream(events, settings.ping, settings.stream_pad, headers, cls.dialect, unread)
             return JSONResponse(answer.whole(await answer.outputs(tickets)), headers=headers)
@@ -175,10 +176,10 @@ class Answer(ABC):
         self.log(200)
         return outputs
 
-    async def pieces(self, tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
-        """Pieces of each choice, with its index."""
+    async def gathered_pieces(self, tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
+        """Pieces of each choice, with its index; ends are noted."""
         gathered = [Gathered(self.serving.settings.stream_interval) for _ in tickets]
-        async for index, piece in pieces_of(self.serving.engine, tickets, self.saw):
+        async for index, piece in pieces_then_cancel(self.serving.engine, tickets, self.saw):
             if piece.stats is not None:
                 self.note(index, piece.stats, piece.finish_reason, piece.why)
             ready = gathered[index].push(piece)
@@ -250,7 +251,7 @@ class Answer(ABC):
             self.serving.engine.cancel(ticket)
         self.log(499)
 
-    async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
+    async def logged_events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
         """Events of a streamed answer, with a log line however it ends."""
         status, events = 499, self.events(tickets)
         try:

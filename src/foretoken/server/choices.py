@@ -45,7 +45,7 @@ class Choices(Answer):
         running = options is not None and options.continuous_usage_stats
         for choice in self.beginnings(len(tickets)):
             yield {**head, "choices": [choice], **({"usage": self.usage_so_far(0)} if running else {})}
-        async for index, piece in self.pieces(tickets):
+        async for index, piece in self.gathered_pieces(tickets):
             chunk = {**head, "choices": [self.delta(index, piece)]}
             sent += len(piece.token_ids)
             if running:

@@ -106,7 +106,7 @@ class _Message(ChatTurn):
         cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         yield {"type": "message_start", "message": self._head([], begun | cache)}
         reader = self.reader()
-        async for _, piece in self.pieces(tickets):
+        async for _, piece in self.gathered_pieces(tickets):
             for part in reader.push(piece.text, piece.finish_reason is not None):
                 for event in self._events_of(part):
                     yield event
@@ -129,7 +129,7 @@ class _Message(ChatTurn):
         yield from self._closed()
         yield self._block_start({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
         yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
-        yield self._ended()
+        yield self._close_block()
 
     def _block_start(self, block: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_start", "index": self.index, "content_block": block}
@@ -137,7 +137,7 @@ class _Message(ChatTurn):
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self.index, "delta": delta}
 
-    def _ended(self) -> dict[str, Any]:
+    def _close_block(self) -> dict[str, Any]:
         self.index += 1
         return {"type": "content_block_stop", "index": self.index - 1}
 
@@ -145,7 +145,7 @@ class _Message(ChatTurn):
         """End of a text block, if one is open."""
         if self.writes_text:
             self.writes_text = False
-            yield self._ended()
+            yield self._close_block()
 
 
 def _block(part: Part) -> dict[str, Any]:

@@ -141,9 +141,9 @@ class _Response(ChatTurn):
             "user": body.user,
         }
 
-    async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
+    async def logged_events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
         """Numbered events; an error is the last of them."""
-        number, events = 0, super().stream(tickets)
+        number, events = 0, super().logged_events(tickets)
         try:
             async for event in events:
                 yield {**event, "sequence_number": number}
@@ -161,7 +161,7 @@ class _Response(ChatTurn):
         for name in ("created", "in_progress"):
             yield {"type": f"response.{name}", "response": self.object("in_progress")}
         reader = self.reader()
-        async for _, piece in self.pieces(tickets):
+        async for _, piece in self.gathered_pieces(tickets):
             self.untold.extend(piece.logprobs)
             for part in reader.push(piece.text, piece.finish_reason is not None):
                 values, self.untold = self.untold, []

@@ -62,10 +62,10 @@ async def _output(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> Out
             return output_of(run, engine.llm.tokenizer)
 
 
-async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> AsyncIterator[tuple[int, Piece]]:
+async def pieces_then_cancel(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> AsyncIterator[tuple[int, Piece]]:
     """Pieces of all tickets as they arrive, with their indices.  Raises ``DeadlineExceeded`` once the time of one is
     up."""
-    several = [_pieces(engine, index, ticket, saw) for index, ticket in enumerate(tickets)]
+    several = [_counted_pieces(engine, index, ticket, saw) for index, ticket in enumerate(tickets)]
     merged = several[0] if len(several) == 1 else _merged(several)
     try:
         async for piece in merged:
@@ -76,7 +76,9 @@ async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> As
         await merged.aclose()
 
 
-async def _pieces(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> AsyncGenerator[tuple[int, Piece], None]:
+async def _counted_pieces(
+    engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw
+) -> AsyncGenerator[tuple[int, Piece], None]:
     pieces = Pieces(engine.llm.tokenizer)
     while True:
         run, emission = await _next(index, ticket, saw)

@@ -123,8 +123,8 @@ def warm_up(llm: Llm) -> None:
         log.info("no structured output: %s", str(error).splitlines()[0])
 
 
-def capture(llm: Llm, texts: int) -> None:
-    """Capture the CUDA graphs for rounds of up to ``texts`` sequences, so that no request waits for one."""
+def capture(llm: Llm, max_running: int) -> None:
+    """Capture the CUDA graphs for rounds of up to ``max_running`` sequences, so that no request waits for one."""
     graphs = llm.target.graphs
     if graphs is None:
         return
@@ -132,8 +132,8 @@ def capture(llm: Llm, texts: int) -> None:
     nodes = 1
     if drafter is not None:
         nodes += drafter.max_nodes if drafter.traits.draws_trees else drafter.max_depth
-    texts = llm.engine.requests.budget.most_texts(texts)
-    count = graphs.capture_ladder(texts, nodes, max(nodes, 1 + BESIDE), llm.engine.taps)
+    max_running = llm.engine.requests.budget.most_sequences(max_running)
+    count = graphs.capture_ladder(max_running, nodes, max(nodes, 1 + BESIDE), llm.engine.taps)
     if not graphs.stopped:
         log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - start_s)
 

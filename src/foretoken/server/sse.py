@@ -55,7 +55,9 @@ def event(data: Any, pad: int = 0, named: bool = False) -> bytes:
     return b":" + b" " * missing + b"\n\n" + message
 
 
-async def framed(events: AsyncIterator[Any], pad: int, dialect: Dialect = OPENAI) -> AsyncGenerator[bytes, None]:
+async def encoded_events(
+    events: AsyncIterator[Any], pad: int, dialect: Dialect = OPENAI
+) -> AsyncGenerator[bytes, None]:
     """Events as bytes, followed by the end mark or an error event.
 
     After an error the stream just closes: a client that saw ``[DONE]`` would take a partial answer for the whole.
@@ -89,7 +91,7 @@ class EventStream(StreamingResponse):
         unread: Callable[[], None] = lambda: None,
     ) -> None:
         self.unread = unread
-        self.frames, self.ping_s, self._sent_s = framed(events, pad, dialect), ping_s, 0.0
+        self.frames, self.ping_s, self._sent_s = encoded_events(events, pad, dialect), ping_s, 0.0
         self._in_frame = False
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "Connection": "keep-alive"} | headers
         super().__init__(self.frames, media_type="text/event-stream", headers=headers)

@@ -129,7 +129,7 @@ class RowBlocks:
         self.num_blocks, self.block = rows.shape[0], rows.shape[1] - 1
 
     @property
-    def guessed(self) -> NDArray[np.int64]:
+    def learned_ids(self) -> NDArray[np.int64]:
         """All tokens to predict."""
         return self.rows.flatten() if self.learned is None else self.rows[self.learned]
 

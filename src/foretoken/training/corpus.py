@@ -315,7 +315,7 @@ class BlockSampler:
             )
 
     @property
-    def guessed(self) -> NDArray[Any]:
+    def learned_ids(self) -> NDArray[Any]:
         return self.tokens
 
     def learned_of(self, step: int) -> None:

@@ -75,15 +75,15 @@ def save_target(network: Any, dtype: torch.dtype, tokenizer: Any, out: Path, ran
 
 
 @torch.no_grad()
-def held_loss(parts: TargetParts, blocks: Sequence[Tensor], learned: Sequence[Tensor | None]) -> float | None:
+def held_loss(parts: TargetParts, blocks: Sequence[Tensor], masks: Sequence[Tensor | None]) -> float | None:
     """The target's own loss on the (learned) tokens of held-out blocks [1, n + 1], in nats per token; ``None`` without
     tokens."""
     total, count = 0.0, 0
-    for tokens, guessed in zip(blocks, learned, strict=True):
+    for tokens, learned in zip(blocks, masks, strict=True):
         hidden = parts.features(tokens[:, :-1], ("last",))["last"].flatten(0, 1)
         labels = tokens[:, 1:].flatten()
-        if guessed is not None:
-            hidden, labels = hidden[guessed[0, 1:]], labels[guessed[0, 1:]]
+        if learned is not None:
+            hidden, labels = hidden[learned[0, 1:]], labels[learned[0, 1:]]
         for rows, targets in zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True):
             total += float(F.cross_entropy(parts.logits(rows).float(), targets, reduction="sum"))
         count += len(labels)

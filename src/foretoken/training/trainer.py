@@ -99,7 +99,7 @@ class Trainer:
         device = recipe.parts.device
         self.held_tokens = [tokens.to(device) for tokens, _ in blocks]
         self.held_learned = [None if learned is None else learned.to(device) for _, learned in blocks]
-        recipe.prepare(self.sampler.guessed)
+        recipe.prepare(self.sampler.learned_ids)
         self.fingerprint = asdict(recipe.parts.fingerprint())
         self.network = recipe.parts.network.requires_grad_(recipe.trains_target)
         self.before = held_loss(recipe.parts, self.held_tokens, self.held_learned) if recipe.trains_target else None
@@ -123,11 +123,11 @@ class Trainer:
         """At most ``count`` held-out prompts: the first ``length`` tokens of blocks; for a conversation the tokens
         before its first answer, without their beginning if they are long."""
         prompts = []
-        for tokens, guessed in zip(self.held_tokens, self.held_learned, strict=True):
-            if guessed is None:
+        for tokens, learned in zip(self.held_tokens, self.held_learned, strict=True):
+            if learned is None:
                 prompts.append(tokens[0, :length].tolist())
                 continue
-            first = int(guessed[0].int().argmax())
+            first = int(learned[0].int().argmax())
             if first:
                 longest = max(length, tokens.shape[1] // 2)
                 prompts.append(tokens[0, max(0, first - longest) : first].tolist())
@@ -148,9 +148,9 @@ class Trainer:
             precision = self.config.precision if recipe.trains_target else "float32"
             with autocast(tokens.device.type, precision):
                 taps = recipe.parts.features(tokens[:, :-1], recipe.taps, grad=recipe.trains_target)
-        learned = self.sampler.learned_of(step)
-        guessed = None if learned is None else torch.from_numpy(learned).to(tokens.device)
-        return Batch(tokens, taps, recipe.parts, step, self.config.steps, guessed)
+        mask = self.sampler.learned_of(step)
+        learned = None if mask is None else torch.from_numpy(mask).to(tokens.device)
+        return Batch(tokens, taps, recipe.parts, step, self.config.steps, learned)
 
     def run(
         self,

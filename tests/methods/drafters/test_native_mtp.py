@@ -13,7 +13,7 @@ import foretoken as ft
 from foretoken.loading import load_model, read_head
 from foretoken.models.base import Feed
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.models.forward.heads.mtp import NativeModule, native_module
+from foretoken.models.forward.heads.mtp import TargetLayerModule, target_layer_module
 from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
 from native_checkpoints import (
@@ -45,7 +45,7 @@ def test_what_was_published_is_what_is_loaded(family: str, tmp_path: Path) -> No
     _, (module,) = save_family(tmp_path, family)
     target = load_model(tmp_path, dtype="float32")
     (head,) = read_head(TargetParts(target).network)
-    loaded = native_module(TargetParts(target).network, head)
+    loaded = target_layer_module(TargetParts(target).network, head)
     assert loaded.state_dict().keys() == module.state_dict().keys()
     for name, tensor in module.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
@@ -60,7 +60,7 @@ def test_what_was_published_is_what_is_loaded(family: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "glm4_moe"])
 def test_the_norms_are_the_targets_own_class(family: str, tmp_path: Path) -> None:
     network = save_target(tmp_path, family)
-    module = NativeModule(network, experts=True)
+    module = TargetLayerModule(network, experts=True)
     assert type(module.norm) is type(network.model.norm)
     module.norm.weight.data.fill_(0.5)
     x = torch.randn(4, SIZE)
@@ -71,7 +71,7 @@ def test_the_norms_are_the_targets_own_class(family: str, tmp_path: Path) -> Non
 
 def test_the_layer_is_like_the_last_full_attention_layer(tmp_path: Path) -> None:
     network = save_target(tmp_path, "qwen3_5_text")  # recurrent, full, recurrent
-    module = NativeModule(network)
+    module = TargetLayerModule(network)
     assert module.layer_index == 1
     assert hasattr(module.layer, "self_attn") and not hasattr(module.layer, "linear_attn")
 
@@ -80,7 +80,7 @@ def test_the_layer_is_like_the_last_full_attention_layer(tmp_path: Path) -> None
 def test_an_oracle_reproduces_the_targets_head(feed: str, tmp_path: Path) -> None:
     """fc = [0, I] and a layer that adds nothing: the logits are lm_head(norm(norm_h(h)))."""
     network = save_target(tmp_path, "qwen3_5_text")
-    module = NativeModule(network, feed=feed)
+    module = TargetLayerModule(network, feed=feed)
     with torch.no_grad():
         for weight in module.parameters():
             weight.zero_()  # zero-centred norms then only normalise
@@ -93,7 +93,7 @@ def test_an_oracle_reproduces_the_targets_head(feed: str, tmp_path: Path) -> Non
     assert torch.allclose(got, expected, atol=1e-4)
 
 
-def by_hand(module: NativeModule, network: Any, embeddings: Tensor, states: Tensor, places: Tensor) -> Tensor:
+def by_hand(module: TargetLayerModule, network: Any, embeddings: Tensor, states: Tensor, places: Tensor) -> Tensor:
     """[n, D] outputs of a whole text, written from the equations and Transformers' eager attention."""
     n = len(states)
     x = torch.cat([module.enorm(embeddings), module.hnorm(states)], -1) @ module.eh_proj.weight.T
@@ -110,7 +110,7 @@ def test_the_first_draft_equals_a_computation_by_hand(family: str, tmp_path: Pat
     network, (module,) = save_family(tmp_path, family)
     states = states_of(network, PROMPT)
     parts = TargetParts(load_model(tmp_path, dtype="float32"))
-    model = FeatureModel(native_module(parts.network, read_head(parts.network)[0]), parts, load_model(tmp_path))
+    model = FeatureModel(target_layer_module(parts.network, read_head(parts.network)[0]), parts, load_model(tmp_path))
     tokens = [*PROMPT[1:], 7]
     with torch.no_grad():
         expected = by_hand(
@@ -164,7 +164,7 @@ def test_hybrid_targets_draft_chains_with_their_own_head(family: str, count: int
 
 def oracle(folder: Path, network: Any) -> None:
     """A module that hands on what the target knew: right where the target's next token depends on the state alone."""
-    module = NativeModule(network, experts=False)
+    module = TargetLayerModule(network, experts=False)
     with torch.no_grad():
         for name, weight in module.named_parameters():
             weight.fill_(1.0) if "norm" in name else weight.zero_()
@@ -207,7 +207,7 @@ def test_several_modules_draft_one_token_each(family: str, tmp_path: Path) -> No
     """
     network, modules = save_family(tmp_path, family, count=3)
     parts = TargetParts(load_model(tmp_path, dtype="float32"))
-    loaded = [native_module(parts.network, head) for head in read_head(parts.network)]
+    loaded = [target_layer_module(parts.network, head) for head in read_head(parts.network)]
     model = StackedModel(StackedModules(loaded), parts, load_model(tmp_path))
     states = states_of(network, PROMPT)
     tokens = [*PROMPT[1:], 7]
@@ -229,7 +229,7 @@ def test_a_tree_of_several_modules_equals_whole_passes_along_its_paths(tmp_path:
     """Level k of a tree is the k-th module's, on the states of each node's own path; siblings do not see each other."""
     network, modules = save_family(tmp_path, "glm4_moe", count=3)
     parts = TargetParts(load_model(tmp_path, dtype="float32"))
-    loaded = [native_module(parts.network, head) for head in read_head(parts.network)]
+    loaded = [target_layer_module(parts.network, head) for head in read_head(parts.network)]
     model = StackedModel(StackedModules(loaded), parts, load_model(tmp_path))
     states, tokens = states_of(network, PROMPT), [*PROMPT[1:], 7]
     sequence = model.open()
@@ -252,7 +252,9 @@ def test_a_tree_of_several_modules_equals_whole_passes_along_its_paths(tmp_path:
 
 
 @torch.no_grad()
-def whole_passes(modules: list[NativeModule], network: Any, states: Tensor, tokens: list[int], step: int) -> Tensor:
+def whole_passes(
+    modules: list[TargetLayerModule], network: Any, states: Tensor, tokens: list[int], step: int
+) -> Tensor:
     """[D] what the head reads at a step, from the definition: module k sees the text from token k on.
 
     Behind the last module its own output is its next state; what it sees of the text stays.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import foretoken as ft
 from foretoken.loading import LoadError, load_model, load_tokenizer, read_head
 from foretoken.methods.drafters.mtp import MtpDrafter
-from foretoken.models.forward.heads.mtp import fused, native_module
+from foretoken.models.forward.heads.mtp import fused, target_layer_module
 from native_checkpoints import (
     SIZE,
     VOCAB,
@@ -58,7 +58,7 @@ def test_a_lost_expert_is_named(lost: str, tmp_path: Path) -> None:
     tensors = single_experts(random_module(network).state_dict())
     del tensors[lost]
     with pytest.raises(ValueError, match=rf"lacks the tensor {lost}: it is incomplete"):
-        native_module(network, tensors)
+        target_layer_module(network, tensors)
 
 
 # -- what can be wrong -----------------------------------------------------------------------------------------------

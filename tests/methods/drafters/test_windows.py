@@ -111,7 +111,7 @@ def test_the_text_is_the_targets(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     def measured(self: TreeCache, *args: Any) -> tuple[Tensor, Tensor]:
         keys, values = update(self, *args)
         if any(self is cache for cache in drafter.model.pool.caches):
-            sizes.append(keys.shape[2] - len(self.texts[0].scratch_tokens))
+            sizes.append(keys.shape[2] - len(self.sequences[0].scratch_tokens))
         return keys, values
 
     requests = [
@@ -228,7 +228,7 @@ def test_others_that_read_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     def measured(self: TreeCache, *args: Any) -> tuple[Tensor, Tensor]:
         keys, values = update(self, *args)
         if any(self is cache for cache in own.pool.caches):
-            sizes.append(keys.shape[2] - len(self.texts[0].scratch_tokens))
+            sizes.append(keys.shape[2] - len(self.sequences[0].scratch_tokens))
         return keys, values
 
     requests = [Request(LONG, max_new_tokens=20), Request(PROMPT, max_new_tokens=12, seed=3)]

@@ -55,10 +55,10 @@ def fresh(tokens: tuple[int, ...], lean: bool) -> tuple[Tensor, ...]:
 def check(target: HuggingFaceModel) -> None:
     """Every text's row is its own, and holds what reading the text alone gives."""
     for band in target.pool.caches:
-        assert [sequence.row for sequence in band.texts] == list(range(len(band.texts)))
-        assert all(sequence.cache is band for sequence in band.texts)
-        assert len(band.texts) <= band.num_rows
-    for sequence in target.pool.texts:
+        assert [sequence.row for sequence in band.sequences] == list(range(len(band.sequences)))
+        assert all(sequence.cache is band for sequence in band.sequences)
+        assert len(band.sequences) <= band.num_rows
+    for sequence in target.pool.sequences:
         assert sequence.num_slots <= sequence.cache.num_slots
         if sequence.tokens:
             for cached, expected in zip(stored(sequence), fresh(tuple(sequence.tokens), target.is_lean), strict=True):

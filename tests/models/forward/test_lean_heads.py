@@ -21,12 +21,12 @@ from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.models.base import Feed, Rows
 from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.forward.heads.lean import LeanHead
-from foretoken.models.forward.heads.mtp import NativeModule
+from foretoken.models.forward.heads.mtp import TargetLayerModule
 from foretoken.models.forward.lean import SPARED
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import has_bfloat16
-from foretoken.models.native import attention as native
+from foretoken.models.native import attention as native_attention
 from foretoken.models.network.call import NetworkCall
 
 SHAPE = {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 64, "rope_theta": 500.0}
@@ -174,7 +174,7 @@ def test_fused_weights_are_made_once() -> None:
 
 
 needs_kernels = pytest.mark.skipif(
-    not (has_bfloat16() and native.fits(torch.bfloat16, 64)), reason="this CPU has no native bfloat16 kernels"
+    not (has_bfloat16() and native_attention.fits(torch.bfloat16, 64)), reason="this CPU has no native bfloat16 kernels"
 )
 
 
@@ -211,7 +211,7 @@ def test_a_layer_of_the_targets_runs_through_its_own_module() -> None:
     """Native modules hold a Transformers layer, which is not one of ours."""
     network = new_model("llama")
     target = HuggingFaceModel(network)
-    model = FeatureModel(NativeModule(network), TargetParts(target), target)
+    model = FeatureModel(TargetLayerModule(network), TargetParts(target), target)
     assert model.forwards.head is None
     rows = model.forward([Feed(model.open(), [1, 2], states=torch.zeros(2, 48))])[0]
     assert rows.logits.shape == (2, target.vocab_size) and rows.taps["state"].shape == (2, 48)

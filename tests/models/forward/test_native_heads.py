@@ -19,7 +19,7 @@ from foretoken.models.base import Feed
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.models.forward.heads.mtp import NativeModule
+from foretoken.models.forward.heads.mtp import TargetLayerModule
 from foretoken.models.forward.heads.native import HeadRows, NativeHead
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
@@ -288,7 +288,7 @@ def test_what_is_not_covered_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         return model.native_off
 
     assert "head dimension 12" in why(net_of("eagle").float())
-    assert "of an unsupported kind" in why(NativeModule(target.model))
+    assert "of an unsupported kind" in why(TargetLayerModule(target.model))
     assert "projection is of an unsupported kind" in why(network("eagle"), parts.logits)
     with InFloat64():
         assert "float64" in why(net_of("mtp", shape=WIDE))

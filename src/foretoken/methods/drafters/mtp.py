@@ -21,7 +21,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.models.forward.heads.mtp import FEEDS, native_module
+from foretoken.models.forward.heads.mtp import FEEDS, target_layer_module
 from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
 
@@ -89,7 +89,9 @@ class MtpDrafter(FeatureDrafter):
         parts = TargetParts(target)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
         if path is None and not context.has_trained(cls.name):
-            modules = [native_module(parts.network, weights, feed or "post_norm") for weights in context.native_head()]
+            modules = [
+                target_layer_module(parts.network, weights, feed or "post_norm") for weights in context.native_head()
+            ]
             net: nn.Module = StackedModules(modules) if len(modules) > 1 else modules[0]
         else:
             folder = context.folder(cls.name, path)

@@ -124,13 +124,13 @@ def _recording(rule: Callable[..., Any], single: Callable[..., Any]) -> Callable
     return call
 
 
-def replay(state: Tensor, windows: Sequence[RecurrenceInputs], count: int) -> None:
+def replay(state: Tensor, records: Sequence[RecurrenceInputs], count: int) -> None:
     """Advance a state [1, Hv, Dk, Dv] by ``count`` recorded tokens, in place."""
     flat = state.view(-1, *state.shape[-2:])
-    for window in windows:
+    for record in records:
         if count <= 0:
             return
-        key, value, decay, strength = _prepared(window, count, state)
+        key, value, decay, strength = _prepared(record, count, state)
         for t in range(len(key)):
             flat.mul_(decay[t])
             change = torch.baddbmm(value[t], key[t].transpose(1, 2), flat, alpha=-1).mul_(strength[t])
@@ -138,12 +138,12 @@ def replay(state: Tensor, windows: Sequence[RecurrenceInputs], count: int) -> No
         count -= len(key)
 
 
-def _prepared(window: RecurrenceInputs, count: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _prepared(record: RecurrenceInputs, count: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The first ``count`` tokens: keys [n, Hv, Dk, 1], values [n, Hv, 1, Dv], factors and strengths [n, Hv, 1, 1]."""
     key, value, decay, strength = (
-        tensor[0, :count].to(state.dtype) for tensor in (window.key, window.value, window.decay, window.strength)
+        tensor[0, :count].to(state.dtype) for tensor in (record.key, record.value, record.decay, record.strength)
     )
-    if window.normed:
+    if record.normed:
         key = key * torch.rsqrt((key * key).sum(-1, keepdim=True) + 1e-6)
     key = key.repeat_interleave(value.shape[1] // key.shape[1], dim=1)
     return key[..., None], value[..., None, :], decay.exp()[..., None, None], strength[..., None, None]

@@ -72,23 +72,23 @@ class FixedCache(TreeCache):
         """Rows and slots that sequences of these lengths take together: every row is as long as the longest of them."""
         return (1 << (len(lengths) - 1).bit_length(), whole_chunks(max(lengths) + 1, CHUNK)) if lengths else (0, 0)
 
-    def fit(self, texts: Sequence[int], most: int) -> bool:
+    def fit(self, lengths: Sequence[int], most: int) -> bool:
         """Check whether sequences of these lengths fit into ``most`` slots over all rows; if so, limit the cache to
         that.
 
         Memory left over from earlier sequences is released if needed.
 
         Args:
-            texts: slots of each open sequence, and of one more.
+            lengths: slots of each open sequence, and of one more.
             most: total slots over all rows.
         """
-        open_texts = [text.num_slots for text in self.texts]
-        rows, slots = self.rectangle([*texts, *[1] * (len(open_texts) + 1 - len(texts))])
-        slots = max(slots, whole_chunks(max(open_texts, default=0) + 1, CHUNK))
+        open_slots = [sequence.num_slots for sequence in self.sequences]
+        rows, slots = self.rectangle([*lengths, *[1] * (len(open_slots) + 1 - len(lengths))])
+        slots = max(slots, whole_chunks(max(open_slots, default=0) + 1, CHUNK))
         if rows * slots > most:
             return False
         if max(rows, self.num_rows) * max(slots, self.num_slots) > most:
-            if self.texts:
+            if self.sequences:
                 self.flush()
                 self._rebuild(rows, slots)
             else:

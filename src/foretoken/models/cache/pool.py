@@ -42,13 +42,13 @@ class CachePool:
         return self.caches[0]
 
     @property
-    def texts(self) -> list[SequenceState]:
-        return [sequence for cache in self.caches for sequence in cache.texts]
+    def sequences(self) -> list[SequenceState]:
+        return [sequence for cache in self.caches for sequence in cache.sequences]
 
     def open(self, sequence: SequenceState) -> SequenceState:
         """Assign a row to a new, empty sequence."""
         cache = min(self.caches, key=lambda candidate: candidate.num_slots)
-        if self._movable and cache.texts and cache.num_slots > SHORT:
+        if self._movable and cache.sequences and cache.num_slots > SHORT:
             cache = self._another()
         self._append(cache, sequence)
         return sequence
@@ -56,14 +56,14 @@ class CachePool:
     def release(self, sequence: SequenceState) -> None:
         """Free a row.  The last row of its cache moves there, so that live rows stay contiguous."""
         cache = sequence.cache
-        last = cache.texts.pop()
+        last = cache.sequences.pop()
         freed = last.row
         if last is not sequence:
             cache.move_row(freed, sequence.row, last.num_slots)
             cache.blank(sequence.row, last.num_slots)
             last.row = sequence.row
-            cache.texts[last.row] = last
-        if cache.texts or not self._movable:  # otherwise its buffers are freed
+            cache.sequences[last.row] = last
+        if cache.sequences or not self._movable:  # otherwise its buffers are freed
             cache.blank(freed)
         sequence.cache = None
         if self._movable:
@@ -78,13 +78,13 @@ class CachePool:
         if need <= cache.num_slots or not self._movable:
             return
         longer = [other for other in self.caches if need <= other.num_slots <= SLACK * need]
-        alone = len(cache.texts) == 1
+        alone = len(cache.sequences) == 1
         num_slots = need + sum(
-            max(open_sequence.num_slots, CHUNK) for open_sequence in cache.texts if open_sequence is not sequence
+            max(open_sequence.num_slots, CHUNK) for open_sequence in cache.sequences if open_sequence is not sequence
         )
         if longer and (alone or not sequence.tokens):
             self._move(sequence, min(longer, key=lambda other: other.num_slots))
-        elif len(cache.texts) * need > SLACK * num_slots:
+        elif len(cache.sequences) * need > SLACK * num_slots:
             self._move(sequence, min(longer, key=lambda other: other.num_slots) if longer else self._another())
 
     def note_size(self) -> None:
@@ -102,30 +102,30 @@ class CachePool:
 
     @staticmethod
     def _append(cache: TreeCache, sequence: SequenceState) -> None:
-        cache.reserve(len(cache.texts) + 1, 1)  # fails if memory is full, so it comes first
-        sequence.cache, sequence.row = cache, len(cache.texts)
-        cache.texts.append(sequence)
+        cache.reserve(len(cache.sequences) + 1, 1)  # fails if memory is full, so it comes first
+        sequence.cache, sequence.row = cache, len(cache.sequences)
+        cache.sequences.append(sequence)
 
     def _move(self, sequence: SequenceState, cache: TreeCache) -> None:
         source, row = sequence.cache, sequence.row
         # Tokens that are fed next have no slots yet: only the slots that exist are copied.
         try:
-            cache.take_row(source, row, len(cache.texts), min(sequence.num_slots, source.num_slots))
+            cache.take_row(source, row, len(cache.sequences), min(sequence.num_slots, source.num_slots))
         except BaseException:  # memory is full: the sequence stays where it is
-            if not cache.texts:
+            if not cache.sequences:
                 self._give_back(cache)
             raise
         self.release(sequence)
         self._append(cache, sequence)
 
     def _give_back(self, cache: TreeCache) -> None:
-        if not cache.texts:
+        if not cache.sequences:
             cache.clear()
             if cache is not self.first and cache in self.caches:  # not one from before a model change
                 self.caches.remove(cache)
             return
-        slots = max(sequence.num_slots for sequence in cache.texts) + CHUNK
-        rows = len(cache.texts)
+        slots = max(sequence.num_slots for sequence in cache.sequences) + CHUNK
+        rows = len(cache.sequences)
         if cache.num_rows * cache.num_slots > 2 * rows * slots:
             cache.trim(rows, slots)
 

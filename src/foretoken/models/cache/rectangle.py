@@ -1,9 +1,9 @@
 """The KV cache: preallocated rows, written in place; a commit keeps one path.
 
-Only this file, :mod:`foretoken.models.cache.state` and :mod:`foretoken.models.cache.cross` know Transformers' cache
-API. Every layer keeps keys [B, H, S, Dk] and values [B, H, S, Dv].  A sequence owns one row.  Slot ``s`` of a row holds
-the committed token at position ``s``; scratch nodes follow in feeding order.  Positions come from depth, so a commit
-only moves slots: rotary embeddings are already right.
+Four files of this package know Transformers' cache classes: this one, ``state``, ``joined`` and ``cross``; elsewhere
+only :mod:`foretoken.models.sequential` does, which makes one.  Every layer keeps keys [B, H, S, Dk] and values
+[B, H, S, Dv].  A sequence owns one row.  Slot ``s`` of a row holds the committed token at position ``s``; scratch nodes
+follow in feeding order.  Positions come from depth, so a commit only moves slots: rotary embeddings are already right.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class TreeCache(Cache):
         max_slots: maximum slots of a row (context plus scratch); buffers grow towards it.
 
     Attributes:
-        texts: the sequences that own the rows, in row order (:mod:`foretoken.models.cache.pool`).
+        sequences: the sequences that own the rows, in row order (:mod:`foretoken.models.cache.pool`).
         low: the first row of the planned forward.
         starts: the first slot written in each of its rows.
         used: slots that attention sees.
-        reads: the subset of them that it reads; ``None``: all.
+        cut: the subset of them that it reads; ``None``: all.
         movable: whether its sequences may move to another cache.
     """
 
@@ -50,14 +50,14 @@ class TreeCache(Cache):
         self._moves: Moves = {}
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
-        self.texts: list[Any] = []
+        self.sequences: list[Any] = []
         self.num_rows = 1
         self.num_slots = CHUNK
         self.low, self._high = 0, 1
         self.starts: list[int] = [0]
         self._uniform = True
         self.used = 0
-        self.reads: Cut | None = None
+        self.cut: Cut | None = None
         self._rows = self._slots = torch.empty(0, dtype=torch.long)
         self._rows_from = 0
 
@@ -113,7 +113,7 @@ class TreeCache(Cache):
         """
         self.flush()
         self.reserve(high, max(used, max(starts) + count))
-        self.low, self._high, self.used, self.reads = low, high, used, None
+        self.low, self._high, self.used, self.cut = low, high, used, None
         self.starts = list(starts)
         self._uniform = len(set(self.starts)) == 1
         if not self._uniform:
@@ -125,7 +125,7 @@ class TreeCache(Cache):
     @property
     def num_read(self) -> int:
         """Number of slots that :meth:`update` returns."""
-        return self.used if self.reads is None else self.reads.sink + self.used - self.reads.low
+        return self.used if self.cut is None else self.cut.sink + self.used - self.cut.low
 
     def buffers(self, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values [rows, H, slots, D] of all layers, for a kernel that writes them itself.  Missing buffers are
@@ -150,7 +150,7 @@ class TreeCache(Cache):
             if self._rows.device != new.device:
                 self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
             buffer[self._rows, :, self._slots] = new.transpose(1, 2).to(buffer.dtype)
-        slots = view[:, :, : self.used] if self.reads is None else self.reads.slots(view[:, :, : self.used])
+        slots = view[:, :, : self.used] if self.cut is None else self.cut.slots(view[:, :, : self.used])
         return slots.to(new.dtype)  # copies only if the reader computes in another dtype
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:

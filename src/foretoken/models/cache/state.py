@@ -1,8 +1,8 @@
 """Recurrent states, convolution windows and keys of one sequence, with a checkpoint.
 
-Only this file, :mod:`foretoken.models.cache.rectangle` and :mod:`foretoken.models.cache.cross` know Transformers' cache
-API.  A recurrent state sums up the whole text and is overwritten in place, so a checkpoint copies it, with the few past
-inputs of a convolution.  Keys and values of attention layers only grow, so they are cropped.
+:mod:`foretoken.models.cache.rectangle` lists the files that know Transformers' cache classes.  A recurrent state sums
+up the whole text and is overwritten in place, so a checkpoint copies it, with the few past inputs of a convolution.
+Keys and values of attention layers only grow, so they are cropped.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class StateCache:
         """Whether forwards since the checkpoint are recorded."""
         return self._tape is not None
 
-    def record(self, windows: list[RecurrenceInputs]) -> None:
+    def record(self, records: list[RecurrenceInputs]) -> None:
         """Record the recurrence inputs of one forward."""
-        if len(windows) != self.num_recurrent:
-            raise RuntimeError(f"{len(windows)} reports of {self.num_recurrent} recurrent layers: use replay='lazy'")
+        if len(records) != self.num_recurrent:
+            raise RuntimeError(f"{len(records)} reports of {self.num_recurrent} recurrent layers: use replay='lazy'")
         if self._tape is not None:
-            self._tape.append(windows)
+            self._tape.append(records)
 
     def _set_recording(self, on: bool) -> None:
         for layer in self.cache.layers:
@@ -113,7 +113,7 @@ class StateCache:
                 for name, i, state in states_of(layer):
                     if surplus and name == "recurrent_states":
                         state.copy_(self._copies[index, name, i])
-                        replay(state, [windows[number] for windows in tape], length - self.saved)
+                        replay(state, [records[number] for records in tape], length - self.saved)
                         number += 1
             crop(layer, surplus)
         self._set_recording(False)

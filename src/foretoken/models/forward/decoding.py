@@ -91,7 +91,8 @@ class DecoderForward:
     def _run(self, call: NetworkCall) -> Outputs:
         ids, (width, first) = call.ids, (call.ids.shape[1], call.first)
         low = call.cache.low
-        crossed_inputs = self._side_by_side([sequence.encoded for sequence in call.cache.texts[low : low + len(ids)]])
+        sequences = call.cache.sequences[low : low + len(ids)]
+        crossed_inputs = self._side_by_side([sequence.encoded for sequence in sequences])
         with switched_attention(self), recording(self.model, call.taps) as hidden:
             decoding(self.model)
             out = self.model(
@@ -118,7 +119,7 @@ class DecoderForward:
     def _mask(self, call: NetworkCall, low: int) -> Tensor:
         """[b, H, width, used] addend of attention scores: the bias by distance, and the tree mask."""
         keys = torch.arange(call.cache.num_read).repeat(len(call.ids), 1)
-        for row, sequence in enumerate(call.cache.texts[low : low + len(call.ids)]):
+        for row, sequence in enumerate(call.cache.sequences[low : low + len(call.ids)]):
             depths, slot = sequence.scratch_depths, sequence.num_slots - len(sequence.scratch_depths)
             if depths != list(range(len(depths))):
                 keys[row, slot : slot + len(depths)] = slot + torch.tensor(depths)

@@ -123,8 +123,8 @@ class Graphs:
         batch = _rounded_up(max(feed.sequence.row for feed in feeds) + 1, BATCHES)
         if self.stopped or width is None or batch is None or batch * width > MOST_ROWS:
             return None
-        is_draft = any(feed.wanted != 0 for feed in feeds)  # a prompt needs no logits
-        fits = is_draft and all(plan.new > 0 and len(plan.parents) <= TREE for plan in plans)
+        needs_logits = any(feed.wanted != 0 for feed in feeds)  # a prompt needs no logits
+        fits = needs_logits and all(plan.new > 0 and len(plan.parents) <= TREE for plan in plans)
         if not fits or not self._cache.is_initialized:
             return None
         used = max(plan.committed + len(plan.parents) for plan in plans)

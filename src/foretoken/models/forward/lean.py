@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 MAX_PARAMETERS = 400_000_000
 """Above this size, fused copies of the weights take much memory and save little overhead."""
-SPARED, SPARED_NATIVE = 24, 4
-"""Number of padding rows from which a lean forward removes them; gathering costs as much as fewer do
-(``docs/log.md``)."""
+SPARED, SPARED_OWN_LAYOUT = 24, 4
+"""Number of padding rows from which a lean forward spares itself them: it gathers the rows of tokens and runs only
+those.  Gathering costs as much as fewer rows do (``docs/log.md``).  Rows cost more in products with our own layout of
+weights, so fewer of them pay there."""
 PATH = "lean forward"
 COSTS = "a step of a small model takes about twice as long, and near-ties may differ with drafts and in batches"
 
@@ -71,7 +72,7 @@ class LeanForward:
         decoder: Any = part(owner.model, family.decoder)
         self.owner = owner
         packing = owner.packing
-        self.spared = SPARED_NATIVE if packing.layout == "native" else SPARED
+        self.spared = SPARED_OWN_LAYOUT if packing.layout == "native" else SPARED
         self.dtype = packing.activations(owner.dtype)
         self.size = Heads.of(config)
         kinds: Any = getattr(config, "layer_types", None)

@@ -30,7 +30,7 @@ from foretoken.models.forward.lean_parts import (
     with_products,
 )
 from foretoken.models.linear.packing import Packing
-from foretoken.models.native import attention as native
+from foretoken.models.native import attention as native_attention
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ class LeanLayer:
         self.norms_heads = self.q_norm is None or attention.q_norm.weight.shape[-1] == size.dim
         self.scaling = float(getattr(attention, "scaling", size.dim**-0.5))
         self.soft_cap: float | None = part(attention, family.soft_cap)
-        self.native = self.soft_cap is None and native.fits(dtype, size.dim)  # it takes one mask for all heads
+        # The native attention takes one mask for all heads.
+        self.native = self.soft_cap is None and native_attention.fits(dtype, size.dim)
         # Either takes a mask per query head; scaled_dot_product_attention has no soft cap.
         self.explicit = exact_attention if packing.blocks else folded_attention if self.soft_cap is not None else None
         self.parallel = bool(part(layer, family.parallel))
@@ -164,7 +165,7 @@ class LeanLayer:
         query, mask = padded[:, : size.heads], group.masks[self.mask]
         keys, values = group.cache.update(padded[:, size.heads :], layout.padded(value).transpose(1, 2), index)
         if self.native:
-            out = native.attention(query, keys, values, mask, self.scaling)
+            out = native_attention.attention(query, keys, values, mask, self.scaling)
         elif self.explicit is not None:
             out = self.explicit(None, query, keys, values, mask, self.scaling, softcap=self.soft_cap)[0]  # type: ignore[arg-type]
         else:

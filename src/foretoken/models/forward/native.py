@@ -22,7 +22,7 @@ from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, LeanLayer
 from foretoken.models.forward.lean_parts import GatedMlp
 from foretoken.models.forward.native_parts import Description
-from foretoken.models.native import forward as native
+from foretoken.models.native import forward as native_forward
 from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
 from foretoken.models.native.linear import Linear
@@ -87,23 +87,23 @@ class NativeForward(LeanForward):
 
     # -- the model as data -------------------------------------------------------------------------------------------
 
-    def _described(self) -> native.ModelStruct:
+    def _described(self) -> native_forward.ModelStruct:
         size, width = self.size, int(self.owner.config.hidden_size)
         if self.layers[0].interleaved or any(layer.parallel for layer in self.layers):
             raise NotCoveredError("its layers combine attention and MLP in an unsupported way")
         layers = self._layers = self._parts.keep(
-            native.array(native.LayerStruct, [self._layer(layer) for layer in self.layers])
+            native_forward.array(native_forward.LayerStruct, [self._layer(layer) for layer in self.layers])
         )
         sizes = len(self.layers), width, size.heads, size.kv_heads, size.dim
         try:
             head = self._parts.product(self.head)
         except NotCoveredError:  # the only product outside the call
-            head = native.ProductStruct(None, 0)
+            head = native_forward.ProductStruct(None, 0)
         parts = [Linear.from_address(head.parts + i * ctypes.sizeof(Linear)) for i in range(head.count)]
         self.num_outputs = sum(part.out for part in parts) or width
-        return native.ModelStruct(ctypes.addressof(layers), *sizes, self._parts.norm(self.final_norm), head)
+        return native_forward.ModelStruct(ctypes.addressof(layers), *sizes, self._parts.norm(self.final_norm), head)
 
-    def _layer(self, layer: LeanLayer) -> native.LayerStruct:
+    def _layer(self, layer: LeanLayer) -> native_forward.LayerStruct:
         mlp = layer.mlp
         if not layer.native:
             raise NotCoveredError(f"attention with head dimension {layer.size.dim}, or a soft cap, is not supported")
@@ -114,7 +114,7 @@ class NativeForward(LeanForward):
         out, down = layer.out, mlp.output
         norms = (layer.norm_attention, out.joined.after, layer.norm_mlp, down.joined.after, layer.q_norm, layer.k_norm)
         products = layer.qkv, out.projection, mlp.gate_up, down.projection
-        return native.LayerStruct(
+        return native_forward.LayerStruct(
             *map(self._parts.norm, norms),
             *map(self._parts.product, products),
             *(layer.scaling, out.joined.scale),
@@ -130,7 +130,7 @@ class NativeForward(LeanForward):
         n, count = len(x), len(self.layers)
         states = {name: x.new_empty(x.shape) for name in dict.fromkeys(taps)}
         end = plan.end(count)
-        tapped = native.pointers(states.get(f"layer:{i}") for i in range(count + 1))
+        tapped = native_forward.pointers(states.get(f"layer:{i}") for i in range(count + 1))
         want = [
             group.rows.start + group.layout.starts[row] + column
             for group, call in zip(run.groups, calls, strict=True)
@@ -141,18 +141,18 @@ class NativeForward(LeanForward):
         output = x.new_empty(len(want), self.num_outputs)
         groups, pointed_to = self._groups(run, calls)
         turns = [run.turns[rope] for rope in self.ropes]
-        cos, sin = (native.pointers(tensors) for tensors in zip(*turns, strict=True))
-        rows = native.numbers(want)
+        cos, sin = (native_forward.pointers(tensors) for tensors in zip(*turns, strict=True))
+        rows = native_forward.numbers(want)
         x = x.contiguous()
         last = states.get("last")
-        call = native.CallStruct(
+        call = native_forward.CallStruct(
             *(n, len(run.groups), ctypes.addressof(groups), x.data_ptr(), plan.start, end),
             *(self._skipped(plan.skip_attention), self._skipped(plan.skip_mlp), self.num_kinds, turns[0][0].shape[-1]),
             *(ctypes.addressof(pointers) for pointers in (cos, sin, tapped)),
             *(None if last is None else last.data_ptr(), len(want), ctypes.addressof(rows)),
             *((None, output.data_ptr()) if whole else (output.data_ptr(), None)),
         )
-        native.run(self.model, call, torch.get_num_threads())
+        native_forward.run(self.model, call, torch.get_num_threads())
         del pointed_to
         logits = self.transform_logits(output) if whole else self._logits(output)
         return self._handed_out(run, calls, logits, states)
@@ -164,19 +164,19 @@ class NativeForward(LeanForward):
         """The library's groups, and the objects that these point to."""
         pointed_to: list[Any] = []
         groups = [self._group(group, call, pointed_to) for group, call in zip(run.groups, calls, strict=True)]
-        return native.array(native.GroupStruct, groups), pointed_to
+        return native_forward.array(native_forward.GroupStruct, groups), pointed_to
 
-    def _group(self, group: CacheRows, call: NetworkCall, pointed_to: list[Any]) -> native.GroupStruct:
+    def _group(self, group: CacheRows, call: NetworkCall, pointed_to: list[Any]) -> native_forward.GroupStruct:
         cache, layout = group.cache, group.layout
         keys, values = cache.buffers(self.like)
         masks = [None if (mask := group.masks[kind]) is None else mask.contiguous() for kind in self._kinds]
         widths = [layout.width] * layout.b if call.counts is None else list(call.counts)
-        arrays = [native.pointers(keys), native.pointers(values)]
-        arrays += [native.numbers(cache.starts), native.numbers(widths), native.pointers(masks)]
+        arrays = [native_forward.pointers(keys), native_forward.pointers(values)]
+        arrays += [native_forward.numbers(cache.starts), native_forward.numbers(widths), native_forward.pointers(masks)]
         pointed_to += [masks, arrays]
         first, second, *others = map(ctypes.addressof, arrays)
         sizes = cache.num_slots, cache.used, cache.low, layout.b, layout.width
-        return native.GroupStruct(first, second, *sizes, *others)
+        return native_forward.GroupStruct(first, second, *sizes, *others)
 
     def _handed_out(
         self, run: ForwardPass, calls: Sequence[NetworkCall], logits: Tensor, states: Mapping[str, Tensor]
@@ -193,9 +193,9 @@ class NativeForward(LeanForward):
 
 def _activation(activation: Any) -> int:
     if activation is F.silu:
-        return native.SILU
+        return native_forward.SILU
     if isinstance(activation, GELUS_TANH) or (isinstance(activation, nn.GELU) and activation.approximate == "tanh"):
-        return native.GELU_TANH
+        return native_forward.GELU_TANH
     raise NotCoveredError(f"its activation is {type(activation).__name__}")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.native import NativeForward
 from foretoken.models.forward.native_parts import BestTokens
-from foretoken.models.native import forward as native
+from foretoken.models.native import forward as native_forward
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class NativeChains:
         self.groups = [
             _Group(forward, ends, sorted(indices, key=lambda i: ends[i].row)) for indices in by_cache.values()
         ]
-        self.order = [i for group in self.groups for i in group.texts]
+        self.order = [i for group in self.groups for i in group.indices]
         count, layers = max(end.steps for end in ends), len(forward.layers)
         first = torch.tensor([ends[i].position for i in self.order])
         positions = (torch.arange(count)[:, None] + first).flatten()
         self.turns = [
             [side.view(count, len(ends), -1) for side in forward.rotary[rope](positions)] for rope in forward.ropes
         ]
-        self.taps, self.nothing = native.pointers([None] * (layers + 1)), bytes(layers)
+        self.taps, self.nothing = native_forward.pointers([None] * (layers + 1)), bytes(layers)
 
     def step(self, number: int, tokens: Sequence[int], states: bool) -> tuple[list[int], Tensor, BestTokens | None]:
         """Run the ``number``-th node of every sequence that has one.
@@ -84,31 +84,31 @@ class NativeChains:
             the sequences in row order, their logits [n, V] or states, and the likeliest token of each.
         """
         active = [i for i in self.order if self.ends[i].steps > number]
-        groups = native.array(native.GroupStruct, [group.at(number) for group in self.groups])
+        groups = native_forward.array(native_forward.GroupStruct, [group.at(number) for group in self.groups])
         x = self.forward.embedded(torch.tensor([tokens[i] for i in active])).contiguous()
         rows: Any = number if len(active) == len(self.order) else (number, [self.order.index(i) for i in active])
         turns = [[side[rows].contiguous() for side in sides] for sides in self.turns]
-        cos, sin = (native.pointers(tensors) for tensors in zip(*turns, strict=True))
-        want = native.numbers([] if states else range(len(active)))
+        cos, sin = (native_forward.pointers(tensors) for tensors in zip(*turns, strict=True))
+        want = native_forward.numbers([] if states else range(len(active)))
         output = x.new_empty(len(active), x.shape[-1] if states else self.forward.num_outputs)
         best = None if states else BestTokens(len(active), 1, 1.0)
-        call = native.CallStruct(
+        call = native_forward.CallStruct(
             *(len(active), len(self.groups), ctypes.addressof(groups), x.data_ptr(), 0, len(self.nothing)),
             *(self.nothing, self.nothing, self.forward.num_kinds, turns[0][0].shape[-1]),
             *(ctypes.addressof(pointers) for pointers in (cos, sin, self.taps)),
             *(output.data_ptr() if states else None, len(want), ctypes.addressof(want), None),
             *(None if states else output.data_ptr(), None),
-            native.BestStruct() if best is None else best.struct,
+            native_forward.BestStruct() if best is None else best.struct,
         )
-        native.run(self.forward.model, call, torch.get_num_threads())
+        native_forward.run(self.forward.model, call, torch.get_num_threads())
         return active, output, best
 
 
 class _Group:
     """The sequences of one cache as a group for the library."""
 
-    def __init__(self, forward: NativeForward, ends: Sequence[ChainEnd], texts: list[int]) -> None:
-        self.texts, self.ends = texts, [ends[i] for i in texts]
+    def __init__(self, forward: NativeForward, ends: Sequence[ChainEnd], indices: list[int]) -> None:
+        self.indices, self.ends = indices, [ends[i] for i in indices]
         self.low, high = self.ends[0].row, self.ends[-1].row + 1
         cache = self.ends[0].cache
         cache.flush()
@@ -116,14 +116,15 @@ class _Group:
         cache.reserve(high, self.used)
         self.slots = cache.num_slots
         self._buffers = cache.buffers(forward.like)
-        self._pointers = [native.pointers(tensors) for tensors in self._buffers]
-        self._starts, self._widths = native.numbers([0] * (high - self.low)), native.numbers([0] * (high - self.low))
-        self._masks = native.pointers([None] * forward.num_kinds)
+        self._pointers = [native_forward.pointers(tensors) for tensors in self._buffers]
+        zeros = [0] * (high - self.low)
+        self._starts, self._widths = native_forward.numbers(zeros), native_forward.numbers(zeros)
+        self._masks = native_forward.pointers([None] * forward.num_kinds)
 
-    def at(self, number: int) -> native.GroupStruct:
+    def at(self, number: int) -> native_forward.GroupStruct:
         for end in self.ends:
             self._starts[end.row - self.low] = end.slot + number
             self._widths[end.row - self.low] = int(end.steps > number)
         first, second, *others = map(ctypes.addressof, (*self._pointers, self._starts, self._widths, self._masks))
         sizes = self.slots, self.used, self.low, len(self._starts), 1
-        return native.GroupStruct(first, second, *sizes, *others, 1)
+        return native_forward.GroupStruct(first, second, *sizes, *others, 1)

@@ -14,7 +14,7 @@ from foretoken.models.linear.layouts import NativeLayout
 from foretoken.models.linear.packing import Projection
 from foretoken.models.linear.product import SideBySide
 from foretoken.models.linear.quantised_products import NativeProduct
-from foretoken.models.native import forward as native
+from foretoken.models.native import forward as native_forward
 from foretoken.models.native.library import NotCoveredError, address
 from foretoken.models.native.linear import Linear
 from foretoken.models.network.watch import Watch, has_hooks
@@ -38,30 +38,29 @@ class Description:
         self._owners.append(thing)
         return thing
 
-    def norm(self, norm: Any) -> native.NormStruct:
+    def norm(self, norm: Any) -> native_forward.NormStruct:
         """An RMS norm of the lean forward or of a head's network, or none.  Raises ``NotCoveredError`` for others."""
         if norm is None:
-            return native.NormStruct(None, 0.0)
+            return native_forward.NormStruct(None, 0.0)
         if not isinstance(norm, LeanRmsNorm | nn.RMSNorm):
             raise NotCoveredError("its norms are not RMS norms")
         eps = torch.finfo(torch.float32).eps if norm.eps is None else float(norm.eps)
-        return native.NormStruct(self.keep(norm.weight.detach().float().contiguous()).data_ptr(), eps)
+        return native_forward.NormStruct(self.keep(norm.weight.detach().float().contiguous()).data_ptr(), eps)
 
-    def product(self, *projections: Any) -> native.ProductStruct:
+    def product(self, *projections: Any) -> native_forward.ProductStruct:
         """Linear layers with a common input.  Raises ``NotCoveredError`` for an unsupported weight."""
         parts = [
             part
             for projection in projections
             for part in (projection.products if isinstance(projection, SideBySide) else [projection])
         ]
-        linears = self.keep(native.array(Linear, [self._linear(part) for part in parts]))
-        return native.ProductStruct(ctypes.addressof(linears), len(parts))
+        linears = self.keep(native_forward.array(Linear, [self._linear(part) for part in parts]))
+        return native_forward.ProductStruct(ctypes.addressof(linears), len(parts))
 
     def products(self, projections: Sequence[Any]) -> int:
         """Address of an array of products with separate inputs."""
-        return ctypes.addressof(
-            self.keep(native.array(native.ProductStruct, [self.product(projection) for projection in projections]))
-        )
+        described = [self.product(projection) for projection in projections]
+        return ctypes.addressof(self.keep(native_forward.array(native_forward.ProductStruct, described)))
 
     def _linear(self, product: Any) -> Linear:
         owner = product.layout if isinstance(product, Projection) and not product.block else product
@@ -81,7 +80,7 @@ class BestTokens:
         self.count = count
         self._values, self._places = (ctypes.c_float * (rows * count))(), (ctypes.c_int32 * (rows * count))()
         addresses = ctypes.addressof(self._values), ctypes.addressof(self._places)
-        self.struct = native.BestStruct(count, scale, *addresses)
+        self.struct = native_forward.BestStruct(count, scale, *addresses)
 
     def values(self) -> list[list[float]]:
         """Log-probabilities per row, largest first."""

@@ -202,7 +202,7 @@ class TargetParts:
 
     @property
     def scale(self) -> float | None:
-        """Factor of :meth:`behind`; ``None`` if there are other operations."""
+        """Factor of :meth:`transform_logits`; ``None`` if there are other operations."""
         return self._scale if self._cap is None else None
 
     def transform_logits(self, logits: Tensor) -> Tensor:

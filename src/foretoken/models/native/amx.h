@@ -10,10 +10,10 @@
 
 namespace amx {
 
-constexpr long ROWS = 16;       // of a tile
+constexpr long ROWS = 16;         // of a tile
 constexpr long BYTES_A_ROW = 64;
 constexpr long LINE = 4 * WIDTH;  // bytes from one row of a tile of weights to the next
-constexpr long AHEAD = 8192;    // bytes of weights that are asked for ahead of their turn
+constexpr long TILE_BYTES_AHEAD = 8192;  // of weights that are asked for ahead of their turn
 
 // What the tiles hold.  Sums are [rows, 16] numbers of four bytes, inputs [rows, 64] bytes, weights [16, 16] of four.
 enum Tile { FIRST_LEFT = 0, FIRST_RIGHT = 1, SECOND_LEFT = 2, SECOND_RIGHT = 3, FIRST = 4, SECOND = 5, LEFT = 6, RIGHT = 7 };

@@ -160,19 +160,20 @@ extern "C" void attention(const bfloat16 *query, const bfloat16 *keys, const bfl
         std::int32_t *seen = (std::int32_t *)(weights + attention_work(slots));
         // A thread has neighbouring rows of one head, whose keys and values then are in its cache.
         for (long task = tasks * thread / all; task < tasks * (thread + 1) / all; task++) {
-            const long text = task / (tiles * groups), group = task / tiles % groups, row = task % tiles * together;
+            const long sequence = task / (tiles * groups), group = task / tiles % groups, row = task % tiles * together;
             const long count = rows - row < together ? rows - row : together;
+            const bfloat16 *masks = mask ? mask + sequence * mask_batch + row * mask_row : nullptr;
             long counts[QUERIES_AT_ONCE];
             for (long i = 0; i < count; i++)
-                counts[i] = listed(mask ? mask + text * mask_batch + (row + i) * mask_row : nullptr, slots, seen + i * room);
-            const Slots k = {keys + text * strides[3] + group * strides[4], strides[5], slots};
-            const Slots v = {values + text * strides[6] + group * strides[7], strides[8], slots};
+                counts[i] = listed(masks ? masks + i * mask_row : nullptr, slots, seen + i * room);
+            const Slots k = {keys + sequence * strides[3] + group * strides[4], strides[5], slots};
+            const Slots v = {values + sequence * strides[6] + group * strides[7], strides[8], slots};
             for (long chunk = 0; chunk < chunks; chunk++) {
                 const long first = each * chunk / chunks, head = group * each + first;
-                const Queries queries = {query + text * strides[0] + head * strides[1] + row * strides[2], strides[2],
+                const Queries queries = {query + sequence * strides[0] + head * strides[1] + row * strides[2], strides[2],
                                          strides[1], count, each * (chunk + 1) / chunks - first};
                 attend(queries, k, v, {seen, room, counts}, size, float(scale), weights,
-                       result + ((text * rows + row) * heads + head) * size, heads * size);
+                       result + ((sequence * rows + row) * heads + head) * size, heads * size);
             }
         }
     }

@@ -12,7 +12,7 @@ struct Slots {
     const bfloat16 *operator[](long slot) const { return start + slot * stride; }
 };
 
-// Queries [rows, heads, size] of neighbouring rows of a text that share keys and values.
+// Queries [rows, heads, size] of neighbouring rows of a sequence that share keys and values.
 struct Queries {
     const bfloat16 *start;
     long row, head;  // numbers from one to the next

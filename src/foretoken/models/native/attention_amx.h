@@ -12,7 +12,7 @@
 namespace {
 
 constexpr long SLOTS = 32;         // that are weighed and mixed together, in the nearest cache
-constexpr long FEW = 3;            // queries that are weighed one by one, over values as they are stored
+constexpr long FEW_QUERIES = 3;    // queries that are weighed one by one, over values as they are stored
 constexpr long QUERIES_IN_REGISTERS = 6, NUMBERS_IN_REGISTERS = 64;
 static_assert(QUERIES_AT_ONCE == LANES && SLOTS == 2 * amx::ROWS, "a lane for each query, two tiles of keys");
 
@@ -235,13 +235,13 @@ void attend_tile(const Queries &queries, Slots keys, Slots values, const Seen &s
     for (long slot = visible.start; slot < visible.stop; slot += SLOTS) {
         if (visible.nobody(slot)) continue;
         const float *place = products + (slot - visible.start) * LANES;
-        if (count <= FEW)
+        if (count <= FEW_QUERIES)
             weights.make_few(place, scales, tops, visible.queries + slot, count, totals);
         else
             weights.make(place, scales, top, visible.queries + slot, total);
         fetch_slots<SIZE>(values, slot + SLOTS);
         const bool everything = visible.everybody(slot, all);
-        if (count <= FEW) {
+        if (count <= FEW_QUERIES) {
             mix<SIZE>(weights, values[slot], values.stride, visible.queries + slot, everything, count, sums);
             continue;
         }
@@ -250,7 +250,7 @@ void attend_tile(const Queries &queries, Slots keys, Slots values, const Seen &s
             store_floats(wide[i] + LANES * part, load_bfloat16(values[slot + i] + LANES * part));
         mix<SIZE>(weights, wide[0], SIZE, visible.queries + slot, everything, count, sums);
     }
-    if (count > FEW) store_floats(totals, total);
+    if (count > FEW_QUERIES) store_floats(totals, total);
     for (long query = 0; query < count; query++) {
         bfloat16 *place = result + query / queries.heads * stride + query % queries.heads * SIZE;
         const Floats share = spread(1.0f / totals[query]);

@@ -2,8 +2,8 @@
 //
 // A weight [out, in] is stored as [out / WIDTH][in / 2][WIDTH][2]: for WIDTH outputs, one pair of inputs after the
 // other, so that it is read from memory in one stream.  CPUs that do not multiply bfloat16 numbers (AVX512-BF16) widen
-// them in registers.  A tile keeps the sums of up to MOST rows in registers.  Every sum runs over the inputs in the same
-// order, so a row has the same bits whatever stands beside it.
+// them in registers.  A tile keeps the sums of up to TILE_ROWS rows in registers.  Every sum runs over the inputs
+// in the same order, so a row has the same bits whatever stands beside it.
 
 #include <utility>
 
@@ -12,14 +12,13 @@
 
 namespace {
 
-constexpr long CHUNK = 8;        // tiles that share a block of weights before the next one is read
-
-constexpr long FEW = 3;  // rows that wait for memory, whatever they are multiplied with
+constexpr long TILES_AT_ONCE = 8;  // tiles that share a block of weights before the next one is read
+constexpr long FEW_ROWS = 3;       // rows that wait for memory, whatever they are multiplied with
 // Whether activations are widened first, once for all outputs; else pairs of them are multiplied.
 #if defined(__AVX512BF16__)
 constexpr bool widens(long) { return false; }
 #else
-constexpr bool widens(long rows) { return rows > FEW; }
+constexpr bool widens(long rows) { return rows > FEW_ROWS; }
 #endif
 long distance(long in) { return in + 16; }  // from one widened row to the next
 
@@ -63,7 +62,7 @@ void tile(const bfloat16 *x, long stride, long rows, long in, const bfloat16 *we
     if (TWO) amx::clear<amx::SECOND_RIGHT>();
     long k = 0;
     for (; k + STEP <= in; k += STEP, weight += STEP * WIDTH) {
-        fetch_ahead(weight, 2 * STEP * WIDTH, amx::AHEAD);
+        fetch_ahead(weight, 2 * STEP * WIDTH, amx::TILE_BYTES_AHEAD);
         step<TWO>(x + k, second + k, 2 * stride, weight, amx::LINE);
     }
     if (k < in) {
@@ -82,12 +81,12 @@ void tile(const bfloat16 *x, long stride, long rows, long in, const bfloat16 *we
 
 constexpr int EACH = WIDTH / LANES;  // vectors of outputs
 // Rows of a tile, and vectors of outputs of which it has the sums in registers: 28, 2 of weights and 1 of activations, or
-// 10, 2 and 1.  FEWER rows where that many long ones would not stay in the nearest cache.
+// 10, 2 and 1.  LONG_TILE_ROWS of long rows, of which more would not stay in the nearest cache.
 #if defined(__AVX512F__)
-constexpr long MOST = 14, FEWER = 8;
+constexpr long TILE_ROWS = 14, LONG_TILE_ROWS = 8;
 constexpr int VECTORS = EACH;
 #else
-constexpr long MOST = 5, FEWER = 5;
+constexpr long TILE_ROWS = 5, LONG_TILE_ROWS = 5;
 constexpr int VECTORS = 2;
 #endif
 constexpr long LONG = 2048;  // inputs of a long row
@@ -152,10 +151,10 @@ const Tile *tiles_of(std::integer_sequence<int, ROWS...>) {
 // The tile of so many rows at the place before theirs.
 const Tile *tiles_for(bool wide) {
 #if defined(__AVX512BF16__)
-    return tiles_of<pair, EACH>(std::make_integer_sequence<int, MOST>());
+    return tiles_of<pair, EACH>(std::make_integer_sequence<int, TILE_ROWS>());
 #else
-    return wide ? tiles_of<float, VECTORS>(std::make_integer_sequence<int, MOST>())
-                : tiles_of<pair, EACH>(std::make_integer_sequence<int, FEW>());
+    return wide ? tiles_of<float, VECTORS>(std::make_integer_sequence<int, TILE_ROWS>())
+                : tiles_of<pair, EACH>(std::make_integer_sequence<int, FEW_ROWS>());
 #endif
 }
 
@@ -166,8 +165,8 @@ const Tile *tiles_for(bool wide) {
 #if defined(__AMX_BF16__)
 
 void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to) {
-    constexpr long MOST = 2 * amx::ROWS;
-    alignas(64) float sums[MOST][WIDTH];
+    constexpr long TILE_ROWS = 2 * amx::ROWS;
+    alignas(64) float sums[TILE_ROWS][WIDTH];
     const auto run = [&](long row, long rows, long block) {
         const long column = block * WIDTH, at = row * y.stride + column;
         const int width = linear.out - column < WIDTH ? int(linear.out - column) : int(WIDTH);
@@ -177,11 +176,11 @@ void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, 
                {y.result + at, y.residual ? y.residual + at : nullptr, y.stride}, width);
     };
     // Tiles of a chunk take turns at a block of weights, which is read from memory once.
-    const long tiles = (x.count + MOST - 1) / MOST;
+    const long tiles = (x.count + TILE_ROWS - 1) / TILE_ROWS;
     amx::Configured shapes(16);
-    for (long chunk = 0; chunk < tiles; chunk += CHUNK)
+    for (long chunk = 0; chunk < tiles; chunk += TILES_AT_ONCE)
         for (long block = from; block < to; block++)
-            for (long t = chunk; t < tiles && t < chunk + CHUNK; t++) {
+            for (long t = chunk; t < tiles && t < chunk + TILES_AT_ONCE; t++) {
                 const amx::Share rows(x.count, t, tiles);
                 shapes.take(rows.count);
                 run(rows.first, rows.count, block);
@@ -191,15 +190,15 @@ void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, 
 #else
 
 void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to) {
-    const long in = linear.in, most = in < LONG ? MOST : FEWER, tiles = (x.count + most - 1) / most;
+    const long in = linear.in, most = in < LONG ? TILE_ROWS : LONG_TILE_ROWS, tiles = (x.count + most - 1) / most;
     const bool wide = widens(x.count);
     const char *rows = wide ? x.prepared : (const char *)x.rows;
-    const long stride = wide ? distance(in) : x.stride / 2, depth = x.count > FEW ? DEPTH : in;
+    const long stride = wide ? distance(in) : x.stride / 2, depth = x.count > FEW_ROWS ? DEPTH : in;
     const Tile *by_rows = tiles_for(wide);
-    alignas(64) float sums[CHUNK * MOST][WIDTH];
-    for (long chunk = 0; chunk < tiles; chunk += CHUNK)
+    alignas(64) float sums[TILES_AT_ONCE * TILE_ROWS][WIDTH];
+    for (long chunk = 0; chunk < tiles; chunk += TILES_AT_ONCE)
         for (long block = from; block < to; block++) {
-            const long column = block * WIDTH, end = tiles - chunk < CHUNK ? tiles : chunk + CHUNK;
+            const long column = block * WIDTH, end = tiles - chunk < TILES_AT_ONCE ? tiles : chunk + TILES_AT_ONCE;
             const long low = x.count * chunk / tiles, count = x.count * end / tiles - low, at = low * y.stride + column;
             std::memset(sums, 0, count * sizeof sums[0]);
             const bfloat16 *weight = (const bfloat16 *)linear.weight + column * in;

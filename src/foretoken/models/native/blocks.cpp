@@ -4,9 +4,8 @@
 #include <initializer_list>
 
 #include "best.h"
-#include "linear.h"
-#include "memory.h"
 #include "stages.h"
+#include "worker.h"
 
 namespace {
 
@@ -31,54 +30,34 @@ struct BlocksCall {
     Best best;
 };
 
-struct Work {
-    const Blocks &blocks;
-    const BlocksCall &call;
+struct BlocksBuffers {
     long side;                     // numbers of a row of `output`
     bfloat16 *output;
     Inputs inputs;
     char *end;
 
-    Work(const Blocks &blocks, const BlocksCall &call, char *base) : blocks(blocks), call(call) {
+    BlocksBuffers(const Blocks &blocks, const BlocksCall &call, char *base) {
         Pieces pieces = {base};
-        const long all = blocks.heads * call.rows;
-        long widest = apart(blocks.width), slab = 0, slabs = 1;  // of a row with what lies behind it
-        const auto fit = [&](const Product &product) {
-            if (apart(product.in()) > widest) widest = apart(product.in());
-            if (product.count > slabs) slabs = product.count;
-            for (long i = 0; i < product.count; i++) {
-                const long bytes = prepared_bytes(product.parts[i], all);
-                if (bytes > slab) slab = bytes;
-            }
-        };
-        fit(blocks.first);
-        for (long i = 0; i < blocks.depth * blocks.heads; i++) fit(blocks.rest[i]);
-        for (long i = 0; blocks.projections && i < (blocks.shared ? 1 : blocks.heads); i++) fit(blocks.projections[i]);
-        slab = (slab + 63) / 64 * 64;
+        InputRoom room(blocks.heads * call.rows, blocks.width);
+        room.fit(blocks.first);
+        for (long i = 0; i < blocks.depth * blocks.heads; i++) room.fit(blocks.rest[i]);
+        for (long i = 0; blocks.projections && i < (blocks.shared ? 1 : blocks.heads); i++)
+            room.fit(blocks.projections[i]);
         side = apart(blocks.first.out());
         output = pieces.take<bfloat16>(call.rows * side);
-        inputs = {nullptr, 0, call.rows, nullptr, slab};
-        inputs.rows = pieces.take<bfloat16>(all * widest);
-        inputs.prepared = pieces.take<char>(slabs * slab);
+        inputs = room.take(pieces);
         end = pieces.at;
     }
 };
 
-struct Worker {
+struct BlocksWorker : Worker {
     const Blocks &blocks;
     const BlocksCall &call;
-    const Work &work;
-    const long thread, threads;
-
-    static void wait() {
-#pragma omp barrier
-    }
-    long from(long count) const { return count * thread / threads; }
-    long to(long count) const { return count * (thread + 1) / threads; }
+    const BlocksBuffers &buffers;
 
     // The inputs of a product, `count` rows that lie one behind the other.
     Inputs read(const Product &product, const bfloat16 *x, long count) const {
-        Inputs inputs = work.inputs;
+        Inputs inputs = buffers.inputs;
         const long in = product.in();
         inputs.stride = apart(in);
         inputs.count = count;
@@ -101,22 +80,22 @@ struct Worker {
 
     void first() const {
         const Inputs inputs = read(blocks.first, call.x, call.rows);
-        blocks.first.run(inputs, {work.output, nullptr, work.side}, thread, threads);
+        blocks.first.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
         wait();
         const long all = blocks.heads * call.rows, width = blocks.width;
         for (long task = from(all); task < to(all); task++) {
             const long head = task / call.rows, row = task % call.rows;
-            const bfloat16 *found = work.output + row * work.side, *x = call.x + row * width;
+            const bfloat16 *found = buffers.output + row * buffers.side, *x = call.x + row * width;
             joined(blocks.residual ? found : x, found + (blocks.residual + head) * width, states(head, row));
         }
         wait();
     }
     void next(const Product &product, long head) const {
         const Inputs inputs = read(product, states(head, 0), call.rows);
-        product.run(inputs, {work.output, nullptr, work.side}, thread, threads);
+        product.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
         wait();
         for (long row = from(call.rows); row < to(call.rows); row++)
-            joined(states(head, row), work.output + row * work.side, states(head, row));
+            joined(states(head, row), buffers.output + row * buffers.side, states(head, row));
         wait();
     }
     void project() const {
@@ -140,14 +119,14 @@ thread_local Kept kept;
 // States of K heads, and their logits and best tokens where there are projections.  `failed` becomes 1 where there is
 // not enough memory.
 extern "C" void blocks(const Blocks *blocks, const BlocksCall *call, long threads, long *failed) {
-    const long size = Work(*blocks, *call, nullptr).end - (char *)nullptr;
+    const long size = BlocksBuffers(*blocks, *call, nullptr).end - (char *)nullptr;
     char *const memory = kept.of(size);
     *failed = !memory;
     if (!memory) return;
-    const Work work(*blocks, *call, memory);
+    const BlocksBuffers buffers(*blocks, *call, memory);
 #pragma omp parallel num_threads(threads)
     {
-        const Worker worker = {*blocks, *call, work, omp_get_thread_num(), omp_get_num_threads()};
+        const BlocksWorker worker = {{}, *blocks, *call, buffers};
         worker.first();
         for (long depth = 0; depth < blocks->depth; depth++)
             for (long head = 0; head < blocks->heads; head++) worker.next(blocks->rest[depth * blocks->heads + head], head);

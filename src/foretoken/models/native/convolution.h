@@ -1,4 +1,4 @@
-// Convolutions over the rows of a text whose kernels follow the rows (DFlash2).
+// Convolutions over the rows of a sequence whose kernels follow the rows (DFlash2).
 #pragma once
 
 #include "linear.h"
@@ -10,7 +10,7 @@ struct Convolution {
     const float *base;          // [2, taps, width]: in front of the sublayer, and behind it
     long taps, group;
 
-    // LANES channels, from `from` on, of a row x with `before` rows of its text in front of it, `stride` apart; `moving`
+    // LANES channels, from `from` on, of a row x with `before` rows of its sequence in front of it, `stride` apart; `moving`
     // are the kernels of the row.
     Floats at(long side, const bfloat16 *moving, long before, long width, long from, const bfloat16 *x, long stride) const {
         const long groups = width / group, count = before + 1 < taps ? before + 1 : taps;

@@ -9,9 +9,8 @@
 #include "attention.h"
 #include "best.h"
 #include "convolution.h"
-#include "linear.h"
-#include "memory.h"
 #include "stages.h"
+#include "worker.h"
 
 namespace {
 
@@ -41,12 +40,12 @@ struct Model {
     Product entry;
 };
 
-// Rows of a call that share a cache: `widths[text]` rows of each text, written from slot `starts[text]` on.
+// Rows of a call that share a cache: `widths[i]` rows of a sequence i, written from slot `starts[i]` on.
 struct Group {
-    bfloat16 *const *keys, *const *values;       // of each layer, [texts of the cache, kv_heads, slots, dim]
-    long slots, used, first, texts, width;       // rows of the cache from `first` on; columns of the masks
+    bfloat16 *const *keys, *const *values;       // of each layer, [sequences of the cache, kv_heads, slots, dim]
+    long slots, used, first, sequences, width;   // rows of the cache from `first` on; columns of the masks
     const long *starts, *widths;
-    const bfloat16 *const *masks;                // of each kind [texts, width, used]; null: everything is seen,
+    const bfloat16 *const *masks;                // of each kind [sequences, width, used]; null: everything is seen,
     long upto;                                   // or, if this is set, the slots up to a row's own
 };
 
@@ -70,9 +69,9 @@ struct Call {
 
 struct Row {
     const Group *group;
-    long text, slot;                             // in the cache
-    long column;                                 // of the masks: text * width + column
-    long before;                                 // rows of its text in front of it in the call
+    long sequence, slot;                         // in the cache
+    long column;                                 // of the masks: sequence * width + column
+    long before;                                 // rows of its sequence in front of it in the call
 };
 
 // Rows that attend together, `count` from `row` on.
@@ -80,7 +79,7 @@ struct Together {
     long row, count;
 };
 
-struct Buffers {
+struct ForwardBuffers {
     Row *row;
     Together *together;
     long tiles;                  // of `together`
@@ -98,20 +97,15 @@ struct Buffers {
     bfloat16 *kernels;           // of the convolutions around a sublayer
     char *end;
 
-    Buffers(const Model &model, const Call &call, long threads, char *base) {
+    ForwardBuffers(const Model &model, const Call &call, long threads, char *base) {
         Pieces pieces = {base};
-        long widest = apart(model.width), slab = 0, slabs = 1, used = 0;  // of a row with what lies behind it
+        InputRoom inputs_room(call.rows, model.width);
+        long used = 0;
         side = model.width;
         moving = 0;
         const auto fit = [&](const Product &product) {
-            if (!product.count) return;
-            if (apart(product.in()) > widest) widest = apart(product.in());
+            inputs_room.fit(product);
             if (product.out() > side && &product != &model.head) side = product.out();
-            if (product.count > slabs) slabs = product.count;
-            for (long i = 0; i < product.count; i++) {
-                const long bytes = prepared_bytes(product.parts[i], call.rows);
-                if (bytes > slab) slab = bytes;
-            }
         };
         for (long i = call.start; i < call.stop; i++) {
             const Layer &layer = model.layers[i];
@@ -128,7 +122,6 @@ struct Buffers {
             if (call.group[g].used > used) used = call.group[g].used;
         room = used + SPARE;
         working = (attention_work(used) + 15) / 16 * 16;
-        slab = (slab + 63) / 64 * 64;
         row = pieces.take<Row>(call.rows);
         together = pieces.take<Together>(call.rows);
         seen = pieces.take<std::int32_t>(call.kinds * call.rows * room);
@@ -136,9 +129,7 @@ struct Buffers {
         weights = pieces.take<float>(threads * working);
         x = pieces.take<bfloat16>(call.rows * model.width);
         queries = pieces.take<bfloat16>(call.rows * model.heads * model.dim);
-        inputs = {nullptr, 0, call.rows, nullptr, slab};
-        inputs.rows = pieces.take<bfloat16>(call.rows * widest);
-        inputs.prepared = pieces.take<char>(slabs * slab);
+        inputs = inputs_room.take(pieces);
         side = apart(side);
         output = pieces.take<bfloat16>(call.rows * side);
         moving = apart(moving);
@@ -148,18 +139,10 @@ struct Buffers {
 };
 
 // One thread's part of a forward.
-struct Worker {
+struct ForwardWorker : Worker {
     const Model &model;
     const Call &call;
-    Buffers &buffers;
-    const long thread, threads;
-
-    static void wait() {
-#pragma omp barrier
-    }
-    // This thread's share of `count` things, one behind the other.
-    long from(long count) const { return count * thread / threads; }
-    long to(long count) const { return count * (thread + 1) / threads; }
+    ForwardBuffers &buffers;
 
     void begin() const;
     void attention(const Layer &layer, long index) const;
@@ -193,19 +176,19 @@ struct Worker {
 };
 
 // Where every row is, which slots it sees, and the states that it starts from.
-void Worker::begin() const {
+void ForwardWorker::begin() const {
     if (thread == 0) {
         const long most = rows_at_once(model.heads / model.kv_heads);
         long place = 0;
         buffers.tiles = 0;
         for (long g = 0; g < call.groups; g++) {
             const Group &group = call.group[g];
-            for (long text = 0; text < group.texts; text++)
-                for (long column = 0; column < group.widths[text]; column++) {
+            for (long i = 0; i < group.sequences; i++)
+                for (long column = 0; column < group.widths[i]; column++) {
                     if (column % most == 0) buffers.together[buffers.tiles++] = {place, 0};
                     buffers.together[buffers.tiles - 1].count++;
-                    buffers.row[place++] = {&group, group.first + text, group.starts[text] + column,
-                                            text * group.width + column, column};
+                    buffers.row[place++] = {&group, group.first + i, group.starts[i] + column,
+                                            i * group.width + column, column};
                 }
         }
     }
@@ -231,7 +214,7 @@ void Worker::begin() const {
 }
 
 // Embeddings and states, normed, side by side.
-void Worker::paired(const Product &product, const Inputs &inputs) const {
+void ForwardWorker::paired(const Product &product, const Inputs &inputs) const {
     const long width = model.width;
     for (long row = from(call.rows); row < to(call.rows); row++) {
         bfloat16 *place = inputs.rows + row * inputs.stride;
@@ -244,14 +227,14 @@ void Worker::paired(const Product &product, const Inputs &inputs) const {
 
 // Queries and keys are normalised and turned on their way to their buffer and to the cache, to which values go as they
 // are.  (Not in place: a norm of all heads reads those that another thread has turned.)
-void Worker::heads(const Layer &layer, long index) const {
+void ForwardWorker::heads(const Layer &layer, long index) const {
     const long heads = model.heads, groups = model.kv_heads, dim = model.dim, all = heads + 2 * groups;
     for (long task = from(call.rows * all); task < to(call.rows * all); task++) {
         const long row = task / all, head = task % all;
         const Row &at = buffers.row[row];
         const bfloat16 *qkv = buffers.output + row * buffers.side, *x = qkv + head * dim;
         const long group = (head - heads) % groups;
-        const long place = ((at.text * groups + group) * at.group->slots + at.slot) * dim;
+        const long place = ((at.sequence * groups + group) * at.group->slots + at.slot) * dim;
         if (head >= heads + groups) {
             std::memcpy(at.group->values[index] + place, x, 2 * dim);
             continue;
@@ -273,7 +256,7 @@ void Worker::heads(const Layer &layer, long index) const {
 
 // Attention of all rows.  A thread takes heads that share keys and values one behind the other: neighbouring rows then
 // find those in its cache.
-void Worker::mix(const Layer &layer, long index, const Inputs &inputs) const {
+void ForwardWorker::mix(const Layer &layer, long index, const Inputs &inputs) const {
     const Attending attending;
     const long dim = model.dim, each = model.heads / model.kv_heads, wholes = buffers.tiles * model.kv_heads;
     long chunks = (each + QUERIES_AT_ONCE - 1) / QUERIES_AT_ONCE;
@@ -285,7 +268,7 @@ void Worker::mix(const Layer &layer, long index, const Inputs &inputs) const {
         const long first = each * chunk / chunks, head = group * each + first;
         const Row &at = buffers.row[rows.row];
         const long place = layer.mask * call.rows + rows.row;
-        const long start = (at.text * model.kv_heads + group) * at.group->slots * dim;
+        const long start = (at.sequence * model.kv_heads + group) * at.group->slots * dim;
         const Slots keys = {at.group->keys[index] + start, dim, at.group->used};
         const Slots values = {at.group->values[index] + start, dim, at.group->used};
         const Queries queries = {buffers.queries + (rows.row * model.heads + head) * dim, model.heads * dim, dim, rows.count,
@@ -297,7 +280,7 @@ void Worker::mix(const Layer &layer, long index, const Inputs &inputs) const {
 }
 
 // The input of a sublayer: rows of the residual stream, normalised, and convolved where there is a convolution.
-void Worker::entered(const Product &product, const Inputs &inputs, Norm norm, const Convolution &around) const {
+void ForwardWorker::entered(const Product &product, const Inputs &inputs, Norm norm, const Convolution &around) const {
     if (!around.kernels.count) {
         normed(product, inputs, norm);
         return;
@@ -319,7 +302,8 @@ void Worker::entered(const Product &product, const Inputs &inputs, Norm norm, co
 }
 
 // The last product of a sublayer, added to the residual stream.
-void Worker::finish(const Product &product, const Inputs &inputs, Norm after, double scale, const Convolution &around) const {
+void ForwardWorker::finish(const Product &product, const Inputs &inputs, Norm after, double scale,
+                           const Convolution &around) const {
     const long width = model.width;
     const bool plain = !after.weight && scale == 1 && !around.kernels.count;
     if (plain)
@@ -340,7 +324,7 @@ void Worker::finish(const Product &product, const Inputs &inputs, Norm after, do
     wait();
 }
 
-void Worker::attention(const Layer &layer, long index) const {
+void ForwardWorker::attention(const Layer &layer, long index) const {
     const Inputs inputs = inputs_of(layer.qkv, call.rows);
     if (model.begins == WIDE && index == 0)
         paired(layer.qkv, inputs);
@@ -357,7 +341,7 @@ void Worker::attention(const Layer &layer, long index) const {
     finish(layer.out, mixed, layer.after_attention, layer.added, layer.around_attention);
 }
 
-void Worker::mlp(const Layer &layer) const {
+void ForwardWorker::mlp(const Layer &layer) const {
     const Inputs inputs = inputs_of(layer.gate_up, call.rows), gated = inputs_of(layer.down, call.rows);
     entered(layer.gate_up, inputs, layer.before_mlp, layer.around_mlp);
     layer.gate_up.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
@@ -372,7 +356,7 @@ void Worker::mlp(const Layer &layer) const {
     finish(layer.down, gated, layer.after_mlp, layer.added, layer.around_mlp);
 }
 
-void Worker::tap(bfloat16 *place) const {
+void ForwardWorker::tap(bfloat16 *place) const {
     if (!place) return;
     const long width = model.width;
     for (long row = from(call.rows); row < to(call.rows); row++)
@@ -380,7 +364,7 @@ void Worker::tap(bfloat16 *place) const {
 }
 
 // The last norm, and the logits that are asked for.
-void Worker::end() const {
+void ForwardWorker::end() const {
     const long width = model.width, all = call.last ? call.rows : 0;
     for (long row = from(all); row < to(all); row++)
         normalise(model.last, buffers.x + row * width, width, call.last + row * width);
@@ -407,14 +391,14 @@ thread_local Kept kept;
 
 // Runs layers `start` to `stop`, the last norm and the head.  `failed` becomes 1 where there is not enough memory.
 extern "C" void forward(const Model *model, const Call *call, long threads, long *failed) {
-    const long size = Buffers(*model, *call, threads, nullptr).end - (char *)nullptr;
+    const long size = ForwardBuffers(*model, *call, threads, nullptr).end - (char *)nullptr;
     char *const work = kept.of(size);
     *failed = !work;
     if (!work) return;
-    Buffers buffers(*model, *call, threads, work);
+    ForwardBuffers buffers(*model, *call, threads, work);
 #pragma omp parallel num_threads(threads)
     {
-        const Worker worker = {*model, *call, buffers, omp_get_thread_num(), omp_get_num_threads()};
+        const ForwardWorker worker = {{}, *model, *call, buffers};
         worker.begin();
         for (long i = call->start; i < call->stop; i++) {
             worker.tap(call->taps[i]);

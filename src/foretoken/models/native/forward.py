@@ -72,7 +72,7 @@ class GroupStruct(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_long) for name in ("slots", "used", "first", "texts", "width")),
+        *((name, c_long) for name in ("slots", "used", "first", "sequences", "width")),
         *((name, c_void_p) for name in ("starts", "widths", "masks")),
         ("upto", c_long),
     )

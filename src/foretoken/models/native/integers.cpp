@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr long CHUNK = 16;             // tiles that share a block of weights before the next one is read
+constexpr long TILES_AT_ONCE = 16;     // tiles that share a block of weights before the next one is read
 constexpr float LARGEST = 32767;
 constexpr int MIDDLE8 = 128;           // what is added to a weight in 8 bits to make it unsigned
 constexpr float MIDDLE4 = 8;
@@ -21,9 +21,9 @@ constexpr long EXACT8 = 256, EXACT4 = 4096;  // so many products fit into a sum 
 constexpr long EACH = WIDTH / LANES;  // vectors of outputs
 // Rows of a tile.
 #if defined(__AVX512F__)
-constexpr long MOST8 = 8, MOST4 = 6;
+constexpr long TILE_ROWS8 = 8, TILE_ROWS4 = 6;
 #else
-constexpr long MOST8 = 3, MOST4 = 3;
+constexpr long TILE_ROWS8 = 3, TILE_ROWS4 = 3;
 #endif
 
 // Which of eight inputs lies where, so that pairs are those of the weights: of four 0 2, 1 3; of eight 0 2, 4 6, 1 3, 5 7.
@@ -193,14 +193,14 @@ void prepare_integers(const Linear &linear, const Inputs &x, long row) {
 }
 
 void multiply_integers(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to) {
-    const long most = linear.kind == EIGHT ? MOST8 : MOST4, tiles = (x.count + most - 1) / most;
+    const long most = linear.kind == EIGHT ? TILE_ROWS8 : TILE_ROWS4, tiles = (x.count + most - 1) / most;
     const Tile *tile = linear.kind == EIGHT ? TILES8 : TILES4;
     const Activations activations(x.prepared, x.count, linear.in);
-    for (long chunk = 0; chunk < tiles; chunk += CHUNK)
+    for (long chunk = 0; chunk < tiles; chunk += TILES_AT_ONCE)
         for (long block = from; block < to; block++) {
             const long column = block * WIDTH;
             const int width = linear.out - column < WIDTH ? int(linear.out - column) : int(WIDTH);
-            for (long t = chunk; t < tiles && t < chunk + CHUNK; t++) {
+            for (long t = chunk; t < tiles && t < chunk + TILES_AT_ONCE; t++) {
                 const long row = x.count * t / tiles, at = row * y.stride + column;
                 tile[x.count * (t + 1) / tiles - row](
                     activations, row, linear, block,

@@ -18,7 +18,7 @@ namespace integers8 {
 constexpr long BLOCK = 32;    // inputs that share a scale of activations
 constexpr long HALF = 16;     // inputs of which sums are kept, too: some weights have a scale for as many
 constexpr long SUPER = 256;   // weights that share the float16 numbers of Form::STEPS
-constexpr long CHUNK = 8;     // tiles of rows that share a block of weights before the next one is read
+constexpr long TILES_AT_ONCE = 8;  // tiles of rows that share a block of weights before the next one is read
 constexpr long NEAR = 1 << 17;  // bytes of a block of weights of which two stay in the second cache
 constexpr int MIDDLE8 = 128;  // what is added to a weight in 8 bits to make it unsigned
 constexpr float MOST_BYTE = 127;
@@ -26,9 +26,9 @@ constexpr std::int32_t TINY = 0x08000000;  // the bits of 2^-111: inputs below i
 
 // Rows of a tile, and registers for its sums of integers.
 #if defined(__AVX512F__)
-constexpr long MOST = 8, REGISTERS = 16;
+constexpr long TILE_ROWS = 8, REGISTERS = 16;
 #else
-constexpr long MOST = 4, REGISTERS = 8;
+constexpr long TILE_ROWS = 4, REGISTERS = 8;
 #endif
 
 // Vectors of outputs of a tile of so many rows, where a row has so many sums of a vector.
@@ -323,18 +323,18 @@ inline void finish(float *sums, const float *bias, const Outputs &y, long row, l
 // Outputs `from` to `to` of x weight^T, in blocks of WIDTH.
 inline void multiply(const Activations &x, long rows, const Weight &weight, const float *bias, const Outputs &y, long from,
                      long to) {
-    const long most = rows < CHUNK * MOST ? rows : CHUNK * MOST;
+    const long most = rows < TILES_AT_ONCE * TILE_ROWS ? rows : TILES_AT_ONCE * TILE_ROWS;
     const long parts = weight.form != PER_ROW && weight.group < BLOCK ? 2 : 1, size = Rows::row_bytes(x, parts);
     const bool halved = !ADDS_BYTES && (weight.form == PER_ROW || weight.bits == 8);
     const Tile *tile = tiles_of(weight);
     static thread_local Kept kept;
     char *work = kept.of(most * size);
     // Without memory, tiles of one row: they need none, and have the same bits.
-    const long tiles = work ? (rows + MOST - 1) / MOST : rows;
-    alignas(64) float sums[MOST][WIDTH];
-    for (long chunk = 0; chunk < tiles; chunk += CHUNK) {
-        const long end = chunk + CHUNK < tiles ? chunk + CHUNK : tiles, low = rows * chunk / tiles;
-        Rows all[CHUNK];
+    const long tiles = work ? (rows + TILE_ROWS - 1) / TILE_ROWS : rows;
+    alignas(64) float sums[TILE_ROWS][WIDTH];
+    for (long chunk = 0; chunk < tiles; chunk += TILES_AT_ONCE) {
+        const long end = chunk + TILES_AT_ONCE < tiles ? chunk + TILES_AT_ONCE : tiles, low = rows * chunk / tiles;
+        Rows all[TILES_AT_ONCE];
         long passes = 0;
         for (long t = chunk; t < end; t++) {
             const long row = rows * t / tiles, count = rows * (t + 1) / tiles - row;

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-BLOCK, MOST, TINY = 32, 127, 2.0**-111
+BLOCK, MOST_BYTE, TINY = 32, 127, 2.0**-111
 """Inputs per scale, their largest byte, and the limit below which a maximum counts as zero, as in the source."""
 
 
@@ -19,6 +19,6 @@ def rounded(x: Tensor) -> Tensor:
     """The numbers [n, in] in float64 that the kernel multiplies instead of x [n, in]; its readable twin."""
     blocks = F.pad(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # [n, in / 32, 32]
     top = blocks.abs().amax(-1, keepdim=True)
-    scale = torch.where(top < TINY, 1.0, top / MOST)
+    scale = torch.where(top < TINY, 1.0, top / MOST_BYTE)
     whole = (blocks * (1 / scale)).round()
     return (whole.double() * scale.double()).flatten(1)[:, : x.shape[1]]

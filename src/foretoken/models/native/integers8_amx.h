@@ -12,16 +12,16 @@
 namespace lanes {
 namespace integers8 {
 
-constexpr long FEWEST = 10;           // rows that tiles multiply sooner than vectors do
-constexpr long ALL = 2 * amx::ROWS;   // rows that share weights
-constexpr long AT_ONCE = 4;           // groups of inputs whose integers become numbers together
-constexpr long TILES = 2;             // that share a block of weights: the bytes of more rows leave the nearer cache
+constexpr long FEWEST_ROWS = 10;              // rows that tiles multiply sooner than vectors do
+constexpr long ROWS_AT_ONCE = 2 * amx::ROWS;  // rows that share weights
+constexpr long GROUPS_AT_ONCE = 4;            // groups of inputs whose integers become numbers together
+constexpr long AMX_TILES_AT_ONCE = 2;         // that share a block of weights: more rows' bytes leave the nearer cache
 
 // Sums of a block of WIDTH outputs: the integers of a few groups, and the numbers.
 struct Sums {
-    alignas(64) std::int32_t whole[AT_ONCE][ALL][WIDTH];
-    alignas(64) float numbers[ALL][WIDTH];
-    alignas(64) std::uint8_t unpacked[AT_ONCE][BLOCK / 4][amx::LINE];  // weights in 4 bits as bytes
+    alignas(64) std::int32_t whole[GROUPS_AT_ONCE][ROWS_AT_ONCE][WIDTH];
+    alignas(64) float numbers[ROWS_AT_ONCE][WIDTH];
+    alignas(64) std::uint8_t unpacked[GROUPS_AT_ONCE][BLOCK / 4][amx::LINE];  // weights in 4 bits as bytes
 };
 
 // Weights of one group of SIZE inputs in 4 bits as bytes.
@@ -51,7 +51,7 @@ template <int BITS, long SIZE, bool TWO>
 void add_groups(const std::int8_t *place, long stride, const std::uint8_t *w, long count, Sums &sums) {
     constexpr long BYTES = SIZE * WIDTH * BITS / 8;
     for (long k = 0; k < count; k++) {
-        fetch_ahead((const char *)w + k * BYTES, BYTES, amx::AHEAD);
+        fetch_ahead((const char *)w + k * BYTES, BYTES, amx::TILE_BYTES_AHEAD);
         if (BITS == 4) unpack<SIZE>(w + k * BYTES, sums.unpacked[k]);
     }
     for (long k = 0; k < count; k++, place += SIZE) {
@@ -72,7 +72,7 @@ void add_groups(const std::int8_t *place, long stride, const std::uint8_t *w, lo
 template <int PARTS>
 void add_scaled(const Activations &x, long row, long rows, const Scales (&scales)[2], long shared, long g, long count,
                 Sums &sums) {
-    Floats scale[AT_ONCE][2], zero[AT_ONCE][2];
+    Floats scale[GROUPS_AT_ONCE][2], zero[GROUPS_AT_ONCE][2];
     for (long k = 0; k < count; k++) UNROLL for (int v = 0; v < 2; v++)
         scales[v].read((g + k) / shared, 0, scale[k][v], zero[k][v]);
     for (long r = 0; r < rows; r++) {
@@ -118,8 +118,8 @@ void tile_amx(const Activations &x, long row, long rows, const Weight &weight, l
     const Scales scales[2] = {Scales(weight, block, 0), Scales(weight, block, LANES)};
     const std::uint8_t *w = weight.block(block);
     std::memset(sums.numbers, 0, rows * sizeof sums.numbers[0]);
-    for (long g = 0; g < groups; g += AT_ONCE) {
-        const long count = groups - g < AT_ONCE ? groups - g : AT_ONCE;
+    for (long g = 0; g < groups; g += GROUPS_AT_ONCE) {
+        const long count = groups - g < GROUPS_AT_ONCE ? groups - g : GROUPS_AT_ONCE;
         add_groups<BITS, SIZE, TWO>(x.bytes + row * x.stride + g * SIZE, x.stride, w, count, sums);
         w += count * SIZE * WIDTH * BITS / 8;
         if (plain)
@@ -140,19 +140,20 @@ AmxTile amx_tile_of(const Weight &weight) {
 }
 
 // Whether these products are made here.
-inline bool takes_amx(long rows, const Weight &weight) { return rows >= FEWEST && weight.in % BLOCK == 0; }
+inline bool takes_amx(long rows, const Weight &weight) { return rows >= FEWEST_ROWS && weight.in % BLOCK == 0; }
 
 // Outputs `from` to `to` of x weight^T, in blocks of WIDTH.
 inline void multiply_amx(const Activations &x, long rows, const Weight &weight, const float *bias, const Outputs &y,
                          long from, long to) {
-    const long tiles = (rows + ALL - 1) / ALL, depth = (weight.form != PER_ROW && weight.group < BLOCK ? 16 : 32) / 4;
+    const long tiles = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    const long depth = (weight.form != PER_ROW && weight.group < BLOCK ? 16 : 32) / 4;
     const AmxTile one = amx_tile_of<false>(weight), two = amx_tile_of<true>(weight);
     amx::Configured shapes(depth);
     Sums sums;
-    for (long chunk = 0; chunk < tiles; chunk += TILES)
+    for (long chunk = 0; chunk < tiles; chunk += AMX_TILES_AT_ONCE)
         for (long block = from; block < to; block++) {
             const long column = block * WIDTH, width = weight.out - column < WIDTH ? weight.out - column : WIDTH;
-            for (long t = chunk; t < tiles && t < chunk + TILES; t++) {
+            for (long t = chunk; t < tiles && t < chunk + AMX_TILES_AT_ONCE; t++) {
                 const amx::Share own(rows, t, tiles);
                 shapes.take(own.count);
                 (own.count > amx::ROWS ? two : one)(x, own.first, own.count, weight, block, sums);

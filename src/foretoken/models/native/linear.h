@@ -6,11 +6,11 @@
 
 #include "lanes.h"
 
-constexpr long WIDTH = 32;    // outputs that are stored together: two registers of sums
-constexpr long AHEAD = 3072;  // bytes: not every CPU looks for weights so far ahead, and none behind a tile of several rows
+constexpr long WIDTH = 32;          // outputs that are stored together: two registers of sums
+constexpr long BYTES_AHEAD = 3072;  // not every CPU looks for weights so far ahead, and none behind a tile of several rows
 
 // Asks for `bytes` of weights ahead of their turn.
-inline void fetch_ahead(const void *weight, long bytes, long ahead = AHEAD) {
+inline void fetch_ahead(const void *weight, long bytes, long ahead = BYTES_AHEAD) {
     UNROLL for (long line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)weight + ahead + line);
 }
 

@@ -65,7 +65,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("early_exit", "plain", "own_layers:EarlyExit", "the exit layer, as JSON", {"huggingface": ""}),
     Layout("layer_skip", "plain", "own_layers:LayerSkip", "the skipped sublayers, as JSON"),
     Layout("mtp", "speculators", "mtp:MtpSpeculators", "vllm-project/speculators", {"vllm": ""}),
-    Layout("mtp", "native", "mtp:MtpNative", "the target's own checkpoint"),
+    Layout("mtp", "native", "mtp:MtpTargetCheckpoint", "the target's own checkpoint"),
 )
 
 DEFAULTS = {

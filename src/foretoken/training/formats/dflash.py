@@ -98,7 +98,7 @@ class DflashPlain(NetFormat):
             **layers_of(shape, target),
             "block_size": shape.block,
             "num_target_layers": target.parts.num_layers,
-            "draft_vocab_size": shape.guessed,
+            "draft_vocab_size": shape.num_draft_ids,
             "dflash_config": inner,
         }
 
@@ -135,7 +135,7 @@ class DflashSpeculators(DflashPlain):
                 self.method, speculative_tokens=shape.drafts, verifier_accept_k=1, accept_tolerance=0.0
             ),
             "transformer_layer_config": layers_of(shape, target),
-            "draft_vocab_size": shape.guessed,
+            "draft_vocab_size": shape.num_draft_ids,
             "target_hidden_size": shape.hidden_size,
             "aux_hidden_state_layer_ids": [int(part) for part in shape.taps.split(",")],
             **self.block_keys(shape),

@@ -64,7 +64,7 @@ class Eagle3Plain(NetFormat):
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             **layers_of(shape, target),
-            "draft_vocab_size": shape.guessed,
+            "draft_vocab_size": shape.num_draft_ids,
             "target_hidden_size": shape.hidden_size,
             **{key: getattr(shape, key) for key in NORMS},
         }
@@ -78,9 +78,9 @@ class Eagle3Plain(NetFormat):
         """Tensors by their names; without vocabulary maps if the draft vocabulary is the whole one."""
         layer = self.layer if shape.num_layers == 1 else "layers.0"
         tensors = {theirs: trained.tensors[ours] for ours, theirs in self.names(shape, layer).items()}
-        rows = trained.tensors["d2t"] + torch.arange(shape.guessed)
+        rows = trained.tensors["d2t"] + torch.arange(shape.num_draft_ids)
         tensors["lm_head.weight"] = target.head(rows) if shape.share_head else trained.tensors["lm_head.weight"]
-        if shape.guessed < shape.vocab_size:
+        if shape.num_draft_ids < shape.vocab_size:
             tensors["d2t"], tensors["t2d"] = trained.tensors["d2t"], trained.tensors["t2d"]
         return tensors
 
@@ -111,7 +111,7 @@ class Eagle3Plain(NetFormat):
         if embedding is not None:
             tensors[EMBEDDING] = embedding
         maps = vocabulary(tensors, whole(checkpoint.config, "draft_vocab_size", default=0, least=0), target)
-        guessed = len(maps["d2t"])
+        num_draft_ids = len(maps["d2t"])
         head = tensors.get("lm_head.weight")
         config = {
             **layer_config(checkpoint.config),
@@ -119,9 +119,9 @@ class Eagle3Plain(NetFormat):
             **variant(checkpoint.config, tensors),
             **self.more(checkpoint.config, target),
             "vocab_size": target.parts.vocab_size,
-            "draft_vocab": 0 if guessed == target.parts.vocab_size else guessed,
+            "draft_vocab": 0 if num_draft_ids == target.parts.vocab_size else num_draft_ids,
             "layers": fused(checkpoint.config, tensors, target),
-            "share_head": head is not None and target.is_head(head, maps["d2t"] + torch.arange(guessed)),
+            "share_head": head is not None and target.is_head(head, maps["d2t"] + torch.arange(num_draft_ids)),
             "own_embedding": embedding is not None,
         }
         shape = self.net_config(**config)
@@ -197,15 +197,15 @@ def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     return depths
 
 
-def vocabulary(tensors: Mapping[str, Tensor], guessed: int, target: Target) -> dict[str, Tensor]:
+def vocabulary(tensors: Mapping[str, Tensor], num_draft_ids: int, target: Target) -> dict[str, Tensor]:
     """``d2t``, and ``t2d`` computed from it.  Raises ``ValueError`` for tokens outside of the target's vocabulary, and
     for duplicates."""
     vocab, offsets = target.parts.vocab_size, tensors.get("d2t")
-    if offsets is None and guessed not in (0, vocab):
-        raise ValueError(f"the checkpoint lacks the tensor d2t, the ids of its {guessed} draft tokens")
+    if offsets is None and num_draft_ids not in (0, vocab):
+        raise ValueError(f"the checkpoint lacks the tensor d2t, the ids of its {num_draft_ids} draft tokens")
     offsets = torch.zeros(vocab, dtype=torch.int64) if offsets is None else offsets.to(torch.int64)
-    if offsets.dim() != 1 or (guessed and len(offsets) != guessed):
-        raise ValueError(f"d2t is {list(offsets.shape)} and must be [{guessed}]")
+    if offsets.dim() != 1 or (num_draft_ids and len(offsets) != num_draft_ids):
+        raise ValueError(f"d2t is {list(offsets.shape)} and must be [{num_draft_ids}]")
     tokens = offsets + torch.arange(len(offsets))
     if not len(tokens) or int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
         raise ValueError(
@@ -213,9 +213,9 @@ def vocabulary(tensors: Mapping[str, Tensor], guessed: int, target: Target) -> d
         )
     if len(tokens.unique()) < len(tokens):
         raise ValueError("d2t names a token twice: it holds offsets, id = i + d2t[i]")
-    is_guessed = torch.zeros(vocab, dtype=torch.bool)
-    is_guessed[tokens] = True
-    return {"d2t": offsets, "t2d": is_guessed}
+    in_draft_vocab = torch.zeros(vocab, dtype=torch.bool)
+    in_draft_vocab[tokens] = True
+    return {"d2t": offsets, "t2d": in_draft_vocab}
 
 
 def layers_of(shape: Eagle3Config, target: Target) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class Eagle3Speculators(Eagle3Plain):
                 "eagle3", speculative_tokens=DEPTH, verifier_accept_k=1, accept_tolerance=0.0
             ),
             "transformer_layer_config": layers_of(shape, target),
-            "draft_vocab_size": shape.guessed,
+            "draft_vocab_size": shape.num_draft_ids,
             "target_hidden_size": shape.hidden_size,
             IDS: layer_ids(shape),
             **{key: getattr(shape, key) for key in NORMS},

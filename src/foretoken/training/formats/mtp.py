@@ -22,7 +22,7 @@ from foretoken.loading import has_drafter, read_head, resolve
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.methods.drafters.nets.store import WEIGHTS, load_weights, read_description, save_drafter
-from foretoken.models.forward.heads.mtp import NEXTN, QWEN, TARGETS_OWN, native_module, unfused
+from foretoken.models.forward.heads.mtp import NEXTN, QWEN, TARGETS_OWN, target_layer_module, unfused
 from foretoken.models.forward.heads.stacked import StackedModules
 from foretoken.registry import Spec
 from foretoken.training.formats.base import (
@@ -72,7 +72,7 @@ class MtpSpeculators(Format):
         if sources:
             modules = trained_modules(sources[0], target)
         else:
-            modules = [native_module(parts.network, head) for head in read_head(parts.network)]
+            modules = [target_layer_module(parts.network, head) for head in read_head(parts.network)]
         tensors = {
             f"mtp_layers.{number}.{THEIRS.get(name, name.removeprefix('layer.'))}": tensor
             for number, module in enumerate(modules)
@@ -92,7 +92,7 @@ class MtpSpeculators(Format):
             raise ValueError("config.json lacks transformer_layer_config")
         check_sizes(inner, target)
         by_module = ours_of(unquantised(source, self.warnings))
-        modules = [native_module(target.parts.network, tensors) for tensors in by_module]
+        modules = [target_layer_module(target.parts.network, tensors) for tensors in by_module]
         tensors = [tensor for module in by_module for tensor in module.values()]
         if any(tensor.is_floating_point() and tensor.dtype != DTYPE for tensor in tensors):
             self.warnings.append("the weights were rounded to bfloat16")
@@ -151,7 +151,7 @@ def described(target: Target, modules: int) -> dict[str, Any]:
     }
 
 
-class MtpNative(Format):
+class MtpTargetCheckpoint(Format):
     """Export only: a head in the target's own checkpoint is used from there, as ``mtp``."""
 
     method = "mtp"

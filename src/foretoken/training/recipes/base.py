@@ -80,10 +80,22 @@ class Batch:
 class Recipe(ABC):
     """The training of one method.
 
+    ``config``, a ``config_class``, holds three sets of values:
+
+    ======================  ============================================================================================
+    what a user may set     ``settings``: fields of ``config_class`` that are not ``fixed``; ``configure`` reads their
+                            values (``read_settings`` does, without a target), ``described_settings`` lists them, and
+                            the ``target_defaults`` among them without a default
+    what the network needs  fields of ``net_config`` (without one, of ``config_class``): settings, and the ``fixed``
+                            fields, whose values ``from_target`` gives with the ``target_defaults``; ``build`` reads it
+    what is stored          ``stored_config``: the same, in ``drafter.json``; without the ``shape`` of the drafter's
+                            trees, options that depend on the target it then drafts for
+    ======================  ============================================================================================
+
     Attributes:
-        config_class: dataclass of the settings; its fields are the options of ``--set``.
+        config_class: dataclass of all three.
         drafter_class: class of the drafter, which has the method's name, and if it has a network its class
-            (``net_class``) and the dataclass of its shape (``net_config``; ``None``: all settings).
+            (``net_class``) and the dataclass of its shape (``net_config``).
         lr: default learning rate.
         target_lr: learning rate of the target's weights relative to ``lr``, if they are trained too.
     """

@@ -95,7 +95,7 @@ class Eagle3Recipe(FeatureRecipe):
 
     def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
         """Set the draft vocabulary to the most frequent tokens of the training text; the lower id wins a tie."""
-        self.net.choose(torch.from_numpy(most_frequent(tokens, self.config.vocab_size, self.config.guessed)))
+        self.net.choose(torch.from_numpy(most_frequent(tokens, self.config.vocab_size, self.config.num_draft_ids)))
         self._start_head(self.net)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
@@ -103,7 +103,7 @@ class Eagle3Recipe(FeatureRecipe):
         return self.unrolled_loss(batch, features, self.config.unroll, self.config.decay, generator)
 
     @property
-    def guessed(self) -> Tensor:
+    def draft_ids(self) -> Tensor:
         return self.net.vocabulary
 
     def draft_logits(self, output: Tensor, step: int = 0) -> Tensor:

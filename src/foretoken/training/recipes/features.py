@@ -47,7 +47,7 @@ class FeatureRecipe(Recipe):
         return asdict(LayerConfig.of_target(self.parts.config))
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        head = DraftHead(self.parts, self.guessed)
+        head = DraftHead(self.parts, self.draft_ids)
         return self.drafter_class(FeatureModel(self.net, self.parts, self.target, head), **self.shape)
 
     @property
@@ -121,7 +121,7 @@ class FeatureRecipe(Recipe):
     def labels(self, batch: Batch, rows: Tensor, steps: int) -> Labels:
         """Labels of ``steps`` steps from ``rows`` [b, R]."""
         columns = torch.cat([rows + step for step in range(1, steps + 1)], 1)
-        return Labels(batch, mask_of(batch, texts_of(columns), columns.flatten()), self.guessed)
+        return Labels(batch, mask_of(batch, texts_of(columns), columns.flatten()), self.draft_ids)
 
     def agreement(self, labels: Labels, output: Tensor, columns: Tensor, step: int = 0, weight: float = 1.0) -> Tensor:
         """``weight`` times the cross-entropy of the distributions of a step's outputs [b, R, D] with the target's after
@@ -134,14 +134,14 @@ class FeatureRecipe(Recipe):
         return loss
 
     @property
-    def guessed(self) -> Tensor | None:
+    def draft_ids(self) -> Tensor | None:
         """[V_d] the draft vocabulary; ``None``: all tokens."""
         return self.frequent
 
     def draft_logits(self, output: Tensor, step: int = 0) -> Tensor:
         """Logits [m, V_d] of a step's outputs [m, D]."""
         module = self.modules[min(step, len(self.modules) - 1)]
-        return self.parts.logits(module.head_state(output), self.guessed)  # type: ignore[operator]
+        return self.parts.logits(module.head_state(output), self.draft_ids)  # type: ignore[operator]
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.mtp import MtpDrafter
 from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.models.forward.heads.draft_head import DraftHead
-from foretoken.models.forward.heads.mtp import NativeModule
+from foretoken.models.forward.heads.mtp import TargetLayerModule
 from foretoken.models.forward.heads.stacked import StackedModules
 from foretoken.models.network.taps import decoder_layers
 from foretoken.training.recipes.base import Batch
@@ -58,7 +58,7 @@ class MtpRecipe(FeatureRecipe):
         """A new module; if it is of the target's own class, it starts from the target's last layer."""
         net = module_for(MtpConfig(**self.stored_config()), self.parts.network)
         for module in net.steps if isinstance(net, StackedModules) else (net,):
-            if isinstance(module, NativeModule):
+            if isinstance(module, TargetLayerModule):
                 module.start_from(self.parts.network)
         return net
 
@@ -67,7 +67,7 @@ class MtpRecipe(FeatureRecipe):
         return tuple(self.net.steps) if isinstance(self.net, StackedModules) else (self.net,)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        head = DraftHead(self.parts, self.guessed)
+        head = DraftHead(self.parts, self.draft_ids)
         return MtpDrafter(MtpDrafter.model_of(self.net, self.parts, self.target, head))
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:

@@ -72,7 +72,7 @@ class PeagleRecipe(Eagle3Recipe):
         chosen = torch.randperm(len(anchors), generator=generator)[:512].sort().values
         columns = (anchors + depths + 1)[chosen].to(output.device).expand(len(output), -1)
         rows, columns = texts_of(columns), columns.flatten()
-        labels = Labels(batch, mask_of(batch, rows, columns), self.guessed)
+        labels = Labels(batch, mask_of(batch, rows, columns), self.draft_ids)
         return labels.distance(self.draft_logits(output[:, chosen].flatten(0, 1)), rows, columns)
 
     def rows(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:

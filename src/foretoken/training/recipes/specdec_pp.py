@@ -68,12 +68,12 @@ class SpecdecPpRecipe(Recipe):
             chosen &= batch.learned[:, 1:-1].cpu()
         rows, before = chosen.to(tokens.device).nonzero(as_tuple=True)
         uniforms = torch.rand(len(rows), generator=generator).to(tokens.device)
-        guessed = [
+        sampled = [
             drawn(torch.softmax(self._logits(self.parts, batch.taps["last"][r, c]), -1), u)
             for r, c, u in zip(rows.split(CHUNK), before.split(CHUNK), uniforms.split(CHUNK), strict=True)
         ]
         mixed = tokens.clone()
-        mixed[rows, before + 1] = torch.cat(guessed)
+        mixed[rows, before + 1] = torch.cat(sampled)
         draft_states = self.parts.features(mixed, ("last",))["last"]
         target_states = self.judge_parts.features(mixed, ("last",))["last"]
         return draft_states[rows, before + 1].float(), self.acceptance(draft_states, target_states, mixed, rows, before)

@@ -99,7 +99,7 @@ class BlockConfig(LayerConfig):
         return self.block - (not self.from_anchor)
 
     @property
-    def guessed(self) -> int:
+    def num_draft_ids(self) -> int:
         return self.draft_vocab or self.vocab_size
 
     def rows_for(self, drafts: int) -> int:
@@ -193,10 +193,10 @@ class BlockNet(nn.Module):
         self.layers = nn.ModuleList(self.layer(config) for _ in range(config.layers))
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if config.own_mask else None
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
-        self.lm_head = nn.Linear(size, config.guessed, bias=False) if config.own_head else None
+        self.lm_head = nn.Linear(size, config.num_draft_ids, bias=False) if config.own_head else None
         if config.draft_vocab:
-            self.register_buffer("d2t", torch.zeros(config.guessed, dtype=torch.int64))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.guessed)
+            self.register_buffer("d2t", torch.zeros(config.num_draft_ids, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.num_draft_ids)
 
     def layer(self, config: BlockConfig) -> nn.Module:
         return BlockLayer(config)

@@ -30,7 +30,7 @@ class _BlockForward(HeadForward):
 
     def run(self, call: NetworkCall) -> Outputs:
         """No logits; the states [b, width, D] of blocks."""
-        cut = call.cache.reads
+        cut = call.cache.cut
         nothing = [torch.empty(0, self.vocab_size, device=self.device) for _ in call.wanted]
         if call.states is not None:
             for layer in range(self.num_layers):
@@ -43,7 +43,7 @@ class _BlockForward(HeadForward):
         masks = [by_kind[kind] if kind[0] or cut is None else cut.hidden(by_kind[kind]) for kind in kinds]
 
         def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            call.cache.reads = None if config.reaches[layer] else cut
+            call.cache.cut = None if config.reaches[layer] else cut
             return call.cache.update(key, value, layer)
 
         embedded = self.model.embedded(call.ids, self.parts.embed.weight)

@@ -46,7 +46,7 @@ class MarkovHead(nn.Module):
         rank, size = config.rank, config.hidden_size
         self.kind = config.head
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.guessed, bias=False)
+        self.markov_w2 = nn.Linear(rank, config.num_draft_ids, bias=False)
         nn.init.normal_(self.markov_w1.weight, std=0.1)
         nn.init.zeros_(self.markov_w2.weight)
         self.gate_proj = nn.Linear(size + rank, rank) if self.kind == "gated" else None

@@ -70,7 +70,7 @@ class Eagle3Config(LayerConfig):
         return tuple(f"layer:{int(part)}" for part in self.layers.split(","))
 
     @property
-    def guessed(self) -> int:
+    def num_draft_ids(self) -> int:
         return self.draft_vocab or self.vocab_size
 
 
@@ -106,9 +106,9 @@ class Eagle3Net(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, head_norms=config.head_norms) for _ in further)
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
         self.norm = RmsNorm(size, config.eps)
-        self.lm_head = None if config.share_head else nn.Linear(size, config.guessed, bias=False)
-        self.register_buffer("d2t", torch.zeros(config.guessed, dtype=torch.int64))
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.guessed)
+        self.lm_head = None if config.share_head else nn.Linear(size, config.num_draft_ids, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.num_draft_ids, dtype=torch.int64))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.num_draft_ids)
 
     def choose(self, tokens: Tensor) -> None:
         """Set the draft vocabulary to ``tokens`` [V_d], target ids in ascending order.
@@ -116,10 +116,10 @@ class Eagle3Net(nn.Module):
         Raises:
             ValueError: not V_d distinct ids of the target in ascending order.
         """
-        wrong = len(tokens) != self.config.guessed or bool((tokens.diff() < 1).any())
+        wrong = len(tokens) != self.config.num_draft_ids or bool((tokens.diff() < 1).any())
         if wrong or int(tokens[0]) < 0 or int(tokens[-1]) >= self.config.vocab_size:
             raise ValueError(
-                f"a draft vocabulary must be {self.config.guessed} ascending ids below {self.config.vocab_size}"
+                f"a draft vocabulary must be {self.config.num_draft_ids} ascending ids below {self.config.vocab_size}"
             )
         tokens = tokens.to(self.d2t.device)
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
@@ -131,7 +131,7 @@ class Eagle3Net(nn.Module):
     @property
     def vocabulary(self) -> Tensor:
         """[V_d] target ids of the draft vocabulary."""
-        return self.target_ids(torch.arange(self.config.guessed, device=self.d2t.device))
+        return self.target_ids(torch.arange(self.config.num_draft_ids, device=self.d2t.device))
 
     @property
     def num_layers(self) -> int:

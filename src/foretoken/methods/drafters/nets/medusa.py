@@ -61,11 +61,11 @@ class MedusaHeads(nn.Module):
             if isinstance(linear, nn.Linear):
                 nn.init.zeros_(linear.weight)
                 nn.init.zeros_(linear.bias)
-        guessed = config.draft_vocab_size or config.vocab_size
+        num_draft_ids = config.draft_vocab_size or config.vocab_size
         self.projections = nn.ModuleList(
-            nn.Linear(size, guessed, bias=False) for _ in range(config.heads if config.own_projection else 0)
+            nn.Linear(size, num_draft_ids, bias=False) for _ in range(config.heads if config.own_projection else 0)
         )
-        self.register_buffer("vocabulary", torch.arange(guessed) if config.draft_vocab_size else None)
+        self.register_buffer("vocabulary", torch.arange(num_draft_ids) if config.draft_vocab_size else None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """States [n, D] after the final norm -> states [K, n, D] for the vocabulary projection."""

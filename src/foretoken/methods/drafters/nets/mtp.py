@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, Mask, RmsNorm
-from foretoken.models.forward.heads.mtp import FEEDS, NativeModule
+from foretoken.models.forward.heads.mtp import FEEDS, TargetLayerModule
 from foretoken.models.forward.heads.pieces import HeadParts
 from foretoken.models.forward.heads.stacked import StackedModules
 
@@ -78,4 +78,4 @@ def module_for(config: MtpConfig, network: nn.Module) -> nn.Module:
         return StackedModules([module_for(single, network) for _ in range(config.modules)])
     if config.layer == "own":
         return MtpNet(config)
-    return NativeModule(network, config.experts, config.feed)
+    return TargetLayerModule(network, config.experts, config.feed)

@@ -13,7 +13,7 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.pieces import BlockParts
 from foretoken.models.forward.native_parts import BestTokens, Description, watched
 from foretoken.models.linear.draft_packing import packed
-from foretoken.models.native import forward as native
+from foretoken.models.native import forward as native_forward
 from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
 
@@ -77,7 +77,7 @@ class NativeBlocks:
         ]
         self.num_tokens = projections[0].shape[0]
         products = self._description.products(rest) if rest else None, self._description.products(projections)
-        self._blocks = native.BlocksStruct(
+        self._blocks = native_forward.BlocksStruct(
             *(self.heads, self.width, int(pieces.residual), self._description.product(first)),
             *(products[0], depth, products[1], int(len(projections) == 1)),
         )
@@ -93,7 +93,7 @@ class NativeBlocks:
         states, logits = x.new_empty(rows, self.width), x.new_empty(rows, self.num_tokens)
         scale = self.head.scale
         best = BestTokens(rows, min(top, self.num_tokens), scale) if top and scale is not None else None
-        best_struct = native.BestStruct() if best is None else best.struct
-        call = native.BlocksCallStruct(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), best_struct)
-        native.run_blocks(self._blocks, call, torch.get_num_threads())
+        best_struct = native_forward.BestStruct() if best is None else best.struct
+        call = native_forward.BlocksCallStruct(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), best_struct)
+        native_forward.run_blocks(self._blocks, call, torch.get_num_threads())
         return Guessed(logits, [] if best is None else best.tokens(self.ids), self.head.transform_logits)

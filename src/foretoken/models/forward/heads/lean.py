@@ -19,7 +19,7 @@ from foretoken.models.forward.lean_families import Family
 from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, LeanLayer, Rotary, RowLayout
 from foretoken.models.linear.packing import Packing, has_bfloat16
 from foretoken.models.linear.product_costs import step_s
-from foretoken.models.native import attention as native
+from foretoken.models.native import attention as native_attention
 from foretoken.models.network.call import NetworkCall
 from foretoken.models.network.frequencies import rotary_frequencies
 from foretoken.models.network.watch import num_writes
@@ -50,7 +50,7 @@ class LeanHead:
         """Whether bfloat16 is faster on this machine, by the measured product times."""
         weight = self.weights[0]
         narrows = weight.dtype == torch.float32 and weight.device.type == "cpu" and has_bfloat16()
-        if not narrows or not native.fits(torch.bfloat16, self.size.dim):
+        if not narrows or not native_attention.fits(torch.bfloat16, self.size.dim):
             return False
         shapes = [tuple(w.shape) for w in self.weights if w.ndim == 2]
         casts_s = 4e-5  # casts of the states both ways; small layers stay in the cache anyway

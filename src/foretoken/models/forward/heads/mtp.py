@@ -26,7 +26,7 @@ FEEDS = ("post_norm", "pre_norm")
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class NativeModule(nn.Module):
+class TargetLayerModule(nn.Module):
     """One module: embeddings of tokens t + 1 and states of tokens t -> states of tokens t + 1.
 
     Args:
@@ -109,7 +109,9 @@ class NativeModule(nn.Module):
         self.eh_proj.weight.copy_(torch.cat([half, half], 1))
 
 
-def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str = "post_norm") -> NativeModule:
+def target_layer_module(
+    network: nn.Module, tensors: Mapping[str, Tensor], feed: str = "post_norm"
+) -> TargetLayerModule:
     """A module of the target ``network``, with weights under our names; none may be missing or superfluous.
 
     Args:
@@ -118,7 +120,7 @@ def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str =
     """
     experts = any(".experts." in name for name in tensors)
     with torch.device("meta"):
-        module = NativeModule(network, experts, feed)
+        module = TargetLayerModule(network, experts, feed)
     expected = module.state_dict()
     weights = fused(tensors)
     for name in [*expected, *sorted(weights.keys() - expected.keys())]:

@@ -25,7 +25,7 @@ from foretoken.models.forward.heads.native_rows import NativeRows, stacked_mask
 from foretoken.models.forward.heads.pieces import HeadParts
 from foretoken.models.forward.native_parts import BestTokens, Description, watched
 from foretoken.models.linear.draft_packing import packed
-from foretoken.models.native import forward as native
+from foretoken.models.native import forward as native_forward
 from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
 
@@ -75,17 +75,20 @@ class NativeHead(NativeRows):
         self._watch, self._description = watched(self.net), Description()
         norm, product = self._description.norm, self._description.product
         described = [self._layer(pieces.layer, pieces.before), *map(self._layer, pieces.further)]
-        layers, self.num_layers = self._description.keep(native.array(native.LayerStruct, described)), len(described)
+        layers = self._description.keep(native_forward.array(native_forward.LayerStruct, described))
+        self.num_layers = len(described)
         self.width = int(pieces.layer.config.hidden_size)
-        head = native.ProductStruct(None, 0)
+        head = native_forward.ProductStruct(None, 0)
         if pieces.predicts:
             head = product(self._projection())
-        begins = native.WIDE if pieces.wide else native.ALONE if pieces.entry is None else native.JOINED
-        entry = native.ProductStruct(None, 0) if pieces.entry is None else product(packed(pieces.entry))
+        begins = native_forward.WIDE
+        if not pieces.wide:
+            begins = native_forward.ALONE if pieces.entry is None else native_forward.JOINED
+        entry = native_forward.ProductStruct(None, 0) if pieces.entry is None else product(packed(pieces.entry))
         self.fuse, self.before_all = None if pieces.fuse is None else packed(pieces.fuse), pieces.before_all
         self.has_mlp = hasattr(pieces.layer, "down_proj")
         self.hands_on_normed, self.predicts, self.reads_tokens = pieces.hands_on_normed, pieces.predicts, bool(begins)
-        self._model = native.ModelStruct(
+        self._model = native_forward.ModelStruct(
             *(ctypes.addressof(layers), self.num_layers, self.width, *self.size, norm(pieces.last), head),
             *(begins, norm(pieces.of_beside), norm(pieces.of_state), entry),
         )
@@ -98,17 +101,17 @@ class NativeHead(NativeRows):
         self.ids = None if ids is None else ids.tolist()
         return product
 
-    def _layer(self, layer: Any, before: nn.Module | None = None) -> native.LayerStruct:
+    def _layer(self, layer: Any, before: nn.Module | None = None) -> native_forward.LayerStruct:
         norm, product = self._description.norm, self._description.product
         before = getattr(layer, "input_layernorm", None) or before
-        after, mlp = None, (native.ProductStruct(None, 0), native.ProductStruct(None, 0))
+        after, mlp = None, (native_forward.ProductStruct(None, 0), native_forward.ProductStruct(None, 0))
         if hasattr(layer, "down_proj"):
             after = layer.post_attention_layernorm
             mlp = product(packed(layer.gate_proj, layer.up_proj)), product(packed(layer.down_proj))
-        return native.LayerStruct(
+        return native_forward.LayerStruct(
             *(norm(module) for module in (before, None, after, None, layer.q_norm, layer.k_norm)),
             *(product(packed(layer.q_proj, layer.k_proj, layer.v_proj)), product(packed(layer.o_proj)), *mlp),
-            *(self.size[2] ** -0.5, 1.0, 0, 0, 0, native.SILU),
+            *(self.size[2] ** -0.5, 1.0, 0, 0, 0, native_forward.SILU),
         )
 
     # -- a call ------------------------------------------------------------------------------------------------------
@@ -150,18 +153,18 @@ class NativeHead(NativeRows):
         logits, best, scale = x.new_empty(len(scored), self.num_tokens if scored else 0), None, self.project.scale
         if top and scored and scale is not None:
             best = BestTokens(len(scored), min(top, self.num_tokens), scale)
-        tapped = native.pointers([None] * self.num_layers + [None if self.hands_on_normed else output])
-        numbers = native.numbers(scored)
+        tapped = native_forward.pointers([None] * self.num_layers + [None if self.hands_on_normed else output])
+        numbers = native_forward.numbers(scored)
         turns = (ctypes.c_void_p(cos.data_ptr()), ctypes.c_void_p(sin.data_ptr()))
-        call = native.CallStruct(
+        call = native_forward.CallStruct(
             *(rows, len(groups), ctypes.addressof(groups), x.data_ptr(), 0, self.num_layers),
             *(b"\0" * self.num_layers, (b"\0" if self.has_mlp else b"\1") * self.num_layers, 1, cos.shape[1]),
             *(ctypes.addressof(turns[0]), ctypes.addressof(turns[1]), ctypes.addressof(tapped)),
             *(output.data_ptr() if self.hands_on_normed else None, len(scored), ctypes.addressof(numbers), None),
             *(logits.data_ptr(), None if beside is None else beside.data_ptr()),
-            native.BestStruct() if best is None else best.struct,
+            native_forward.BestStruct() if best is None else best.struct,
         )
-        native.run(self._model, call, torch.get_num_threads())
+        native_forward.run(self._model, call, torch.get_num_threads())
         del pointed_to
         if best is None and scored:
             logits = self.project.transform_logits(logits.float())

@@ -24,12 +24,12 @@ from foretoken.models.forward.heads.native_rows import NativeRows, stacked_mask
 from foretoken.models.forward.heads.pieces import BlockNetParts, LayerParts
 from foretoken.models.forward.native_parts import BestTokens, Description, watched
 from foretoken.models.linear.draft_packing import packed
-from foretoken.models.native import forward as native
+from foretoken.models.native import forward as native_forward
 from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
 
-NO_PRODUCT = native.ProductStruct(None, 0)
-NO_NORM = native.NormStruct(None, 0.0)
+NO_PRODUCT = native_forward.ProductStruct(None, 0)
+NO_NORM = native_forward.NormStruct(None, 0.0)
 
 
 @dataclass(frozen=True)
@@ -77,45 +77,45 @@ class NativeBlockNet(NativeRows):
             raise NotCoveredError("its vocabulary projection is of an unsupported kind")
         self.num_tokens = self.project.native().shape[0]
         heads, kv_heads, dim = self.size
-        beside = native.ALONE, NO_NORM, NO_NORM, NO_PRODUCT
+        beside = native_forward.ALONE, NO_NORM, NO_NORM, NO_PRODUCT
         readers = self._layer_array([self._reader(layer) for layer in pieces.layers])
-        self._reader_model = native.ModelStruct(
+        self._reader_model = native_forward.ModelStruct(
             *(readers, self.num_layers, self.width, 0, kv_heads, dim, NO_NORM, NO_PRODUCT, *beside)
         )
         layers = self._layer_array([self._layer(*each) for each in zip(pieces.layers, kinds, strict=True)])
-        self._model = native.ModelStruct(
+        self._model = native_forward.ModelStruct(
             *(layers, self.num_layers, self.width, heads, kv_heads, dim),
             *(norm(pieces.last), product(self.project.native()), *beside),
         )
 
-    def _layer_array(self, layers: Sequence[native.LayerStruct]) -> int:
-        return ctypes.addressof(self._description.keep(native.array(native.LayerStruct, layers)))
+    def _layer_array(self, layers: Sequence[native_forward.LayerStruct]) -> int:
+        return ctypes.addressof(self._description.keep(native_forward.array(native_forward.LayerStruct, layers)))
 
-    def _reader(self, layer: LayerParts) -> native.LayerStruct:
+    def _reader(self, layer: LayerParts) -> native_forward.LayerStruct:
         """For positions of the text, a layer only stores keys and values."""
         key = self._description.norm(layer.attention.k_norm)
         keys = self._description.product(packed(layer.attention.k_proj, layer.attention.v_proj))
-        return native.LayerStruct(*[NO_NORM] * 5, key, keys)
+        return native_forward.LayerStruct(*[NO_NORM] * 5, key, keys)
 
-    def _layer(self, layer: LayerParts, kind: int) -> native.LayerStruct:
+    def _layer(self, layer: LayerParts, kind: int) -> native_forward.LayerStruct:
         norm, product, attention, mlp = self._description.norm, self._description.product, layer.attention, layer.mlp
-        return native.LayerStruct(
+        return native_forward.LayerStruct(
             *(norm(layer.before_attention), NO_NORM, norm(layer.before_mlp), NO_NORM),
             *(norm(attention.q_norm), norm(attention.k_norm)),
             *(product(packed(attention.q_proj, attention.k_proj, attention.v_proj)), product(packed(attention.o_proj))),
             *(product(packed(mlp.gate_proj, mlp.up_proj)), product(packed(mlp.down_proj))),
-            *(self.size[2] ** -0.5, 1.0, kind, 0, 0, native.SILU),
+            *(self.size[2] ** -0.5, 1.0, kind, 0, 0, native_forward.SILU),
             *(self._around(layer.around_attention), self._around(layer.around_mlp)),
         )
 
-    def _around(self, convolution: Any) -> native.ConvolutionStruct:
+    def _around(self, convolution: Any) -> native_forward.ConvolutionStruct:
         if convolution is None:
-            return native.ConvolutionStruct(NO_PRODUCT, None, 0, 1)
+            return native_forward.ConvolutionStruct(NO_PRODUCT, None, 0, 1)
         if convolution.group % 16:  # groups must consist of whole vectors of the widest kind
             raise NotCoveredError(f"convolution groups must be a multiple of 16 channels, not {convolution.group}")
         base = self._description.keep(convolution.base_kernel.detach().float().contiguous())
         kernels = self._description.product(packed(convolution.kernel_projection))
-        return native.ConvolutionStruct(kernels, base.data_ptr(), convolution.taps, convolution.group)
+        return native_forward.ConvolutionStruct(kernels, base.data_ptr(), convolution.taps, convolution.group)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -152,13 +152,13 @@ class NativeBlockNet(NativeRows):
         ids = torch.tensor([feeds[i].tokens for i in order])
         x = self.net.embedded(ids, self.embedding).to(torch.bfloat16).flatten(0, 1).contiguous()
         states = torch.empty_like(x)
-        want = native.numbers([block * rows + row for block in range(count) for row in guessing])
+        want = native_forward.numbers([block * rows + row for block in range(count) for row in guessing])
         logits, scale = x.new_empty(len(want), self.num_tokens), self.project.scale
         best = (
             BestTokens(len(want), min(top, self.num_tokens), scale) if top and len(want) and scale is not None else None
         )
         logits_call = (len(want), ctypes.addressof(want), None, logits.data_ptr(), None)
-        best_struct = native.BestStruct() if best is None else best.struct
+        best_struct = native_forward.BestStruct() if best is None else best.struct
         self._run(
             self._model, x, groups, [plans[i] for i in order], len(self.kinds), states, (*logits_call, best_struct)
         )
@@ -174,7 +174,7 @@ class NativeBlockNet(NativeRows):
 
     def _run(
         self,
-        model: native.ModelStruct,
+        model: native_forward.ModelStruct,
         x: Tensor,
         groups: Any,
         plans: Sequence[RowPlan],
@@ -187,16 +187,16 @@ class NativeBlockNet(NativeRows):
         cos, sin = self.turns(plans)
         turns = (ctypes.c_void_p * 1)(cos.data_ptr()), (ctypes.c_void_p * 1)(sin.data_ptr())
         skipped = b"\1" if last is None else b"\0"
-        taps = native.pointers([None] * (self.num_layers + 1))
-        native.run(
+        taps = native_forward.pointers([None] * (self.num_layers + 1))
+        native_forward.run(
             model,
-            native.CallStruct(
+            native_forward.CallStruct(
                 *(len(x), len(groups), ctypes.addressof(groups), x.data_ptr(), 0, self.num_layers),
                 *(b"\0" * self.num_layers, skipped * self.num_layers, kinds, cos.shape[1]),
                 *(ctypes.addressof(turns[0]), ctypes.addressof(turns[1]), ctypes.addressof(taps)),
                 *(
                     None if last is None else last.data_ptr(),
-                    *(logits_call or (0, None, None, None, None, native.BestStruct())),
+                    *(logits_call or (0, None, None, None, None, native_forward.BestStruct())),
                 ),
             ),
             torch.get_num_threads(),

@@ -16,7 +16,7 @@ from foretoken.models.cache.masks import RowPlan
 from foretoken.models.cache.pool import by_cache
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.native import attention
-from foretoken.models.native import forward as native
+from foretoken.models.native import forward as native_forward
 from foretoken.models.native.library import NotCoveredError
 from foretoken.models.network.frequencies import rotary_frequencies
 from foretoken.models.network.watch import Watch
@@ -60,7 +60,7 @@ class NativeRows(ABC):
     ) -> tuple[list[int], Any, list[Any]]:
         """The sequences in row order, the library's groups, and the objects that these point to."""
         order: list[int] = []
-        groups: list[native.GroupStruct] = []
+        groups: list[native_forward.GroupStruct] = []
         pointed_to: list[Any] = []
         for indices in by_cache(sequences):
             indices.sort(key=lambda i: sequences[i].row)
@@ -68,11 +68,11 @@ class NativeRows(ABC):
             rows = [sequences[i].row for i in indices]
             cache: TreeCache = sequences[indices[0]].cache
             groups.append(self._group(cache, rows, [plans[i] for i in indices], masks, pointed_to))
-        return order, native.array(native.GroupStruct, groups), pointed_to
+        return order, native_forward.array(native_forward.GroupStruct, groups), pointed_to
 
     def _group(
         self, cache: TreeCache, rows: Sequence[int], plans: Sequence[RowPlan], masks: Masks, pointed_to: list[Any]
-    ) -> native.GroupStruct:
+    ) -> native_forward.GroupStruct:
         low, count = rows[0], rows[-1] + 1 - rows[0]
         starts, widths = [0] * count, [0] * count  # rows between the fed ones are inactive
         for row, plan in zip(rows, plans, strict=True):
@@ -82,11 +82,12 @@ class NativeRows(ABC):
         cache.reserve(rows[-1] + 1, used)
         keys, values = self._buffers(cache)
         group_masks = masks(rows, plans, used)
-        arrays = [native.pointers(keys), native.pointers(values), native.numbers(starts), native.numbers(widths)]
-        arrays.append(native.pointers(group_masks))
+        arrays = [native_forward.pointers(tensors) for tensors in (keys, values)]
+        arrays += [native_forward.numbers(starts), native_forward.numbers(widths)]
+        arrays.append(native_forward.pointers(group_masks))
         pointed_to += [group_masks, arrays, keys, values]
         first, second, *others = map(ctypes.addressof, arrays)
-        return native.GroupStruct(first, second, cache.num_slots, used, low, count, max(widths), *others)
+        return native_forward.GroupStruct(first, second, cache.num_slots, used, low, count, max(widths), *others)
 
     def _buffers(self, cache: TreeCache) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values in bfloat16; those that the twin stored in another dtype are rounded."""
@@ -117,7 +118,7 @@ class NativeRows(ABC):
 
 
 def stacked_mask(rows: Sequence[int], visible: Sequence[NDArray[np.bool_]]) -> Tensor:
-    """[texts, width, used], zero where a node sees a slot.
+    """[sequences, width, used], zero where a node sees a slot.
 
     Args:
         rows: cache rows in order; those between them are inactive.

@@ -74,8 +74,8 @@ class _StackedForward(HeadForward):
         if not index:
             return mask
         slots = torch.arange(call.cache.used, device=self.device)
-        if call.cache.reads is not None:
-            slots = call.cache.reads.slots(slots[None, None, :, None])[0, 0, :, 0]
+        if call.cache.cut is not None:
+            slots = call.cache.cut.slots(slots[None, None, :, None])[0, 0, :, 0]
         if mask is None:
             mask = torch.zeros((len(call.ids), 1, call.ids.shape[1], len(slots)), dtype=self.dtype, device=self.device)
         void = slots < index
