@@ -117,7 +117,7 @@ class NgramCacheDrafter(SourceDrafter):
         if drafter.save_always and path is None:
             raise ValueError("ngram_cache needs a file to save to: ngram_cache:FILE,save=true")
         if path is not None:
-            drafter.path = Path(path)
+            drafter.path = Path(path).expanduser()
             if drafter.save_always and not drafter.path.parent.is_dir():
                 raise ValueError(f"ngram_cache cannot save to {path}: there is no folder {drafter.path.parent}")
             if drafter.path.exists() or not drafter.save_always:
