@@ -18,6 +18,7 @@ from foretoken.core.values import check_counts, check_flags, with_article
 from foretoken.engine.errors import Draining, EngineClosed, EngineDead, QueueFull, RequestFailed, TargetGone, failure_of
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
+from foretoken.engine.service_calls import ServiceCalls, tell_end
 from foretoken.engine.service_thread import start_thread
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.status import EngineStatus as EngineStatus
@@ -93,7 +94,7 @@ class AsyncLlm:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._new: list[Ticket] = []
-        self._calls: list[tuple[Callable[[Llm], Any], Future[Any]]] = []
+        self._calls = ServiceCalls()
         self._cancelled: list[Ticket] = []
         self._tickets: dict[int, Ticket] = {}
         self._thread: threading.Thread | None = None
@@ -111,7 +112,7 @@ class AsyncLlm:
         self.llm.calls.limit(self, **self._limits)
         on_end = self._on_end
         self.llm.engine.requests.on_leave = on_end and (
-            lambda run: on_end(run.request, run.arrived_s, run.stats, run.finish_reason)
+            lambda run: tell_end(on_end, run.request, run.arrived_s, run.stats, run.finish_reason)
         )
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -265,10 +266,9 @@ class AsyncLlm:
         Raises:
             EngineDead: no engine is running.
         """
-        future: Future[T] = Future()
         with self._lock:
             self._check_life()
-            self._calls.append((function, future))
+            future: Future[T] = self._calls.add(function)
         self._wake.set()
         return await asyncio.wrap_future(future)
 
@@ -323,28 +323,18 @@ class AsyncLlm:
     def _take_in(self) -> None:
         with self._lock:
             cancelled, self._cancelled = self._cancelled, []
-            calls, self._calls = self._calls, []
             gone = {id(ticket) for ticket in cancelled}
             early = [ticket for ticket in self._new if id(ticket) in gone]
             self._new = [ticket for ticket in self._new if id(ticket) not in gone]
-        if self._on_end is not None:
-            for ticket in early:
-                self._on_end(ticket.request, ticket.arrived_s, SpecStats(), None)
+        for ticket in early:
+            tell_end(self._on_end, ticket.request, ticket.arrived_s, SpecStats(), None)
         for ticket in self._new[:]:
             self._enter(ticket)
         for ticket in cancelled:
             with self._turn:
                 if ticket.id is not None and self._tickets.pop(ticket.id, None) is not None:
                     self.llm.engine.cancel(ticket.id)
-        for function, future in calls:
-            if not future.set_running_or_notify_cancel():
-                continue  # the caller is gone
-            try:
-                with self._turn:
-                    result = function(self.llm)
-                future.set_result(result)
-            except Exception as error:  # the caller's error
-                future.set_exception(error)
+        self._calls.run(self.llm, self._turn)
 
     def _enter(self, ticket: Ticket) -> None:
         """Add a request, which was checked when it was submitted. Not under the lock: the event loop must not wait."""
@@ -384,12 +374,9 @@ class AsyncLlm:
             self._dead = reason
             open_ = [*self._new, *self._tickets.values()]
             self._new, self._tickets = [], {}
-            calls, self._calls = self._calls, []
         for ticket in open_:
             ticket.put(kind(reason))
-        for _, future in calls:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(kind(reason))
+        self._calls.fail(kind(reason))
         with self._turn:
             self.llm.calls.others = None
             for ticket in open_:
