@@ -51,8 +51,10 @@ class AsyncLlm:
         kept_places: part of ``max_running`` reserved for owners without a running request.
         prefix_cache: cache finished sequences for requests with the same prefix (and the same ``cache_salt``).
         prefix_bytes: largest size of this cache.
-        on_end: called in the engine's thread for every ended request with the request, its arrival time, its
-            statistics, and its finish reason, ``None`` after cancellation.
+        on_end: called with the request, its arrival time, its statistics, and its finish reason, ``None`` after
+            cancellation: for every request that ends in the engine, from the service's making to its close, those of
+            the Llm's own calls included (in the thread that runs their round), and for one that is cancelled before it
+            enters.  What it raises is logged.
     """
 
     def __init__(
@@ -115,6 +117,11 @@ class AsyncLlm:
             lambda run: tell_end(on_end, run.request, run.arrived_s, run.stats, run.finish_reason)
         )
 
+    def _give_back(self) -> None:
+        """Leave the Llm as it was before, unless another service has taken it over."""
+        if self.llm.calls.release(self):
+            self.llm.engine.requests.on_leave = None
+
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -146,7 +153,10 @@ class AsyncLlm:
             await asyncio.sleep(0.01)
         self._stopping = True
         self._wake.set()
-        if self._thread is not None:
+        if self._thread is None:
+            with self._turn:
+                self._give_back()
+        else:
             await asyncio.to_thread(self._thread.join, 10.0)
 
     @property
@@ -384,3 +394,4 @@ class AsyncLlm:
                     self.llm.engine.cancel(ticket.id)
             if kind is not EngineClosed:  # no one else continues these sequences
                 self.llm.engine.close()
+            self._give_back()
