@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -204,6 +205,56 @@ def test_bytes_that_are_no_character_do_not_stop_the_text() -> None:
     assert parts[0] == "" and "".join(parts) == "\ufffdcat"
     assert detokenizer.flush() == "\ufffd"
     assert detokenizer.text == "\ufffdcat\ufffd"
+
+
+class Counted:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def decode(self, ids: list[int], **options: bool) -> str:
+        self.count += len(ids)
+        return str(tokenizer().decode(ids, **options))
+
+
+def test_a_run_of_bytes_that_are_no_character_streams_and_is_decoded_in_linear_time() -> None:
+    first_byte = ids_of("ö")[0]
+    counts = []
+    for size in (200, 400):
+        counted = Counted()
+        detokenizer = Detokenizer(counted)
+        parts = [detokenizer.push([token]) for token in [*ids_of("cat"), *[first_byte] * size, *ids_of("dog")]]
+        assert "".join(parts) == "cat" + "\ufffd" * size + "dog" and not detokenizer.flush()
+        assert max(map(len, parts)) <= Detokenizer.HELD + 1
+        counts.append(counted.count)
+    assert counts[1] < 2.2 * counts[0]
+
+
+def test_bytes_that_are_no_character_are_found_by_a_stop_string() -> None:
+    tokens = [*ids_of("cat"), *ids_of("ö")[:1] * 40]
+    stopper = Stopper(frozenset(), ("\ufffd\ufffd",), 100, tokenizer())
+    kept, reason = stopper.push(tokens)
+    assert reason == "stop" and stopper.cut == len("cat")
+    assert kept <= len(ids_of("cat")) + Detokenizer.HELD + 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 20])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_text_of_any_bytes_is_that_of_all_at_once(seed: int, size: int) -> None:
+    """Characters, halves of them and runs of wrong bytes; what was streamed is never taken back."""
+    rng = random.Random(seed)
+    for _ in range(20):
+        ids: list[int] = []
+        while len(ids) < 100:
+            ids += ids_of("".join(rng.choice("aé東🙂x ö") for _ in range(rng.randrange(1, 30))))
+            ids += [rng.randrange(1, len(tokenizer()))] * rng.choice([0, 0, 1, 30])
+        whole, detokenizer = tokenizer().decode(ids), Detokenizer(tokenizer())
+        for start in range(0, len(ids), size):
+            detokenizer.push(ids[start : start + size])
+            assert whole.startswith(detokenizer.text)
+        detokenizer.flush()
+        assert detokenizer.text == whole
 
 
 def test_a_long_text_is_decoded_piece_by_piece_as_at_once() -> None:
