@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import pytest
 from tiny_tokenizer import TEXT, Writer, eos, ids_of, tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from foretoken.engine.stopping import Detokenizer, Stopper
 from foretoken.llm import Llm, Output, Piece
@@ -255,6 +259,36 @@ def test_the_text_of_any_bytes_is_that_of_all_at_once(seed: int, size: int) -> N
             assert whole.startswith(detokenizer.text)
         detokenizer.flush()
         assert detokenizer.text == whole
+
+
+@cache
+def bytes_tokenizer() -> Any:
+    """As SentencePiece's: tokens of single bytes, and a run of them with a wrong one is replaced as a whole."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁a", "b", "<unk>"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 20])
+@pytest.mark.parametrize("characters", ["東京タワー", "🙂", "é🙂東x"])
+def test_many_characters_of_single_bytes_stream_as_they_are(characters: str, size: int) -> None:
+    ids = [256, *(characters * 30).encode(), 257, 257]
+    detokenizer = Detokenizer(bytes_tokenizer())
+    for start in range(0, len(ids), size):
+        detokenizer.push(ids[start : start + size])
+        assert bytes_tokenizer().decode(ids).startswith(detokenizer.text)
+    detokenizer.flush()
+    assert detokenizer.text == bytes_tokenizer().decode(ids) == " a" + characters * 30 + "bb"
+
+
+def test_a_text_goes_on_after_a_wrong_byte_behind_a_character() -> None:
+    """The character was streamed before the tokenizer replaced it, and nothing is streamed twice."""
+    ids = [256, *"é".encode(), 255, *[257] * 40]
+    detokenizer = Detokenizer(bytes_tokenizer())
+    parts = [detokenizer.push([token]) for token in ids]
+    assert "".join(parts) == " aé" + "\ufffd" * 3 + "b" * 40 and not detokenizer.flush()
 
 
 def test_a_long_text_is_decoded_piece_by_piece_as_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, Literal
 
 FinishReason = Literal["eos", "stop", "length", "error", "deadline"]
@@ -52,24 +53,30 @@ class Detokenizer:
         return self._take(self._decode(self._ids[self._start :]))
 
     def _slide(self) -> None:
-        """Move the window forward."""
-        self._start = self._end - self.CONTEXT
-        decoded = self._decode(self._ids[self._start : self._end])
-        self._before = decoded[:-1] if self._is_open else decoded
+        """Move the window forward, to a token where a character begins: some tokenizers replace a whole run of bytes
+        that begins inside one."""
+        latest = self._end - self.CONTEXT
+        starts = range(latest, latest - 4, -1)
+        self._start = next((start for start in starts if self._before.endswith(self._text_from(start))), latest)
+        self._before = self._text_from(self._start)
+
+    def _text_from(self, start: int) -> str:
+        decoded = self._decode(self._ids[start : self._end])
+        return decoded[:-1] if self._is_open else decoded
 
     def _is_certain(self, decoded: str) -> bool:
         return decoded.startswith(self._before) and not decoded.endswith(UNKNOWN)
 
     def _is_inside_character(self) -> bool:
-        """Whether the text was certain up to a few tokens ago.  Otherwise its bytes are no text: some tokenizers replace
-        a whole run of them where one is wrong, and the others all but an incomplete character at the end."""
+        """Whether the text was certain up to a few tokens ago.  Otherwise its bytes are no text, and only an incomplete
+        character at the end may still change: some tokenizers replace a whole run where one byte is wrong."""
         ends = range(len(self._ids) - 3, len(self._ids))
         return any(self._is_certain(self._decode(self._ids[self._start : end])) for end in ends)
 
     def _take(self, decoded: str, is_open: bool = False) -> str:
         """Append the new part of the window's text, without its last character if that is open."""
         decoded = decoded[:-1] if is_open else decoded
-        new = decoded[len(self._before) :] if decoded.startswith(self._before) else decoded
+        new = decoded[len(commonprefix([decoded, self._before])) :]  # a tokenizer may replace earlier characters
         self._end, self._before, self._is_open = len(self._ids), decoded, is_open
         self.text += new
         return new
