@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
 from typing import Any, Literal
 
 FinishReason = Literal["eos", "stop", "length", "error", "deadline"]
@@ -76,7 +75,10 @@ class Detokenizer:
     def _take(self, decoded: str, is_open: bool = False) -> str:
         """Append the new part of the window's text, without its last character if that is open."""
         decoded = decoded[:-1] if is_open else decoded
-        new = decoded[len(commonprefix([decoded, self._before])) :]  # a tokenizer may replace earlier characters
+        same = len(self._before)
+        while not decoded.startswith(self._before[:same]):  # a tokenizer may replace earlier characters
+            same -= 1
+        new = decoded[same:]
         self._end, self._before, self._is_open = len(self._ids), decoded, is_open
         self.text += new
         return new
