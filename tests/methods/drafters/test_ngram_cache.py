@@ -223,7 +223,7 @@ def test_a_cache_is_written_once_a_minute_and_at_its_end(tmp_path: Path, monkeyp
     save = NgramCache.save
     monkeypatch.setattr(NgramCache, "save", lambda *args: (written.append(clock), save(*args)))
     drafter = build(tmp_path / "cache", Words(), save=True)
-    for _ in range(11):
+    for _ in range(12):
         clock += 13.0
         drafter.remember([0, 1, 2, 3, 4])
         drafter.remember([0, 1, 2], salt="theirs")

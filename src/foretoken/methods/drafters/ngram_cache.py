@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import RLock
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary, finalize
 
 from foretoken.core import Budget, Context, check_least
@@ -50,7 +50,7 @@ def best_follower(
 class _Saving:
     """Writes a dynamic cache to its file: building the file takes long, and requests wait for it."""
 
-    by_path: WeakValueDictionary[Path, _Saving] = WeakValueDictionary()
+    by_path: ClassVar[WeakValueDictionary[Path, _Saving]] = WeakValueDictionary()
     lock = RLock()  # of all: a file may be loaded in one thread while requests end in another
 
     def __init__(self, path: Path, fingerprint: str) -> None:
