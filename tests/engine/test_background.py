@@ -171,6 +171,10 @@ def test_options_out_of_range_are_refused() -> None:
     for options in ({"kept_places": -1}, {"prefix_bytes": -1}):
         with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least 0"):
             AsyncLlm(toy(), **options)
+    for options in ({"max_running": 4, "kept_places": 4}, {"kept_places": 33}):
+        with pytest.raises(ValueError, match=r"kept_places must be less than max_running=\d+, not \d+"):
+            AsyncLlm(toy(), **options)
+    AsyncLlm(toy(), max_running=2, kept_places=1)
     for options in ({"prefill_s": -1}, {"prefill_s": float("nan")}):
         with pytest.raises(ValueError, match="prefill_s must be at least 0"):
             AsyncLlm(toy(), **options)

@@ -78,6 +78,8 @@ class AsyncLlm:
         check_flags(prefix_cache=prefix_cache)
         check_counts({"max_running": max_running, "prefill_chunk": prefill_chunk, "kv_memory": kv_memory or 1}, 1)
         check_counts({"max_queued": max_queued, "kept_places": kept_places, "prefix_bytes": prefix_bytes}, 0)
+        if kept_places >= max_running:  # of one owner's requests, only one would run at a time
+            raise ValueError(f"kept_places must be less than max_running={max_running}, not {kept_places}")
         self.llm, self.max_running, self.max_queued = llm, max_running, max_queued
         cache_bytes = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
         self._turn = llm.calls.turn  # acquired before ``_lock`` if both are held
