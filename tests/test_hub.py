@@ -307,6 +307,23 @@ def test_return_dict(model: Any) -> None:
     assert [stats.num_new_tokens for stats in out.stats] == [6, 6, 6]
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [{"verifier": "greedy"}, {"controller": "constant"}, {"exact": "bitwise"}, {"profile": "x"}, {"allow_lossy": True}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_beside_kept_ones_are_refused(model: Any, setting: dict[str, Any]) -> None:
+    ended: list[bool] = []
+    streamer = TextStreamer(None)
+    streamer.put = lambda value: None  # type: ignore[method-assign]
+    streamer.end = lambda: ended.append(True)  # type: ignore[method-assign]
+    call: dict[str, Any] = {"custom_generate": ft.custom_generate, "drafter": ft.CustomGenerate("ngram")}
+    with pytest.raises(ValueError, match=f"settings of its own: pass it {next(iter(setting))}, and not here"):
+        model.generate(ONE, max_new_tokens=3, token_streamer=streamer, **call, **setting)
+    assert ended
+    assert model.generate(ONE, max_new_tokens=3, **call).shape[1] == 8
+
+
 def test_a_streamer_gets_every_token_once(model: Any) -> None:
     class Collect(TextStreamer):
         def __init__(self) -> None:

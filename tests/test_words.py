@@ -41,3 +41,17 @@ def test_the_patterns_find_what_they_are_for() -> None:
     samples = ["the law of", "a dearer step", "hazards", "its price", "pairing.py", "how far drafts stand"]
     assert all(any(re.search(old, sample, re.IGNORECASE) for old in OLD) for sample in samples)
     assert not any(re.search(old, sample, re.IGNORECASE) for old in OLD for sample in ("flaw", "a token stands for"))
+
+
+def test_only_documents_that_exist_are_cited() -> None:
+    """A page is one of this repository; a section is one of a paper that is named."""
+    pages = {path.name for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))}
+    hits = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for path in FILES
+        if path.suffix == ".py" and path.is_relative_to(ROOT / "src")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"of the specification|\bspec [0-9]", line)
+        or any(name not in pages for name in re.findall(r"([\w-]+\.md)\b", line.split("https://")[0]))
+    ]
+    assert not hits

@@ -6,9 +6,10 @@ its own decoding loop. Keyword arguments of ``generate`` with the names of our o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -78,7 +79,8 @@ def custom_generate(
         generation_config: pad token and output form.
         synced_gpus: not supported.
         streamer: a Transformers streamer that gets the prompt and then every round's tokens (one row only).
-        drafter: spec string, drafter, a draft model (``PreTrainedModel``), or ``None`` for plain decoding.
+        drafter: spec string, drafter, a draft model (``PreTrainedModel``), or ``None`` for plain decoding; or a
+            :class:`CustomGenerate`, with its settings.
         verifier: as in :func:`foretoken.load`.
         controller: as in :func:`foretoken.load`.
         allow_lossy: as in :func:`foretoken.load`.
@@ -103,6 +105,13 @@ def custom_generate(
     """
     if isinstance(drafter, CustomGenerate):
         generate = drafter
+        settings = {"verifier": verifier, "controller": controller, "allow_lossy": allow_lossy, "exact": exact}
+        given = _changed({**settings, "profile": profile})
+        if given:
+            with _ended(caller_of_generate(model).get("streamer", streamer), token_streamer):
+                raise ValueError(
+                    f"drafter= is a CustomGenerate, with settings of its own: pass it {given}, and not here"
+                )
     else:
         generate = CustomGenerate(drafter, verifier, controller, allow_lossy, exact, profile)
     extra: dict[str, Any] = {"seed": seed, "token_streamer": token_streamer, "prediction": prediction, **model_kwargs}
@@ -229,6 +238,12 @@ def _streamer(streamer: BaseStreamer | None, token_streamer: BaseStreamer | None
     if streamer is not None and token_streamer is not None and streamer is not token_streamer:
         raise ValueError("streamer= and token_streamer= are both given: pass one of them")
     return token_streamer if streamer is None else streamer
+
+
+def _changed(settings: Mapping[str, Any]) -> str:
+    """Names of the settings that are not :class:`CustomGenerate`'s defaults."""
+    defaults = signature(CustomGenerate).parameters
+    return ", ".join(name for name, value in settings.items() if value != defaults[name].default)
 
 
 @contextmanager

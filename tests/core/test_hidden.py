@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core import HiddenStates, HiddenText
+from foretoken.core import HiddenStates, HiddenText, hidden
 from foretoken.core.hidden import HELD, RECENT
 
 TAPS = ("last", "layer:2")
@@ -88,3 +90,28 @@ def test_a_text_in_a_small_batch_is_never_copied() -> None:
     assert all(is_view_of(part["last"], states["last"]) for part, states in zip(text.parts, rounds, strict=True))
     copies = text.copied()
     assert copies["last"].untyped_storage().nbytes() == copies["last"].nbytes
+
+
+def test_a_text_read_in_pieces_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter catches up 256 positions a round, while every round adds some: not all that waits is copied again."""
+    copied, joined = 0, hidden._joined
+
+    def counted(parts: Sequence[HiddenStates]) -> dict[str, Tensor]:
+        nonlocal copied
+        copied += sum(part.num_rows for part in parts)
+        return joined(parts)
+
+    monkeypatch.setattr(hidden, "_joined", counted)
+    text, whole, read = HiddenText(), [], []
+    sizes = [512] * 16 + [3] * 40
+    for number, size in enumerate(sizes):
+        states = forward(1, size, seed=number)
+        text.add(HiddenStates(states, range(size)))
+        whole.append(states["last"][0])
+        if number >= 15:
+            piece = min(256 if number > 15 else 255, text.count)  # never where a part begins
+            read.append(text.first(piece)["last"])
+            assert len(read[-1]) == piece
+            text.drop(piece)
+    assert torch.equal(torch.cat(read), torch.cat(whole)) and text.count == 0
+    assert 0 < copied < 2 * sum(sizes)

@@ -171,6 +171,10 @@ def test_options_out_of_range_are_refused() -> None:
     for options in ({"kept_places": -1}, {"prefix_bytes": -1}):
         with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least 0"):
             AsyncLlm(toy(), **options)
+    for options in ({"max_running": 4, "kept_places": 4}, {"kept_places": 33}):
+        with pytest.raises(ValueError, match=r"kept_places must be less than max_running=\d+, not \d+"):
+            AsyncLlm(toy(), **options)
+    AsyncLlm(toy(), max_running=2, kept_places=1)
     for options in ({"prefill_s": -1}, {"prefill_s": float("nan")}):
         with pytest.raises(ValueError, match="prefill_s must be at least 0"):
             AsyncLlm(toy(), **options)
@@ -571,6 +575,68 @@ def test_a_call_runs_in_the_engines_thread_between_two_rounds() -> None:
         await pieces.aclose()
 
     during(llm, scenario)
+
+
+@pytest.mark.parametrize(("error", "words"), [(SystemExit(3), r"exit\(3\)"), (asyncio.CancelledError(), "Cancelled")])
+def test_a_call_that_would_exit_ends_alone(error: BaseException, words: str) -> None:
+    def leave(llm: Llm) -> None:
+        raise error
+
+    async def scenario(engine: AsyncLlm) -> None:
+        async with Gate(engine):
+            calls = [asyncio.ensure_future(engine.call(f)) for f in (leave, lambda llm: 7, leave)]
+            await asyncio.sleep(0.01)
+        first, second, third = await asyncio.gather(*calls, return_exceptions=True)
+        assert second == 7
+        for failure in (first, third):
+            with pytest.raises(RuntimeError, match=words):
+                raise failure  # type: ignore[misc]
+        assert (await engine.generate(PROMPT, max_new_tokens=3)).finish_reason == "length"
+
+    during(toy(), scenario)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_interrupted_call_ends_the_engine_and_leaves_nobody_waiting() -> None:
+    def interrupt(llm: Llm) -> None:
+        raise KeyboardInterrupt
+
+    async def scenario(engine: AsyncLlm) -> None:
+        async with Gate(engine):
+            calls = [asyncio.ensure_future(engine.call(f)) for f in (interrupt, lambda llm: 7)]
+            await asyncio.sleep(0.01)
+        for failure in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(failure, EngineDead) and "the engine has stopped" in str(failure)
+        assert "KeyboardInterrupt" in (engine.status.dead or "")
+
+    during(toy(), scenario)
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), SystemExit("planted"), asyncio.CancelledError("planted")])
+def test_an_on_end_that_raises_is_logged(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """For a request that was cancelled before it entered, for one that waited, and for one that was answered."""
+    ended: list[str | None] = []
+
+    def on_end(*what: Any) -> None:
+        ended.append(what[3])
+        raise error
+
+    async def scenario(engine: AsyncLlm) -> None:
+        async with Gate(engine):
+            engine.cancel(engine.submit(Request(PROMPT)))
+        assert (await engine.generate(PROMPT, max_new_tokens=3)).finish_reason == "length"
+        running = engine.submit(Request(PROMPT, max_new_tokens=90_000))
+        await running.next()
+        waiting = engine.submit(Request(PROMPT))
+        await until(lambda: waiting.id is not None)
+        engine.cancel(waiting)
+        await until(lambda: len(ended) == 3)
+        engine.cancel(running)
+        await until(lambda: len(ended) == 4)
+        assert engine.status.dead is None
+
+    during(toy(context_length=100_000), scenario, on_end=on_end, max_running=1)
+    assert ended == [None, "length", None, None] and caplog.text.count("on_end failed") == 4
 
 
 def test_a_call_that_nobody_waits_for_any_more_does_not_hurt() -> None:

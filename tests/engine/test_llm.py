@@ -161,6 +161,16 @@ def test_all_members_of_an_ensemble_draft_so_none_is_named() -> None:
         load(target, ["ngram", "suffix"]).generate([0, 1], drafter="ngram", max_new_tokens=2)
 
 
+@pytest.mark.parametrize("controller", ["constant,k=0", "bandit,lengths=0"])
+def test_no_member_can_be_named_where_nothing_is_drafted(controller: str) -> None:
+    llm = load(tables()[0], "router,drafters=(ngram|suffix)", controller=controller)
+    with pytest.raises(ValueError, match="drafter='ngram' of a request has no effect: the controller never drafts"):
+        llm.generate([0, 1], drafter="ngram", max_new_tokens=2)
+    with pytest.raises(ValueError, match="choose one of ngram, suffix"):
+        llm.generate([0, 1], drafter="sam", max_new_tokens=2)
+    assert llm.generate([0, 1], max_new_tokens=2).token_ids
+
+
 @pytest.mark.parametrize("n", [None, "2", 2.0, True])
 def test_the_number_of_samples_is_whole(n: Any) -> None:
     with pytest.raises(ValueError, match="n must be a whole number"):

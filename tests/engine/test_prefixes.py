@@ -129,6 +129,22 @@ def test_texts_are_found_with_the_same_salt_only() -> None:
     assert computed(serve_one(runner, Request(LONG, max_new_tokens=2, cache_salt="a"))) == (1, 60)
 
 
+def test_a_salt_does_not_name_the_way_of_computing() -> None:
+    """A model that reads long texts differently keeps them apart, whatever a client writes into its salt."""
+    runner = keeping()
+    opened, regimes = runner.target.open, iter((5, 0, 5))
+
+    def open_one() -> Any:
+        sequence = opened()
+        sequence.regime = next(regimes)
+        return sequence
+
+    runner.target.open = open_one  # type: ignore[method-assign]
+    serve_one(runner, Request(LONG, max_new_tokens=8, cache_salt="a"))
+    assert computed(serve_one(runner, Request(LONG, max_new_tokens=2, cache_salt="a\0" + "5"))) == (60, 60)
+    assert computed(serve_one(runner, Request(LONG, max_new_tokens=2, cache_salt="a"))) == (1, 60)
+
+
 @pytest.mark.parametrize("salt", [3, None, b"a"])
 def test_a_salt_is_text(salt: Any) -> None:
     with pytest.raises(ValueError, match="cache_salt must be text, not "):

@@ -166,3 +166,39 @@ def test_the_limits_are_those_of_the_service_that_serves(made_first: bool) -> No
         await second.close(0.0)
 
     asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_closed_service_leaves_the_llm_as_it_was(started: bool) -> None:
+    llm, ended = small(), []
+    before = llm.engine.limits
+    limits: dict[str, Any] = {"max_running": 2, "prefill_chunk": 5, "prefill_s": 0.5, "kv_memory": 10**6}
+
+    async def scenario() -> None:
+        service = ft.AsyncLlm(llm, kept_places=1, on_end=lambda *what: ended.append(what), **limits)
+        if started:
+            await service.start()
+            await service.generate(PROMPTS[0], **OPTIONS)
+        assert llm.engine.limits != before
+        await service.close(0.0)
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    assert llm.engine.limits == before
+    assert llm.generate(PROMPTS[0], **OPTIONS).token_ids and len(ended) == started
+
+
+def test_a_service_closed_beside_a_stream_leaves_the_llm_as_it_was_after_it() -> None:
+    llm = small()
+    before = llm.engine.limits
+
+    async def scenario() -> None:
+        service = ft.AsyncLlm(llm, max_running=2, prefill_chunk=5)
+        await service.start()
+        stream = llm.stream(PROMPTS[0], **OPTIONS)
+        next(stream)
+        await service.close(0.0)
+        assert list(stream)
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    assert llm.generate(PROMPTS[0], **OPTIONS).token_ids
+    assert llm.engine.limits == before

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import pytest
 from tiny_tokenizer import TEXT, Writer, eos, ids_of, tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from foretoken.engine.stopping import Detokenizer, Stopper
 from foretoken.llm import Llm, Output, Piece
@@ -204,6 +209,86 @@ def test_bytes_that_are_no_character_do_not_stop_the_text() -> None:
     assert parts[0] == "" and "".join(parts) == "\ufffdcat"
     assert detokenizer.flush() == "\ufffd"
     assert detokenizer.text == "\ufffdcat\ufffd"
+
+
+class Counted:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def decode(self, ids: list[int], **options: bool) -> str:
+        self.count += len(ids)
+        return str(tokenizer().decode(ids, **options))
+
+
+def test_a_run_of_bytes_that_are_no_character_streams_and_is_decoded_in_linear_time() -> None:
+    first_byte = ids_of("ö")[0]
+    counts = []
+    for size in (200, 400):
+        counted = Counted()
+        detokenizer = Detokenizer(counted)
+        parts = [detokenizer.push([token]) for token in [*ids_of("cat"), *[first_byte] * size, *ids_of("dog")]]
+        assert "".join(parts) == "cat" + "\ufffd" * size + "dog" and not detokenizer.flush()
+        assert max(map(len, parts)) <= Detokenizer.HELD + 1
+        counts.append(counted.count)
+    assert counts[1] < 2.2 * counts[0]
+
+
+def test_bytes_that_are_no_character_are_found_by_a_stop_string() -> None:
+    tokens = [*ids_of("cat"), *ids_of("ö")[:1] * 40]
+    stopper = Stopper(frozenset(), ("\ufffd\ufffd",), 100, tokenizer())
+    kept, reason = stopper.push(tokens)
+    assert reason == "stop" and stopper.cut == len("cat")
+    assert kept <= len(ids_of("cat")) + Detokenizer.HELD + 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 20])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_text_of_any_bytes_is_that_of_all_at_once(seed: int, size: int) -> None:
+    """Characters, halves of them and runs of wrong bytes; what was streamed is never taken back."""
+    rng = random.Random(seed)
+    for _ in range(20):
+        ids: list[int] = []
+        while len(ids) < 100:
+            ids += ids_of("".join(rng.choice("aé東🙂x ö") for _ in range(rng.randrange(1, 30))))
+            ids += [rng.randrange(1, len(tokenizer()))] * rng.choice([0, 0, 1, 30])
+        whole, detokenizer = tokenizer().decode(ids), Detokenizer(tokenizer())
+        for start in range(0, len(ids), size):
+            detokenizer.push(ids[start : start + size])
+            assert whole.startswith(detokenizer.text)
+        detokenizer.flush()
+        assert detokenizer.text == whole
+
+
+@cache
+def bytes_tokenizer() -> Any:
+    """As SentencePiece's: tokens of single bytes, and a run of them with a wrong one is replaced as a whole."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁a", "b", "<unk>"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 20])
+@pytest.mark.parametrize("characters", ["東京タワー", "🙂", "é🙂東x"])
+def test_many_characters_of_single_bytes_stream_as_they_are(characters: str, size: int) -> None:
+    ids = [256, *(characters * 30).encode(), 257, 257]
+    detokenizer = Detokenizer(bytes_tokenizer())
+    for start in range(0, len(ids), size):
+        detokenizer.push(ids[start : start + size])
+        assert bytes_tokenizer().decode(ids).startswith(detokenizer.text)
+    detokenizer.flush()
+    assert detokenizer.text == bytes_tokenizer().decode(ids) == " a" + characters * 30 + "bb"
+
+
+def test_a_text_goes_on_after_a_wrong_byte_behind_a_character() -> None:
+    """The character was streamed before the tokenizer replaced it, and nothing is streamed twice."""
+    ids = [256, *"é".encode(), 255, *[257] * 40]
+    detokenizer = Detokenizer(bytes_tokenizer())
+    parts = [detokenizer.push([token]) for token in ids]
+    assert "".join(parts) == " aé" + "\ufffd" * 3 + "b" * 40 and not detokenizer.flush()
 
 
 def test_a_long_text_is_decoded_piece_by_piece_as_at_once() -> None:

@@ -48,6 +48,20 @@ def test_the_target_and_every_network_are_measured() -> None:
     assert target.kv_bytes == 0 and draft.kv_bytes == 0
 
 
+class Refusing(NgramDrafter):
+    """A drafter that ends its second round."""
+
+    def observe(self, *args: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_measurement_keeps_no_sequence() -> None:
+    target, _ = llamas()
+    with pytest.raises(KeyboardInterrupt):
+        calibration._rounds(target, Refusing(), ConstantController(), [1, 2, 3], 4)
+    assert target.kv_bytes == 0
+
+
 class Pausing(TableModel):
     """A table whose network takes 2 ms and .1 ms per node by its own account, and in one of its calls 90 ms more."""
 

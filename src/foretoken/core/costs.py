@@ -3,7 +3,7 @@
     expected tokens E = 1 + sum over depths of the probability that the draft is accepted to that depth
     round time      T = target(nodes of the batch) + draft(member, depth) + rest
 
-Section 8 of the specification; SmartSpec, arXiv 2406.14066.
+``docs/theory.md`` derives it; SmartSpec, arXiv 2406.14066, uses it for batches.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ a reference per request; rows are copied when a draft is made.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -101,9 +102,13 @@ class HiddenText:
             self._settled = len(self.parts)
 
     def first(self, count: int) -> Mapping[str, Tensor]:
-        """[count, D] hidden states of the first positions, by the first part's taps."""
-        if len(self.parts) > 1:
-            self.parts, self._settled = [HiddenStates.of(_joined(self.parts))], 1
+        """[count, D] hidden states of the first positions, by the first part's taps; the parts that hold them are
+        joined, and no others, because a long text is read in pieces."""
+        ends = list(accumulate(part.num_rows for part in self.parts))
+        held = min(bisect_left(ends, count) + 1, len(ends))
+        if held > 1:
+            self.parts[:held] = [HiddenStates.of(_joined(self.parts[:held]))]
+            self._settled = max(1, self._settled - held + 1)
         return self.parts[0].at(slice(count)) if self.parts else {}
 
     def drop(self, count: int) -> None:

@@ -18,6 +18,7 @@ from foretoken.core.values import check_counts, check_flags, with_article
 from foretoken.engine.errors import Draining, EngineClosed, EngineDead, QueueFull, RequestFailed, TargetGone, failure_of
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
+from foretoken.engine.service_calls import ServiceCalls, tell_end
 from foretoken.engine.service_thread import start_thread
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.status import EngineStatus as EngineStatus
@@ -50,8 +51,10 @@ class AsyncLlm:
         kept_places: part of ``max_running`` reserved for owners without a running request.
         prefix_cache: cache finished sequences for requests with the same prefix (and the same ``cache_salt``).
         prefix_bytes: largest size of this cache.
-        on_end: called in the engine's thread for every ended request with the request, its arrival time, its
-            statistics, and its finish reason, ``None`` after cancellation.
+        on_end: called with the request, its arrival time, its statistics, and its finish reason, ``None`` after
+            cancellation: for every request that ends in the engine, from the service's making to its close, those of
+            the Llm's own calls included (in the thread that runs their round), and for one that is cancelled before it
+            enters.  What it raises is logged.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class AsyncLlm:
         check_flags(prefix_cache=prefix_cache)
         check_counts({"max_running": max_running, "prefill_chunk": prefill_chunk, "kv_memory": kv_memory or 1}, 1)
         check_counts({"max_queued": max_queued, "kept_places": kept_places, "prefix_bytes": prefix_bytes}, 0)
+        if kept_places >= max_running:  # of one owner's requests, only one would run at a time
+            raise ValueError(f"kept_places must be less than max_running={max_running}, not {kept_places}")
         self.llm, self.max_running, self.max_queued = llm, max_running, max_queued
         cache_bytes = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
         self._turn = llm.calls.turn  # acquired before ``_lock`` if both are held
@@ -93,7 +98,7 @@ class AsyncLlm:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._new: list[Ticket] = []
-        self._calls: list[tuple[Callable[[Llm], Any], Future[Any]]] = []
+        self._calls = ServiceCalls()
         self._cancelled: list[Ticket] = []
         self._tickets: dict[int, Ticket] = {}
         self._thread: threading.Thread | None = None
@@ -111,8 +116,13 @@ class AsyncLlm:
         self.llm.calls.limit(self, **self._limits)
         on_end = self._on_end
         self.llm.engine.requests.on_leave = on_end and (
-            lambda run: on_end(run.request, run.arrived_s, run.stats, run.finish_reason)
+            lambda run: tell_end(on_end, run.request, run.arrived_s, run.stats, run.finish_reason)
         )
+
+    def _give_back(self) -> None:
+        """Leave the Llm as it was before, unless another service has taken it over."""
+        if self.llm.calls.release(self):
+            self.llm.engine.requests.on_leave = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -145,7 +155,10 @@ class AsyncLlm:
             await asyncio.sleep(0.01)
         self._stopping = True
         self._wake.set()
-        if self._thread is not None:
+        if self._thread is None:
+            with self._turn:
+                self._give_back()
+        else:
             await asyncio.to_thread(self._thread.join, 10.0)
 
     @property
@@ -265,10 +278,9 @@ class AsyncLlm:
         Raises:
             EngineDead: no engine is running.
         """
-        future: Future[T] = Future()
         with self._lock:
             self._check_life()
-            self._calls.append((function, future))
+            future: Future[T] = self._calls.add(function)
         self._wake.set()
         return await asyncio.wrap_future(future)
 
@@ -323,28 +335,18 @@ class AsyncLlm:
     def _take_in(self) -> None:
         with self._lock:
             cancelled, self._cancelled = self._cancelled, []
-            calls, self._calls = self._calls, []
             gone = {id(ticket) for ticket in cancelled}
             early = [ticket for ticket in self._new if id(ticket) in gone]
             self._new = [ticket for ticket in self._new if id(ticket) not in gone]
-        if self._on_end is not None:
-            for ticket in early:
-                self._on_end(ticket.request, ticket.arrived_s, SpecStats(), None)
+        for ticket in early:
+            tell_end(self._on_end, ticket.request, ticket.arrived_s, SpecStats(), None)
         for ticket in self._new[:]:
             self._enter(ticket)
         for ticket in cancelled:
             with self._turn:
                 if ticket.id is not None and self._tickets.pop(ticket.id, None) is not None:
                     self.llm.engine.cancel(ticket.id)
-        for function, future in calls:
-            if not future.set_running_or_notify_cancel():
-                continue  # the caller is gone
-            try:
-                with self._turn:
-                    result = function(self.llm)
-                future.set_result(result)
-            except Exception as error:  # the caller's error
-                future.set_exception(error)
+        self._calls.run(self.llm, self._turn)
 
     def _enter(self, ticket: Ticket) -> None:
         """Add a request, which was checked when it was submitted. Not under the lock: the event loop must not wait."""
@@ -384,12 +386,9 @@ class AsyncLlm:
             self._dead = reason
             open_ = [*self._new, *self._tickets.values()]
             self._new, self._tickets = [], {}
-            calls, self._calls = self._calls, []
         for ticket in open_:
             ticket.put(kind(reason))
-        for _, future in calls:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(kind(reason))
+        self._calls.fail(kind(reason))
         with self._turn:
             self.llm.calls.others = None
             for ticket in open_:
@@ -397,3 +396,4 @@ class AsyncLlm:
                     self.llm.engine.cancel(ticket.id)
             if kind is not EngineClosed:  # no one else continues these sequences
                 self.llm.engine.close()
+            self._give_back()

@@ -31,6 +31,7 @@ class Calls:
         self.turn = lock_of(engine.target, "call")  # the target's: another engine of the same target shares its cache
         self.others: Callable[[Sequence[tuple[Running, Emission]]], None] | None = None
         self._limited_by: object | None = None
+        self._own_limits: dict[str, Any] | None = None  # the engine's, while those of a service apply
         self._process = os.getpid()
 
     def limit(self, service: object, **limits: Any) -> None:
@@ -39,8 +40,23 @@ class Calls:
         A service does so when it is made and again when it starts: another one may have replaced them in between.
         """
         if self._limited_by is not service:
+            own = self._own_limits or self._engine.limits
             self._engine.serve(**limits)
-            self._limited_by = service
+            self._limited_by, self._own_limits = service, own
+
+    def release(self, service: object) -> bool:
+        """Return to the engine's own limits if the service's apply: now, or as soon as no request runs. Returns whether
+        they do."""
+        if self._limited_by is not service:
+            return False
+        self._limited_by = None
+        self._restore()
+        return True
+
+    def _restore(self) -> None:
+        if self._limited_by is None and self._own_limits is not None and not self._engine.busy:
+            self._engine.serve(**self._own_limits)
+            self._own_limits = None
 
     def follow(self, request: Request) -> Iterator[tuple[Running, Emission]]:
         """Output of a request, round by round, until it ends or raises; closing the generator cancels it."""
@@ -77,6 +93,7 @@ class Calls:
                 "it in each process, or call torch.set_num_threads(1) there"
             )
         with self.turn:
+            self._restore()
             request_id = self._engine.add(request)
             self._boxes[request_id] = deque()
             return request_id

@@ -81,11 +81,13 @@ class Drafting:
         self._device = target.device
 
     def check_member(self, name: str | None) -> None:
-        """Raise ``ValueError`` for an unknown member name."""
+        """Raise ``ValueError`` for an unknown member name, or for any name if the controller never drafts."""
         if name is not None and name not in self.members:
             members = ", ".join(self.members)
             hint = f"choose one of {members}" if members else "this drafter is not a router: leave it out"
             raise ValueError(f"drafter={name!r} of a request names a member of a router: {hint}")
+        if name is not None and self.drafter is None:
+            raise ValueError(f"drafter={name!r} of a request has no effect: the controller never drafts, leave it out")
 
     def begin(self, turns: Sequence[Turn]) -> None:
         """Set empty drafts. A request with its own tree builds it here, which runs the target and is not part of the

@@ -90,6 +90,21 @@ def as_error(error: BaseException) -> Exception:
     is_theirs = _outside_frame(error) is not None or (is_exit and current_thread() is not main_thread())
     if isinstance(error, KeyboardInterrupt) or not is_theirs or _is_by_signal(error):
         raise error
+    return _of_exit(error)
+
+
+def contained(error: BaseException) -> Exception:
+    """The error of a caller's function in the engine, or one for an exit or a cancellation in it. Raises it again if it
+    is an interrupt or by a signal's handler."""
+    if isinstance(error, Exception):
+        return error
+    if isinstance(error, KeyboardInterrupt) or _is_by_signal(error):
+        raise error
+    return _of_exit(error)
+
+
+def _of_exit(error: BaseException) -> RuntimeError:
+    is_exit = isinstance(error, SystemExit)
     message = f"it called exit({error})" if is_exit else f"{type(error).__name__}: {error}"
     return RuntimeError(message).with_traceback(error.__traceback__)
 

@@ -135,6 +135,18 @@ class Engine:
         self.reader.chunk, self.reader.time = prefill_chunk, ReadingTime(prefill_s)
         self.requests.limit_memory(kv_memory, prefix_bytes)
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The present limits, as arguments of :meth:`serve`."""
+        return {
+            "max_batch": self.max_batch,
+            "kv_memory": self.requests.budget.limit,
+            "prefill_chunk": self.reader.chunk,
+            "prefix_bytes": self.requests.prefix_cache.prefixes.capacity,
+            "prefill_s": self.reader.time.limit_s,
+            "kept_places": self.kept_places,
+        }
+
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:

@@ -144,7 +144,6 @@ def _prompt_of(run: Running) -> Sequence[int]:
     return run.context.tokens[: run.context.prompt_length - 1]
 
 
-def _salt(run: Running) -> str:
+def _salt(run: Running) -> tuple[str, int]:
     """Owner of a sequence and the way it was computed; sequences that differ in either share nothing."""
-    regime = run.open_sequence.regime
-    return f"{run.context.salt}\0{regime}" if regime else run.context.salt
+    return run.context.salt, run.open_sequence.regime

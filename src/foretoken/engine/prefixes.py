@@ -44,14 +44,14 @@ class CachedPrefix:
     """A cached sequence.
 
     Attributes:
-        salt: its owner; other owners cannot reuse it.
+        salt: its owner and what else sets it apart; others cannot reuse it.
         tokens: n token ids.
         snapshot: its keys and values.
         hidden: hidden states [n, D] for the drafter, by tap.
         drafts: draft models' states for it, by model key.
     """
 
-    salt: str
+    salt: Hashable
     tokens: NDArray[np.int64]
     snapshot: Snapshot
     hidden: Mapping[str, Tensor]
@@ -102,13 +102,13 @@ class Prefixes:
         self.capacity = self.limit = capacity
         self.nbytes = 0  # a plain number, because other threads read it
         self._texts: OrderedDict[int, CachedPrefix] = OrderedDict()
-        self._alike: dict[tuple[str, bytes], dict[int, CachedPrefix]] = {}  # grouped by their first tokens
+        self._alike: dict[tuple[Hashable, bytes], dict[int, CachedPrefix]] = {}  # grouped by their first tokens
         self._ids = count()
 
     def __len__(self) -> int:
         return len(self._texts)
 
-    def find(self, salt: str, tokens: Sequence[int]) -> tuple[CachedPrefix | None, int]:
+    def find(self, salt: Hashable, tokens: Sequence[int]) -> tuple[CachedPrefix | None, int]:
         """The sequence with the longest common prefix, and the prefix's length (0: none is worth copying)."""
         ids = np.asarray(tokens, dtype=np.int64)
         alike = self._alike.get(_beginning(salt, ids), {})
@@ -120,7 +120,7 @@ class Prefixes:
         return self._texts[best], length
 
     def find_draft(
-        self, salt: str, tokens: Sequence[int], key: Hashable, ids: NDArray[np.int64], fits: Fits
+        self, salt: Hashable, tokens: Sequence[int], key: Hashable, ids: NDArray[np.int64], fits: Fits
     ) -> tuple[Snapshot | None, int]:
         """A draft model's state for a sequence that begins like ``tokens``: the one with the longest common prefix with
         ``ids``, in the model's tokens, and the prefix's length (0: none is worth copying). ``fits`` returns whether the
@@ -176,6 +176,6 @@ class Prefixes:
 Fits = Callable[[CachedDraft], bool]
 
 
-def _beginning(salt: str, tokens: NDArray[np.int64]) -> tuple[str, bytes]:
+def _beginning(salt: Hashable, tokens: NDArray[np.int64]) -> tuple[Hashable, bytes]:
     """Key of sequences with enough in common."""
     return salt, tokens[:SHORTEST].tobytes()

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 FinishReason = Literal["eos", "stop", "length", "error", "deadline"]
 
+UNKNOWN = "\ufffd"
+"""What bytes that are no character are decoded to."""
+
 
 class Detokenizer:
     """Text of a growing token list; an incomplete character is held back.
@@ -19,12 +22,15 @@ class Detokenizer:
 
     CONTEXT = 16
     """Least left context in tokens, because the decoding of a token may depend on earlier ones."""
+    HELD = 8
+    """Tokens that are held back at most if their bytes form no character: one has four bytes."""
 
     def __init__(self, tokenizer: Any | None, special: bool = False) -> None:
         self._tokenizer, self._skip = tokenizer, not special
         self._ids: list[int] = []
         self._start = self._end = 0
         self._before = ""  # text of the tokens from _start to _end
+        self._is_open = False  # whether the last character of that text is held back
         self.text = ""
 
     def push(self, ids: Sequence[int]) -> str:
@@ -33,21 +39,47 @@ class Detokenizer:
             return ""
         self._ids.extend(ids)
         if self._end - self._start > 2 * self.CONTEXT:  # not at every token, which would decode the context twice
-            self._start = self._end - self.CONTEXT
-            self._before = self._decode(self._ids[self._start : self._end])
+            self._slide()
         decoded = self._decode(self._ids[self._start :])
-        if decoded.endswith("\ufffd") or not decoded.startswith(self._before):
+        if self._is_certain(decoded):
+            return self._take(decoded)
+        if len(self._ids) - self._end <= self.HELD or self._is_inside_character():
             return ""
-        return self._take(decoded)
+        return self._take(decoded, is_open=decoded.endswith(UNKNOWN))  # more bytes may change only the last character
 
     def flush(self) -> str:
         """The text that was held back, even if incomplete."""
         return self._take(self._decode(self._ids[self._start :]))
 
-    def _take(self, decoded: str) -> str:
-        """Append the new part of the window's text."""
-        new = decoded[len(self._before) :] if decoded.startswith(self._before) else decoded
-        self._end, self._before = len(self._ids), decoded
+    def _slide(self) -> None:
+        """Move the window forward, to a token where a character begins: some tokenizers replace a whole run of bytes
+        that begins inside one."""
+        latest = self._end - self.CONTEXT
+        starts = range(latest, latest - 4, -1)
+        self._start = next((start for start in starts if self._before.endswith(self._text_from(start))), latest)
+        self._before = self._text_from(self._start)
+
+    def _text_from(self, start: int) -> str:
+        decoded = self._decode(self._ids[start : self._end])
+        return decoded[:-1] if self._is_open else decoded
+
+    def _is_certain(self, decoded: str) -> bool:
+        return decoded.startswith(self._before) and not decoded.endswith(UNKNOWN)
+
+    def _is_inside_character(self) -> bool:
+        """Whether the text was certain up to a few tokens ago.  Otherwise its bytes are no text, and only an incomplete
+        character at the end may still change: some tokenizers replace a whole run where one byte is wrong."""
+        ends = range(len(self._ids) - 3, len(self._ids))
+        return any(self._is_certain(self._decode(self._ids[self._start : end])) for end in ends)
+
+    def _take(self, decoded: str, is_open: bool = False) -> str:
+        """Append the new part of the window's text, without its last character if that is open."""
+        decoded = decoded[:-1] if is_open else decoded
+        same = len(self._before)
+        while not decoded.startswith(self._before[:same]):  # a tokenizer may replace earlier characters
+            same -= 1
+        new = decoded[same:]
+        self._end, self._before, self._is_open = len(self._ids), decoded, is_open
         self.text += new
         return new
 

@@ -85,7 +85,7 @@ def test_rounds_of_several_lengths_count_up_to_their_own() -> None:
 
 @pytest.mark.parametrize(("alpha", "step_s"), [(0.9, 0.0002), (0.7, 0.002), (0.3, 0.004), (0.95, 0.00001)])
 def test_the_best_depth_is_that_of_the_formula(alpha: float, step_s: float) -> None:
-    """(1 - a^(k+1)) / (1 - a) tokens for v(k + 1) + c k + o (section 8 of the specification), by brute force."""
+    """(1 - a^(k+1)) / (1 - a) tokens for v(k + 1) + c k + o (docs/theory.md), by brute force."""
     best = best_candidate(scouted(rounds_of(alpha, step_s)), V, REST)
 
     def speedup(k: int) -> float:

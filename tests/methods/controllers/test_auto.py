@@ -483,7 +483,7 @@ def test_goodput_finds_its_length(accepts: float, batch: int) -> None:
 
 
 def test_goodput_drafts_less_in_a_large_batch() -> None:
-    """v(n) grows with the batch: the same acceptance pays for shorter drafts (section 8 of the specification)."""
+    """v(n) grows with the batch: the same acceptance pays for shorter drafts (docs/theory.md)."""
     costs = RoundCosts(TargetCost({1: 1.0, 16: 1.05, 64: 4.0}), {"d": DrafterCost(0.0, 0.05, (0.7, 0.49, 0.34))})
     controller = GoodputController()
     controller.attach(Limits("d", 8, 8))

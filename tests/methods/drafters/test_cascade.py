@@ -421,6 +421,7 @@ def built(spec: str, **more: Any) -> Any:
         ("cascade,inner=model", "drafter 'model' needs a path for this target: model:PATH"),
         ("cascade,inner=cascade", "drafter 'cascade' needs a path for this target: cascade:PATH"),
         ("cascade,x=1", "unknown option 'x' of drafter 'cascade': valid ones: k, early, lenience, inner, late"),
+        ("staged,late=ngram", "unknown option 'late' of drafter 'staged': valid ones: k, width, tree, inner, quantize"),
         ("cascade,k=0", "cascade needs k >= 1"),
         ("cascade,k=3,early=3,late=ngram", "early between 1 and k - 1 = 2, not 3"),
         ("cascade:/nowhere", "/nowhere is not a folder"),

@@ -70,7 +70,7 @@ def plain_greedy() -> list[list[int]]:
 
 
 def test_golden_mask_and_positions() -> None:
-    """W=3, N=3, one guess; the specification's order is e0 e1 e2 | a0 a1 a2 | g0 g1."""
+    """W=3, N=3, one guess; the order is e0 e1 e2 | a0 a1 a2 | g0 g1."""
     drafter = LookaheadDrafter(w=3, n=3, g=1)
     context = a_context([4, 9])
     drafter.start(context)
@@ -161,7 +161,7 @@ def test_the_worked_example_of_the_docs() -> None:
 
 
 class Plain:
-    """The method as the specification writes it: lists, prefixes, no tree.  ``best`` is the target's argmax."""
+    """The method written directly: lists, prefixes, no tree.  ``best`` is the target's argmax."""
 
     def __init__(self, best: Callable[[list[int]], int], text: Sequence[int], w: int, n: int, g: int) -> None:
         self.best, self.text, self.w, self.n, self.g = best, list(text), w, n, g

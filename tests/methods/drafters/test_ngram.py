@@ -1,4 +1,4 @@
-"""Prompt lookup: golden vectors of the specification, and an index that equals a plain search."""
+"""Prompt lookup: golden vectors, and an index that equals a plain search."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def proposed(drafter: NgramDrafter, tokens: list[int], budget: Budget | None = N
     return list(tree.tokens[1:])
 
 
-def test_golden_vector_of_the_specification() -> None:
+def test_golden_vector() -> None:
     assert proposed(NgramDrafter(n=3, k=4, match="first"), GOLDEN) == [3, 4, 1, 2]
     assert proposed(NgramDrafter(n=3, k=4, match="recent"), GOLDEN) == [5, 6, 1, 2]
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import subprocess
+import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ from foretoken.core import Budget, Context, Rng
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import LoadingContext
-from foretoken.methods.drafters import ngram_counts
+from foretoken.methods.drafters import ngram_cache, ngram_counts
 from foretoken.methods.drafters.datastore import joined
 from foretoken.methods.drafters.ngram_cache import (
     LAX,
@@ -213,6 +217,38 @@ def test_a_saved_cache_drafts_the_same_and_goes_on_counting(tmp_path: Path) -> N
     assert [p.name for p in tmp_path.iterdir()] == ["cache"]
 
 
+def test_a_cache_is_written_once_a_minute_and_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, written = 100.0, []
+    monkeypatch.setattr(ngram_cache, "monotonic", lambda: clock, raising=False)
+    save = NgramCache.save
+    monkeypatch.setattr(NgramCache, "save", lambda *args: (written.append(clock), save(*args)))
+    drafter = build(tmp_path / "cache", Words(), save=True)
+    for _ in range(12):
+        clock += 13.0
+        drafter.remember([0, 1, 2, 3, 4])
+        drafter.remember([0, 1, 2], salt="theirs")
+    assert len(written) == 2 and written[1] - written[0] >= 60
+    del drafter
+    gc.collect()
+    assert len(written) == 3
+    assert draft(build(tmp_path / "cache", Words()), [0, 1]) == [2, 3, 4]
+
+
+def test_a_process_that_ends_has_written_its_cache(tmp_path: Path) -> None:
+    script = f"""
+        import sys
+        from foretoken.methods.drafters.ngram_cache import NgramCacheDrafter
+        from pathlib import Path
+        drafter = NgramCacheDrafter(save=True)
+        drafter.path = Path({str(tmp_path / "cache")!r})
+        for _ in range(3):
+            drafter.remember([0, 1, 2, 3, 4])
+        sys.exit(3)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False)
+    assert ended.returncode == 3 and draft(build(tmp_path / "cache"), [0, 1]) == [2, 3, 4]
+
+
 def test_keys_of_arrays_and_of_lists_agree() -> None:
     text = np.array([0, 5, 2**31 - 2, 7, 7], np.int32)
     for n in (1, 2, 4):
@@ -224,6 +260,7 @@ def test_keys_of_arrays_and_of_lists_agree() -> None:
 def test_bad_files(tmp_path: Path) -> None:
     path = tmp_path / "cache"
     saved(path)
+    gc.collect()
     good = path.read_bytes()
     with pytest.raises(ValueError, match="another tokenizer"):
         build(path, Words("a b c d f"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,33 @@ def test_the_first_request_measures_and_the_text_is_the_targets_own() -> None:
             warnings.simplefilter("ignore", NothingToSkipWarning)
             texts = outputs(engine(target, drafter), request)
         assert texts == outputs(engine(target), request)
+    assert drafter.is_decided and drafter.plan == drafter.skips.plan
+
+
+@pytest.mark.parametrize("calls", [0, 3, 9, 15])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_measurement_keeps_nothing_and_is_made_again(calls: int, error: type[BaseException]) -> None:
+    """It stops while prompts are read, while they are continued, and while sets are tried."""
+    target = target_with_silent_sublayers()
+    drafter = LayerSkipDrafter(target)
+    forward, left = target.forward, calls
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error("planted")
+        return forward(*args, **options)
+
+    target.forward = interrupted  # type: ignore[method-assign]
+    with pytest.raises(error, match="planted"):
+        drafter.decide()
+    assert target.kv_bytes == 0 and not any(sequence.tokens for sequence in target._sequences)
+    assert not drafter.is_decided and drafter.skips == SkipSet.middle(LAYERS)
+    target.forward = forward  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NothingToSkipWarning)
+        drafter.decide()
     assert drafter.is_decided and drafter.plan == drafter.skips.plan
 
 

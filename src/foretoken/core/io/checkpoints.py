@@ -52,7 +52,7 @@ def resolve(name: str | Path, role: str = "target") -> str:
     if str(name) == BUILTIN:
         return str(ZOO / role)
     if not is_builtin(name):
-        return str(name)
+        return hub_ids.below_home(str(name))
     others = built_in_models()
     if str(name) not in others:
         raise LoadError(f"unknown built-in model {str(name)!r}: choose one of {', '.join(others)}")

@@ -23,7 +23,7 @@ def location_of(source: str) -> str:
     """Source of a model: the path or id itself, or its folder in the hub's cache if the hub cannot be reached. Raises
     ``UnreachableError`` if it is neither local nor cached and the hub cannot be reached."""
     if Path(source).expanduser().exists():
-        return source
+        return below_home(source)
     if not _ID.fullmatch(source):
         raise UnreachableError(f"{source} is neither a model folder nor a GGUF file here, nor a Hugging Face id")
     from huggingface_hub import constants
@@ -38,6 +38,11 @@ def location_of(source: str) -> str:
         f"{source} is neither a folder here nor in the Hugging Face cache, and {reason}: check the path, or fetch the "
         f"model where there is a network (hf download {source}) and copy its folder here"
     )
+
+
+def below_home(path: str) -> str:
+    """A path without its leading ``~``, which Transformers would read as a folder's name; any other text unchanged."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def cached_folder(source: str) -> str | None:

@@ -1,6 +1,6 @@
 """Cost of a drafter from an arm's rounds, and the speed-up that the cost model predicts.
 
-For the cost model in :mod:`foretoken.core.costs`; section 8 of the specification.
+For the cost model in :mod:`foretoken.core.costs` (``docs/theory.md``).
 """
 
 from __future__ import annotations

@@ -113,12 +113,15 @@ def _rounds(
         times.append(spent)
 
     engine = Engine(target, drafter, None, controller, on_round=note)
-    engine.add(Request(text, max_new_tokens=max(1, min(tokens, target.context_length - len(text))), ignore_eos=True))
-    while engine.busy and len(times) <= ROUNDS:
-        for _, emission in engine.step():
-            if emission.error is not None:
-                raise emission.error
-    engine.close()
+    most = max(1, min(tokens, target.context_length - len(text)))
+    try:
+        engine.add(Request(text, max_new_tokens=most, ignore_eos=True))
+        while engine.busy and len(times) <= ROUNDS:
+            for _, emission in engine.step():
+                if emission.error is not None:
+                    raise emission.error
+    finally:
+        engine.close()
     return times
 
 

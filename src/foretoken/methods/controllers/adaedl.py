@@ -1,6 +1,6 @@
 """Stop rule on a lower bound of the acceptance rate by the draft distribution's entropy.
 
-AdaEDL, Agrawal et al. 2024 (arXiv 2410.18351), section 7.5 of the specification.
+AdaEDL, Agrawal et al. 2024 (arXiv 2410.18351).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A bandit over draft lengths and the members of a group.
 
-UCBSpec of BanditSpec, Hou et al. 2025 (arXiv 2505.15141), section 7.10 of the specification.
+UCBSpec of BanditSpec, Hou et al. 2025 (arXiv 2505.15141).
 """
 
 from __future__ import annotations

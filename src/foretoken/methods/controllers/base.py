@@ -14,8 +14,8 @@ class Controller(ABC):
     """One policy for the draft budget.
 
     Exactness: a policy may use the context, earlier rounds and draft *distributions*. A decision made after a token was
-    drawn may only suppress later tokens (``methods/verification.md`` section 0, adaptedness). The constructor raises
-    ``ValueError`` for an option outside its range.
+    drawn may only suppress later tokens: where a token's own value decides whether it is verified, the output does not
+    have the target's distribution. The constructor raises ``ValueError`` for an option outside its range.
     """
 
     name: ClassVar[str]

@@ -1,6 +1,6 @@
 """Stop rule on the draft's largest probability, with a threshold that follows the request's acceptance rate.
 
-Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168), section 7.4 of the specification.
+Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168).
 """
 
 from __future__ import annotations

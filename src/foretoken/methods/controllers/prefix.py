@@ -4,7 +4,7 @@ are, until one more lowers it.
 DSpark 2026, arXiv 2607.05147: the prefix scheduler.
 
 Exactness. Whether a drawn token x_k is scored may depend on what was drawn before it, never on x_k itself or on later
-tokens of its request (``methods/verification.md`` section 0, adaptedness). Here it does not:
+tokens of its request: a token left out for what it is would be too rare in the output. Here it does not:
 
 * a_k, the estimated probability that the draft survives position k, is a function of x_1..x_{k-1} and of distributions
   (``TokenTree.survival``), or of earlier rounds only (acceptance by position), and does not rise along a path;

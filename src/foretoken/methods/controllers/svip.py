@@ -1,6 +1,6 @@
 """Stop rule with a fixed bound on the root of the draft distribution's entropy.
 
-SVIP, Zhang et al. 2024 (arXiv 2411.18462), section 7.6 of the specification.
+SVIP, Zhang et al. 2024 (arXiv 2411.18462).
 """
 
 from __future__ import annotations

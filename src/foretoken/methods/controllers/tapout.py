@@ -1,6 +1,6 @@
 """A bandit whose arms are stop rules.
 
-TapOut, Sridhar et al. 2025 (arXiv 2511.02017), section 7.11 of the specification.
+TapOut, Sridhar et al. 2025 (arXiv 2511.02017).
 """
 
 from __future__ import annotations

@@ -155,9 +155,11 @@ class AheadDrafter(ModelDrafter):
     def finish(self, context: Context) -> None:
         self._wait()
         sequence = context.state.get((self, "sequence"))
-        if sequence is not None:
-            self.twin.release(sequence)
-        super().finish(context)
+        try:
+            if sequence is not None:
+                self.twin.release(sequence)
+        finally:
+            super().finish(context)
 
     def _wait(self) -> None:
         if self._job is not None:

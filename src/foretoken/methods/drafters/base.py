@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -193,6 +194,13 @@ class BatchDrafter(Drafter):
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         return self.propose_batch([context], [budget])[0]
+
+
+def finish_all(drafters: Sequence[Drafter], context: Context) -> None:
+    """Tell all drafters in turn that the request ended, even if one of them raises."""
+    with ExitStack() as last_first:
+        for drafter in reversed(drafters):
+            last_first.callback(drafter.finish, context)
 
 
 def share_of_bytes(num_bytes: int, target_bytes: int) -> float:

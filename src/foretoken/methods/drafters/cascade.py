@@ -171,9 +171,11 @@ class CascadeDrafter(BatchDrafter):
             cut_back(self.model, context.state.get((self, "text")), length)
 
     def finish(self, context: Context) -> None:
-        if self in context.state:
-            context.state[self].finish(context.tokens)
-        super().finish(context)
+        try:
+            if self in context.state:
+                context.state[self].finish(context.tokens)
+        finally:
+            super().finish(context)
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Run inner rounds for the whole batch, one forward of the model each, until every chain has its length.

@@ -13,7 +13,7 @@ from typing import Any
 
 from foretoken.core import Budget, Context, HiddenStates, Kind, Scores, TokenTree, Verdict
 from foretoken.core.outside import is_outside
-from foretoken.methods.drafters.base import BatchDrafter, Drafter, Traits
+from foretoken.methods.drafters.base import BatchDrafter, Drafter, Traits, finish_all
 from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of
 from foretoken.methods.trees.operations import select, truncate
 
@@ -83,8 +83,7 @@ class GroupDrafter(BatchDrafter):
 
     def finish(self, context: Context) -> None:
         super().finish(context)
-        for member in self.drafters:
-            member.finish(context)
+        finish_all(self.drafters, context)
 
 
 def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:

@@ -91,9 +91,9 @@ class LayerSkipDrafter(OwnLayersDrafter):
     def decide(self) -> None:
         """Measure the best set, if the options have none."""
         if not self.is_decided:
-            self.is_decided = True
             self.skips = default_set(self.model, self.tokenizer).skips
             self.plan = self.skips.plan
+            self.is_decided = True  # not before: an interrupted measurement is made again
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         if self.adaptive:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretoken.core import Context
-from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.base import Drafter, finish_all
 from foretoken.methods.drafters.texts import DraftTexts
 
 
@@ -64,9 +64,10 @@ class Nested:
 
     def finish(self, tokens: Sequence[int]) -> None:
         """End the request with ``tokens``, without rejected draft tokens, which are not to be learnt from."""
-        self.follow(tokens)
-        for drafter in self.drafters:
-            drafter.finish(self.context)
+        try:
+            self.follow(tokens)
+        finally:
+            finish_all(self.drafters, self.context)
 
     def _cut(self, length: int) -> None:
         if length < len(self.context.tokens):

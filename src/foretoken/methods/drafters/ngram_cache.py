@@ -6,9 +6,13 @@ it (:mod:`foretoken.methods.drafters.ngram_counts`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from threading import RLock
+from time import monotonic
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary, finalize
 
 from foretoken.core import Budget, Context, check_least
 from foretoken.methods.drafters.base import BuildContext, Traits
@@ -21,6 +25,8 @@ LAX = ((2, 66), (2, 50), (1, 50), (1, 50))
 """Minimum samples and minimum percentage of the best token, for n = 1..4, in the context cache."""
 STRICT = ((4, 75), (3, 66), (2, 66), (2, 66))
 """The same for the dynamic cache."""
+SAVED_EVERY_S = 60.0
+"""Seconds between two writes of a dynamic cache while requests end."""
 
 
 def best_follower(
@@ -39,6 +45,41 @@ def best_follower(
         if 100 * count >= percent * counts.total:
             return token, count / counts.total
     return None
+
+
+class _Saving:
+    """Writes a dynamic cache to its file: building the file takes long, and requests wait for it."""
+
+    by_path: ClassVar[WeakValueDictionary[Path, _Saving]] = WeakValueDictionary()
+    lock = RLock()  # of all: a file may be loaded in one thread while requests end in another
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self.path, self.fingerprint = path, fingerprint
+        self._unsaved: NgramCache | None = None
+        self._due_s, self._process = monotonic() + SAVED_EVERY_S, os.getpid()
+        self.by_path[path.resolve()] = self
+
+    def learn(self, cache: NgramCache, tokens: Sequence[int]) -> None:
+        """Let the cache remember a text."""
+        with self.lock:
+            cache.remember(tokens)
+            self._unsaved = cache
+            if monotonic() >= self._due_s:
+                self.write()
+
+    def write(self) -> None:
+        """Write what was learned since the last time; not in a forked process."""
+        with self.lock:
+            if self._unsaved is not None and os.getpid() == self._process:
+                self._unsaved.save(self.path, self.fingerprint)
+                self._unsaved, self._due_s = None, monotonic() + SAVED_EVERY_S
+
+    @classmethod
+    def write_to(cls, path: Path) -> None:
+        """Write what this process has learned for a file, before it is read."""
+        saving = cls.by_path.get(path.resolve())
+        if saving is not None:
+            saving.write()
 
 
 class _CacheSource(NgramSource):
@@ -81,7 +122,9 @@ class NgramCacheDrafter(SourceDrafter):
         tokens: maximum remembered tokens of finished requests, of all salts together (about 600 bytes each); at least
             half of them are kept, besides the loaded ones.
         static: file of a static cache, which ``build_static_cache`` writes.
-        save: with a path in the spec: write the dynamic cache of requests without a salt back to it whenever one ends.
+        save: with a path in the spec: write the dynamic cache of requests without a salt back to it, at the end of a
+            request at most once a minute, and when the drafter or the process ends; a crash or a kill loses what was
+            learned since the last time.
     """
 
     name = "ngram_cache"
@@ -94,6 +137,7 @@ class NgramCacheDrafter(SourceDrafter):
         self.traits = Traits(shares_state=share, learns=share)
         self.path: Path | None = None
         self.fingerprint = ""
+        self._saving: _Saving | None = None
         self._loaded = NgramCache()
         self.tenants = Tenants(
             lambda: NgramCache(self._loaded.sizes, self._loaded.table, tokens),
@@ -117,9 +161,10 @@ class NgramCacheDrafter(SourceDrafter):
         if drafter.save_always and path is None:
             raise ValueError("ngram_cache needs a file to save to: ngram_cache:FILE,save=true")
         if path is not None:
-            drafter.path = Path(path)
+            drafter.path = Path(path).expanduser()
             if drafter.save_always and not drafter.path.parent.is_dir():
                 raise ValueError(f"ngram_cache cannot save to {path}: there is no folder {drafter.path.parent}")
+            _Saving.write_to(drafter.path)
             if drafter.path.exists() or not drafter.save_always:
                 drafter.load(path)
         return drafter
@@ -146,9 +191,13 @@ class NgramCacheDrafter(SourceDrafter):
     def remember(self, tokens: Sequence[int], salt: str = "") -> None:
         """Add a finished request's tokens to the tenant's dynamic cache."""
         if self.traits.shares_state:
-            self.tenants.of(salt).remember(tokens)
             if self.save_always and self.path is not None and not salt:
-                self.save(self.path)
+                if self._saving is None:
+                    self._saving = _Saving(self.path, self.fingerprint)
+                    finalize(self, self._saving.write)  # also at the end of the process
+                self._saving.learn(self.tenants.of(salt), tokens)
+            else:
+                self.tenants.of(salt).remember(tokens)
 
     def save(self, path: str | Path) -> None:
         """Write the dynamic cache of requests without a salt."""
@@ -160,6 +209,7 @@ class NgramCacheDrafter(SourceDrafter):
         Raises:
             ValueError: the file is missing, damaged, or of another tokenizer.
         """
+        _Saving.write_to(Path(path).expanduser())
         self._loaded = NgramCache.load(path, self.fingerprint or None)
         self.tenants.clear()
 

@@ -6,6 +6,7 @@ Liu et al. 2023 (arXiv 2310.07177).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,9 @@ class OnlineDrafter(ModelDrafter):
 
     def finish(self, context: Context) -> None:
         notes: _Notes | None = context.state.get((self, "notes"))
-        super().finish(context)
-        if notes is not None and self.learner is not None:
-            if notes.teaches:
-                self.learner.finished(list(context.tokens), notes.mistakes)
-            self.learner.left()
+        with ExitStack() as last_first:
+            if notes is not None and self.learner is not None:
+                last_first.callback(self.learner.left)
+                if notes.teaches:
+                    last_first.callback(self.learner.finished, list(context.tokens), notes.mistakes)
+            super().finish(context)

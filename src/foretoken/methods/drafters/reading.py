@@ -146,9 +146,11 @@ class ReadingDrafter(Drafter):
             self.reader.observe(context, tree, scores, verdict)
 
     def finish(self, context: Context) -> None:
-        super().finish(context)
-        if self.reader is not None:
-            self.reader.finish(context)
+        try:
+            super().finish(context)
+        finally:
+            if self.reader is not None:
+                self.reader.finish(context)
 
 
 class _PairReader(TextReader):

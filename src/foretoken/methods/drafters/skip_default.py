@@ -143,15 +143,22 @@ class _OwnText:
         room = max(2, target.context_length - tokens - 1)
         prompts = [prompt[-room:] for prompt in prompts]
         self.sequences: list[SequenceState] = []
-        for prompt in prompts:
-            self.sequences.append(target.open())
-            target.prefill(self.sequences[-1], prompt[:-1])
         self.starts = [len(prompt) - 1 for prompt in prompts]
-        self.texts = self._continued([list(prompt) for prompt in prompts], tokens)
-        self.costs = quick_costs(target)
-        self.saved = self._saved()
         self.sensed = min(4, tokens)  # last tokens that sensitivity is measured on
-        self.log_p = self._logits(target.forward, self.sensed).log_softmax(-1)
+        try:
+            self._write(prompts, tokens)
+        except BaseException:  # nobody else can release the sequences
+            self.close()
+            raise
+
+    def _write(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        for prompt in prompts:
+            self.sequences.append(self.target.open())
+            self.target.prefill(self.sequences[-1], prompt[:-1])
+        self.texts = self._continued([list(prompt) for prompt in prompts], tokens)
+        self.costs = quick_costs(self.target)
+        self.saved = self._saved()
+        self.log_p = self._logits(self.target.forward, self.sensed).log_softmax(-1)
 
     def _continued(self, texts: list[list[int]], tokens: int) -> list[list[int]]:
         """The texts, each with ``tokens`` greedy tokens appended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -114,6 +114,25 @@ class StagedDrafter(CascadeDrafter):
         self.max_nodes, self._ranks = len(self.choices), Ranks(self.choices)
         if self._ranks.branches:  # the first child is drawn first, its siblings after it with earlier ones removed
             self.traits = replace(self.traits, kind=Kind.WITHOUT_REPLACEMENT, draws_trees=True)
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        inner: str = "ngram",
+        quantize: str = "auto",
+        window: int = 0,
+        sink: int = 0,
+        **options: Any,
+    ) -> Self:
+        """Build from a spec ``staged[:PATH][,inner=SPEC]``, as ``cascade`` but without a late drafter.
+
+        Args:
+            quantize, window, sink: as for :class:`~foretoken.methods.drafters.model.ModelDrafter`.
+        """
+        return super().build(path, context, inner=inner, quantize=quantize, window=window, sink=sink, **options)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 

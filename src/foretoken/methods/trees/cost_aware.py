@@ -1,6 +1,6 @@
-"""Tree size by marginal cost: nodes and levels are added while they pay (the cost model's rule, spec 6.6).
+"""Tree size by marginal cost: nodes and levels are added while they pay (``docs/methods/cost_aware.md``).
 
-Section 8 of the specification; SmartSpec (arXiv 2406.14066) makes the same trade for chains.
+SmartSpec (arXiv 2406.14066) makes the same trade for chains.
 """
 
 from __future__ import annotations
