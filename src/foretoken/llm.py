@@ -350,10 +350,12 @@ def load(
 
 def _calibrate(llm: Llm) -> None:
     """Start a controller that weighs costs from measured ones; a passed model is not run unasked."""
-    controller, drafter = llm.engine.controller, llm.drafter
+    controller, drafter, costs = llm.engine.controller, llm.drafter, None
     if drafter is not None and controller is not None and controller.weighs_costs:
         with suppress(ValueError), blaming():  # requests report the error; costs are then learned from rounds
-            controller.start_from(calibrated(llm.target, drafter))
+            costs = calibrated(llm.target, drafter)
+        if costs is not None:
+            controller.start_from(costs)
 
 
 def _start_from(llm: Llm, tuned: Mapping[str, Any], profile: str | Path) -> None:

@@ -188,3 +188,14 @@ def test_texts_do_not_depend_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("foretoken.llm.calibrated", broken)
     assert load("builtin").generate("for item in", max_new_tokens=24).token_ids == expected
+
+
+def test_what_a_controller_raises_when_it_gets_costs_is_not_swallowed(counted: list[Any]) -> None:
+    """Only a failed measurement is: requests report that error."""
+
+    class Broken(Noting):
+        def start_from(self, costs: RoundCosts) -> None:
+            raise KeyError("lost")
+
+    with pytest.raises((KeyError, ValueError), match="lost"):
+        load("builtin", controller=Broken())

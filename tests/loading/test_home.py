@@ -48,3 +48,16 @@ def test_files_of_drafters(home: Path) -> None:
         ft.load("builtin", drafter=spec).generate("def", max_new_tokens=3)
     gc.collect()  # a drafter's end writes its file
     assert {"store", "static", "cache"} <= {path.name for path in home.iterdir()} and not (home / "~").exists()
+
+
+@pytest.mark.parametrize("place", ["target", "draft", "datastore"])
+def test_a_user_that_is_unknown_is_one_line(place: str) -> None:
+    unknown = "~nobody_of_this_name/model"
+    loads = {
+        "target": lambda: ft.load(unknown),
+        "draft": lambda: ft.load("builtin", drafter=f"model:{unknown}"),
+        "datastore": lambda: ft.load("builtin", drafter=f"retrieval:{unknown}"),
+    }
+    with pytest.raises(ValueError, match="no folder here: write the whole path") as caught:
+        loads[place]()
+    assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from foretoken.core import Context, NonFiniteLogitsError
@@ -158,7 +158,8 @@ class Requests:
         with ExitStack() as last_first:
             last_first.callback(self._tell_left, run)
             if self.controller is not None:
-                last_first.callback(self._finish_controller, run, self.controller)
+                last_first.callback(self._tell_end, "controller", self.controller.finish, run)
+                last_first.callback(self._tell_end, "controller", partial(self._ask_why, run, self.controller), run)
             if self.drafter is not None and run.started:
                 last_first.callback(self.finish_drafter, run)
             if run.sequence is not None:
@@ -172,14 +173,9 @@ class Requests:
         if self.drafter is not None:
             self._tell_end("drafter", self.drafter.finish, run)
 
-    def _finish_controller(self, run: Running, controller: Controller) -> None:
-        """Ask the controller for its reason, and tell it that a request ended."""
-
-        def ask_why(context: Context) -> None:
-            run.why = run.request.drafting_choice or explained(controller, context)
-
-        self._tell_end("controller", ask_why, run)
-        self._tell_end("controller", controller.finish, run)
+    @staticmethod
+    def _ask_why(run: Running, controller: Controller, context: Context) -> None:
+        run.why = run.request.drafting_choice or explained(controller, context)
 
     def _tell_end(self, role: str, hook: Callable[[Context], None], run: Running) -> None:
         """Call a hook at the end of a request. What it raises is logged: the answer is complete, and nothing else needs

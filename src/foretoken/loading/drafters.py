@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,7 @@ def _check_facts(drafter: Drafter) -> None:
         raise DrafterError(f'{label} has taps = {drafter.taps!r}: write a tuple, ("{drafter.taps}",)')
     for name, kind in (("taps", str), ("drafters", Drafter)):
         sequence = getattr(drafter, name)
-        if not isinstance(sequence, Sequence) or not all(isinstance(part, kind) for part in sequence):
+        if not isinstance(sequence, Collection) or not all(isinstance(part, kind) for part in sequence):
             content = "names" if kind is str else "drafters"
             raise DrafterError(f"{label} has {name} of type {type(sequence).__name__}: write a tuple of {content}")
     for name, replacement in NOW_DATA.items():

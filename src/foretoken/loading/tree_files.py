@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,22 @@ class TreeWarning(UserWarning):
     """A tree was measured for another target."""
 
 
+def file_of(tree: str) -> Path | None:
+    """The file that a ``tree`` option names; ``None`` for a tree in words, which may be longer than any path."""
+    file = Path(tree).expanduser()
+    with suppress(OSError):
+        return file if file.is_file() else None
+    return None
+
+
 def check_target(tree: str, target: LanguageModel) -> None:
     """Check the ``tree`` option of a drafter if it names a file; older files record no target.
 
     Warns:
         TreeWarning: the file is for another target, for which other positions may be better.
     """
-    file = Path(tree).expanduser()
-    if not tree or not file.is_file():
+    file = file_of(tree)
+    if file is None:
         return
     measured = json.loads(file.read_text(encoding="utf-8")).get("target")
     if isinstance(measured, dict) and measured.get("fingerprint") != fingerprint_of(target):
@@ -38,9 +47,8 @@ def with_limits(cls: type[Any], options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the file is for another drafter, or its limits are not this one's.
     """
-    tree = str(options.get("tree") or "")
-    file = Path(tree).expanduser()
-    if not tree or not file.is_file():
+    file = file_of(str(options.get("tree") or ""))
+    if file is None:
         return options
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -10,6 +10,8 @@ import pytest
 from foretoken.lab.tune import limits
 from foretoken.lab.tune.limits import LimitRace, limits_of
 from foretoken.lab.tune.race import RaceRound
+from foretoken.loading.tree_files import check_target, with_limits
+from foretoken.methods.drafters.eagle import EagleDrafter
 from foretoken.registry import parse_spec, rows
 
 
@@ -78,10 +80,11 @@ def test_far_slower_values_leave_after_a_prompt(work: Any, monkeypatch: pytest.M
     race = LimitRace(work, "eagle3,width=2,nodes=8", MOST)
     race.run()
     assert race.limits == {"depth": 3}
-    # one unmeasured block, then two prompts; three levels cost 1.0, four 1.1, one 1.2, and five, the present, 1.2
+    # one unmeasured block, then two prompts; three levels cost 1.0, four 1.1, one 1.2, and five, the present, 1.2;
+    # three levels, the fastest of the first values, race against the next ones, too
     counts = {depth: begun.count(f"eagle3,width=2,nodes=8,depth={depth}") for depth in (1, 3, 4)}
     assert {row.drafter[-7:]: row.prompts for row in race.raced}["depth=1"] == 1
-    assert counts == {1: 2, 3: 3, 4: 3} and begun.count("eagle3,width=2,nodes=8") == 3
+    assert counts == {1: 2, 3: 6, 4: 3} and begun.count("eagle3,width=2,nodes=8") == 3
 
 
 def test_given_limits_are_kept(work: Any) -> None:
@@ -129,3 +132,9 @@ def test_which_drafters_have_limits() -> None:
     assert {name for name, limits in named.items() if limits} == by_depth | {"peagle", "pard", "uno"}
     assert all(named[name] == ("depth", "width", "nodes") for name in by_depth)
     assert named["peagle"] == named["pard"] == named["uno"] == ("k", "width", "nodes")
+
+
+def test_a_tree_in_words_may_be_longer_than_a_file_s_name() -> None:
+    options = {"tree": f"(sequoia,nodes=16,acceptance={'|'.join(['0.5'] * 100)})"}
+    assert with_limits(EagleDrafter, options) == options
+    check_target(options["tree"], None)  # type: ignore[arg-type]

@@ -217,3 +217,15 @@ def test_a_draft_that_took_no_time_has_a_cost() -> None:
     for seconds in (0.0, 1e-6, 0.0):
         model.observe(StepRecord(0, 3, 2, 1, 1, seconds, 1e-3, 0.0, 1e-3 + seconds), 0, 2, 1)
     assert np.isfinite(model.factors[0]) and np.isfinite(model.draft_s(0, 2, 1))
+
+
+def test_earlier_measurements_at_short_contexts_are_not_dropped_for_rounds_behind_long_ones() -> None:
+    """Rows that cost little by their context: the prior for it promises several times as much."""
+    start = RoundCosts(TargetCost({nodes: 0.03 + 0.0002 * nodes for nodes in (1, 2, 5, 9)}))
+    costs = CostModel(MEMBERS, start)
+    before = [costs.round_s(1, nodes) for nodes in (1, 9)]
+    costs.set_context([33_000])
+    for _ in range(3):
+        costs.observe(record(1, 9, 0.033), 1, 8, 1)
+    costs.set_context([100])
+    assert [costs.round_s(1, nodes) for nodes in (1, 9)] == pytest.approx(before, rel=0.05)

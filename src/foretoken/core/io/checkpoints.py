@@ -98,7 +98,7 @@ def is_gguf(source: object) -> bool:
         return False
     if named_model(source) is not None or str(source).lower().endswith(".gguf"):
         return True
-    path = Path(source).expanduser()
+    path = Path(hub_ids.below_home(str(source)))
     return path.is_file() and _start_of(path) == GGUF_MAGIC
 
 

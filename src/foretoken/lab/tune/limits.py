@@ -26,6 +26,8 @@ DEPTHS, WIDTHS, NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16), (1, 2, 3, 4, 6, 8), (1, 2
 """Candidates for the levels of a tree, the children of a node, and the nodes."""
 LEVELS = ("depth", "k")
 """Names of the option for the levels."""
+TOGETHER = 3
+"""Values that race against the present one at a time: each is a drafter with weights of its own."""
 BETTER = 1.02
 """Speed-up over the present value from which another one replaces it: less is noise."""
 CLOSE = 0.9
@@ -129,16 +131,24 @@ class LimitRace:
         return spec
 
     def _vary(self, limit: str) -> None:
-        """Race the values of a limit; the fastest replaces the present one if it is clearly faster."""
+        """Race the values of a limit, a few at a time."""
         values: Sequence[int] = {"width": WIDTHS, "nodes": NODES}.get(limit, DEPTHS)
         others = {name: value for name, value in self.limits.items() if name != limit}
         settings = [self.limits, others, *({**others, limit: value} for value in values if value <= self.most[limit])]
         by_spec = {self.with_limits(limits): limits for limits in map(self._with_room, settings)}
         self.tell(f"racing {limit} of {self.spec}")
-        rounds, last = self._rounds(list(by_spec))
+        candidates = [spec for spec in by_spec if spec != self.with_limits(self.limits)]
+        for first in range(0, len(candidates), TOGETHER):
+            self._race(limit, candidates[first : first + TOGETHER], by_spec)
+
+    def _race(self, limit: str, specs: Sequence[str], by_spec: Mapping[str, dict[str, int]]) -> None:
+        """Race a few values against the present one; the fastest takes its place if it is clearly faster."""
+        present = self.with_limits(self.limits)
+        rounds, last = self._rounds([present, *specs])
+        if not rounds:
+            return
         rates = {spec: tokens_per_s(laps) for spec, laps in rounds.items()}
         self.raced += [_row(spec, limit, self.prompts[spec], laps) for spec, laps in rounds.items()]
-        present = self.with_limits(self.limits)
         # Numbers of nodes that no draft has reached differ by noise alone.  Equal trees of other limits may differ in
         # the time of drafting them.
         different = [spec for spec in last if limit != "nodes" or _drafts(rounds[spec]) != _drafts(rounds[present])]
@@ -158,7 +168,8 @@ class LimitRace:
 
     def _rounds(self, specs: Sequence[str]) -> tuple[dict[str, list[RaceRound]], list[str]]:
         """The rounds of every drafter that can be built, in interleaved blocks after an unmeasured one each, and the
-        drafters that raced on all prompts: far slower ones than the present and the best leave after a prompt."""
+        drafters that raced on all prompts: far slower ones than the present and the best leave after a prompt.  Nothing
+        if only one can be built."""
         present, arms = self.with_limits(self.limits), dict[str, EngineRacer]()
         for spec in specs:
             try:
@@ -166,6 +177,8 @@ class LimitRace:
             except REFUSALS:  # a block is not as long, or the target cannot score trees
                 if spec == present:
                     raise
+        if len(arms) < 2:
+            return {}, []
         rounds: dict[str, list[RaceRound]] = {spec: [] for spec in arms}
         self.prompts = dict.fromkeys(arms, 0)
         heat(list(arms.values()), self.work.prompts[0], perf_counter, math.inf, BLOCK)

@@ -167,8 +167,8 @@ class CostModel:
             return
         point = bucket(record.batch_size), bucket(record.round_nodes or record.num_nodes), self.context
         self._points.add(point)
-        # A round of less than half the earlier measurement shows that this was disturbed.
-        if self._assumed and record.total_s - draft_s < 0.5 * self.drift * self.rounds.at(*point):
+        # A round of less than half the earlier measurement, made at short contexts, shows that this was disturbed.
+        if self._assumed and not self.context and record.total_s - draft_s < 0.5 * self.drift * self.rounds.at(*point):
             self._forget_start()
         self.drift *= math.exp(0.1 * self._learn(self.rounds, point, record.total_s - draft_s, 1.0))
         if member < 0 or depth == 0 or draft_s <= 0:
