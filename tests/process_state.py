@@ -55,7 +55,7 @@ def _write_bars(shown: Any) -> None:
 def _read_backend() -> Any:
     matplotlib = _module("matplotlib")
     name = None if matplotlib is None else dict.__getitem__(matplotlib.rcParams, "backend")
-    return name if isinstance(name, str) else None  # matplotlib has not chosen one yet
+    return name.lower() if isinstance(name, str) else None  # "Agg" is "agg"; matplotlib may not have chosen one yet
 
 
 def _write_backend(name: Any) -> None:
