@@ -7,11 +7,13 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import foretoken as ft
 from foretoken.cli.main import main
+from foretoken.cli.tune import workload_of
 from foretoken.lab.tune.tree import SizeCost, TunedTree
 from foretoken.lab.workload import Speed
 from foretoken.loading.tree_files import TreeWarning
@@ -35,6 +37,27 @@ def test_from_prompts_to_a_tree_that_is_filled(tmp_path: Path, capsys: pytest.Ca
     assert llm.drafter is not None and llm.drafter.max_nodes == stored["nodes"]
     prompt = "The old man said"
     assert llm.generate(prompt, max_new_tokens=16).token_ids == llm.plain.generate(prompt, max_new_tokens=16).token_ids
+
+
+def test_chat_models_are_measured_on_chats() -> None:
+    """On texts without the template a head for chats has other acceptance, and other limits are the fastest."""
+    seen: list[list[dict[str, str]]] = []
+
+    class Templated:
+        chat_template = "there is one"
+
+        def apply_chat_template(self, messages: list[dict[str, str]], **how: object) -> str:
+            seen.append(messages)
+            return "a chat"
+
+        def __call__(self, text: str, **how: object) -> dict[str, list[int]]:
+            assert text == "a chat"
+            return {"input_ids": [1, 2, 3]}
+
+    subject = SimpleNamespace(tokenizer=Templated(), target=SimpleNamespace(context_length=100))
+    common = SimpleNamespace(subject=lambda: subject, temperature=0.0, seed=None)
+    work = workload_of(common, None, 24, 4)  # type: ignore[arg-type]
+    assert len(work.prompts) == 4 and all(messages[-1]["role"] == "user" for messages in seen) and len(seen) > 4
 
 
 def test_a_tree_of_another_target_is_told(target: str, draft: str, tmp_path: Path) -> None:

@@ -69,14 +69,15 @@ def layer_skip_command(
 
 
 def workload_of(common: Common, prompts: Path | None, new_tokens: int, most: int) -> Workload:
-    """Workload of the trials: prompts from a file or the built-in ones."""
+    """Workload of the trials: prompts from a file, or the built-in ones for this kind of model."""
     from foretoken.core.sampling import SamplingParams
-    from foretoken.lab.prompts import read_prompts
+    from foretoken.lab.prompts import load_prompts, prompts_of_kind
     from foretoken.lab.workload import Workload, fitting_prompts
 
     SamplingParams(common.temperature)
-    texts = read_prompts(prompts)
+    texts = [] if prompts is None else load_prompts(prompts)
     subject = common.subject()
+    texts = texts or prompts_of_kind(subject.tokenizer)
     ids = fitting_prompts(subject, texts, new_tokens, most)
     return Workload(subject, ids, new_tokens, common.temperature, common.seed or 0)
 
