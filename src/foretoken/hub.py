@@ -6,7 +6,7 @@ its own decoding loop. Keyword arguments of ``generate`` with the names of our o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
@@ -103,17 +103,16 @@ def custom_generate(
             not on the left, inputs that would be dropped (see ``model_kwargs``), a model whose inputs PEFT's prompt
             learning prepares, or an error of :func:`foretoken.load`.
     """
+    settings = (verifier, controller, allow_lossy, exact, profile)
     if isinstance(drafter, CustomGenerate):
-        generate = drafter
-        settings = {"verifier": verifier, "controller": controller, "allow_lossy": allow_lossy, "exact": exact}
-        given = _changed({**settings, "profile": profile})
-        if given:
+        if names := _not_default(settings):
             with _ended(caller_of_generate(model).get("streamer", streamer), token_streamer):
                 raise ValueError(
-                    f"drafter= is a CustomGenerate, with settings of its own: pass it {given}, and not here"
+                    f"drafter= is a CustomGenerate, with settings of its own: pass it {names}, and not here"
                 )
+        generate = drafter
     else:
-        generate = CustomGenerate(drafter, verifier, controller, allow_lossy, exact, profile)
+        generate = CustomGenerate(drafter, *settings)
     extra: dict[str, Any] = {"seed": seed, "token_streamer": token_streamer, "prediction": prediction, **model_kwargs}
     inputs = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
     return generate(model, *inputs, **extra)
@@ -240,10 +239,10 @@ def _streamer(streamer: BaseStreamer | None, token_streamer: BaseStreamer | None
     return token_streamer if streamer is None else streamer
 
 
-def _changed(settings: Mapping[str, Any]) -> str:
-    """Names of the settings that are not :class:`CustomGenerate`'s defaults."""
-    defaults = signature(CustomGenerate).parameters
-    return ", ".join(name for name, value in settings.items() if value != defaults[name].default)
+def _not_default(settings: Sequence[Any]) -> str:
+    """Names of the settings, in the order of :class:`CustomGenerate`'s, that are not its defaults."""
+    _, *options = signature(CustomGenerate).parameters.values()
+    return ", ".join(option.name for option, value in zip(options, settings, strict=True) if value != option.default)
 
 
 @contextmanager

@@ -81,6 +81,16 @@ def test_chains_write_what_the_network_writes(drafter: str | None) -> None:
         assert sum(out.stats.num_accepted_tokens for out in outs) > 0
 
 
+@pytest.mark.parametrize("drafter", ["ngram,n=1,k=4", "jacobi,m=4"])
+def test_a_seed_gives_the_same_texts_with_and_without_drafts(drafter: str) -> None:
+    network, options = looped(num_loops=2), {"max_new_tokens": 24, "temperature": 1.0, "seed": 5}
+    expected = ft.load(network, drafter=None, dtype="float32").generate(PROMPTS, **options)
+    outs = ft.load(network, drafter=drafter, controller="constant", dtype="float32").generate(PROMPTS, **options)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+    assert len({tuple(out.token_ids) for out in outs}) == len(PROMPTS)
+    assert sum(out.stats.num_accepted_tokens for out in outs) > 0
+
+
 def test_trees_are_refused_by_name() -> None:
     reason = "llama runs its layers 2 times, each with keys and values of its own"
     with pytest.raises(CapabilityError, match=f"drafter 'recycling' needs a target with tree_mask: {reason}"):

@@ -86,11 +86,10 @@ def as_error(error: BaseException) -> Exception:
     """
     if isinstance(error, Exception):
         return error
-    is_exit = isinstance(error, SystemExit)
-    is_theirs = _outside_frame(error) is not None or (is_exit and current_thread() is not main_thread())
-    if isinstance(error, KeyboardInterrupt) or not is_theirs or _is_by_signal(error):
+    is_by_thread = isinstance(error, SystemExit) and current_thread() is not main_thread()
+    if _outside_frame(error) is None and not is_by_thread:
         raise error
-    return _of_exit(error)
+    return contained(error)
 
 
 def contained(error: BaseException) -> Exception:
@@ -100,10 +99,6 @@ def contained(error: BaseException) -> Exception:
         return error
     if isinstance(error, KeyboardInterrupt) or _is_by_signal(error):
         raise error
-    return _of_exit(error)
-
-
-def _of_exit(error: BaseException) -> RuntimeError:
     is_exit = isinstance(error, SystemExit)
     message = f"it called exit({error})" if is_exit else f"{type(error).__name__}: {error}"
     return RuntimeError(message).with_traceback(error.__traceback__)

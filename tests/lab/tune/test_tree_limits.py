@@ -26,7 +26,7 @@ class Arm:
         if depth > 6:
             raise ValueError("a block has 6 places")
         self.nodes = min(nodes, 16)
-        self.round_s = 1.0 + 0.1 * abs(depth - 3) + 0.2 * abs(width - 2) + 0.01 * abs(self.nodes - 8)
+        self.round_s = 1.0 + 0.1 * abs(depth - 3) + 0.2 * abs(width - 2) + 0.02 * abs(self.nodes - 8)
         self.left = 0
 
     def begin(self, prompt: Any) -> None:

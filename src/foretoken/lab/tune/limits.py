@@ -28,7 +28,7 @@ LEVELS = ("depth", "k")
 """Names of the option for the levels."""
 TOGETHER = 3
 """Values that race against the present one at a time: each is a drafter with weights of its own."""
-BETTER = 1.02
+BETTER = 1.03
 """Speed-up over the present value from which another one replaces it: less is noise."""
 CLOSE = 0.9
 """Share of the fastest speed below which a value leaves the race."""
@@ -57,7 +57,7 @@ class TunedLimits:
 
     Attributes:
         limits: options of the drafter; empty if its defaults are the fastest.
-        raced: every setting, in the order of the race.
+        raced: every setting, in the order of the race; the present one again beside every few others.
         speeds: measured, by arm: ``"plain"``, ``"default"`` and ``"tuned"``.
         temperature: of the measured text.
         target: ``source`` and ``fingerprint`` of the measured target.

@@ -69,11 +69,7 @@ def explained(controller: Controller, context: Context) -> str:
     Raises:
         ControllerError: an external one returned something else than a string.
     """
-    why: Any = controller.explain(context)
-    if is_outside(type(controller)) and not isinstance(why, str):
-        rule = f"returned {type(why).__name__}: it must be a string"
-        raise ControllerError(fault_message(type(controller), "explain", rule))
-    return str(why)
+    return str(_checked(controller, "explain", controller.explain(context), str, "string"))
 
 
 def reported(controller: Controller) -> dict[str, Any]:
@@ -82,11 +78,14 @@ def reported(controller: Controller) -> dict[str, Any]:
     Raises:
         ControllerError: an external one returned something else than a dictionary.
     """
-    report: Any = controller.report()
-    if is_outside(type(controller)) and not isinstance(report, dict):
-        rule = f"returned {type(report).__name__}: it must be a dictionary"
-        raise ControllerError(fault_message(type(controller), "report", rule))
-    return dict(report)
+    return dict(_checked(controller, "report", controller.report(), dict, "dictionary"))
+
+
+def _checked(controller: Controller, method: str, value: Any, kind: type, word: str) -> Any:
+    if is_outside(type(controller)) and not isinstance(value, kind):
+        rule = f"returned {type(value).__name__}: it must be a {word}"
+        raise ControllerError(fault_message(type(controller), method, rule))
+    return value
 
 
 def _broken_cut(controller: Controller, rule: str) -> ControllerError:
