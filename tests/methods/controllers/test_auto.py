@@ -522,29 +522,3 @@ def test_a_short_text_changes_no_lengths_up_to_the_usual_ones() -> None:
     controller = AutoController()
     controller.attach(Limits("near", 10, 64, 0.0))
     assert controller._open_depths(0, contexts(1, max_length=103)) == controller.depths[0]
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_auto_knows_that_rows_behind_long_contexts_cost_more(batch: int) -> None:
-    """Drafts pay behind 100 tokens (1.8 times plain decoding) and lose behind 4,000 (.8): what is learned from one
-    holds for the other no longer."""
-    rates = dict[int, list[float]]({100: [], 4200: []})
-    for seed in range(4):
-        world = World([Member(0.0005, 0.55, is_free=True)], seed=seed, context_s=0.02)
-        controller = attached(world)
-        for request in range(12):
-            written = 4200 if request % 2 else 100
-            rate = world.play(controller, contexts(batch, batch * request, written), 100)
-            rates[written] += [rate] if request >= 4 else []
-    for written, found in rates.items():
-        plain, best = (
-            max(
-                World([Member(0.0005, 0.55)], context_s=0.02).play(
-                    Fixed(0, depth), contexts(batch, written=written), 2000
-                )
-                for depth in depths
-            )
-            for depths in ((0,), (0, 1, 2, 3, 4, 6))
-        )
-        rate = sum(found) / len(found)
-        assert rate >= 0.97 * plain and rate >= 0.95 * best, (written, rate / plain, rate / best)

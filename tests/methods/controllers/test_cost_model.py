@@ -13,7 +13,7 @@ from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.methods.controllers.cost_model import SAMPLES, SURE, CostCurve, CostModel, bucket, fit
 
 MEMBERS = (Limits("model", 8, 8, relative_cost=0.2), Limits("ngram", 10, 10, relative_cost=0.0))
-SHAPE = (0.8, 0.1, 0.1, 0.0, 0.0)
+SHAPE = (0.8, 0.1, 0.1)
 
 
 def record(batch: int, nodes: int, round_s: float, draft_s: float = 0.0) -> StepRecord:
@@ -46,26 +46,24 @@ def calibrated(rounds: int = 6, noise: float = 0.0, seed: int = 0, skip: int = 0
 
 def test_the_line_through_points_with_a_weak_prior_by_hand() -> None:
     """Three points and much seen: the line is theirs.  One point: the shape, scaled to it."""
-    points = {(1, 1, 0): 6.2, (4, 4, 0): 9.8, (4, 16, 0): 13.4}
-    assert fit({p: (v, 10**6) for p, v in points.items()}, SHAPE) == pytest.approx(
-        (5.0, 0.9, 0.3, 0.0, 0.0), rel=1e-3, abs=1e-6
-    )
-    assert fit({(1, 1, 0): (2.0, 1)}, SHAPE) == pytest.approx((1.6, 0.2, 0.2, 0.0, 0.0), rel=1e-6, abs=1e-6)
+    points = {(1, 1): 6.2, (4, 4): 9.8, (4, 16): 13.4}
+    assert fit({p: (v, 10**6) for p, v in points.items()}, SHAPE) == pytest.approx((5.0, 0.9, 0.3), rel=1e-3)
+    assert fit({(1, 1): (2.0, 1)}, SHAPE) == pytest.approx((1.6, 0.2, 0.2), rel=1e-6)
 
 
 def test_a_line_never_falls() -> None:
-    falling = {(1, 1, 0): (2.0, 9), (1, 2, 0): (1.5, 9), (1, 4, 0): (1.0, 9), (1, 8, 0): (0.9, 9)}
+    falling = {(1, 1): (2.0, 9), (1, 2): (1.5, 9), (1, 4): (1.0, 9), (1, 8): (0.9, 9)}
     assert min(fit(falling, SHAPE)) >= 0.0
 
 
 def test_the_median_of_the_first_rounds_is_what_a_point_costs() -> None:
     curve = CostCurve(SHAPE)
     for seconds in (9.0, 1.0, 1.0, 1.1, 1.0, 5.0, 1.0, 0.9, 1.0):
-        curve.add((1, 1, 0), seconds)
-    assert curve.at(1, 1, 0) == pytest.approx(1.0, rel=0.02)
+        curve.add((1, 1), seconds)
+    assert curve.at(1, 1) == pytest.approx(1.0, rel=0.02)
     for _ in range(100):
-        curve.add((1, 1, 0), 1.0 if len(curve.samples[1, 1, 0]) < SAMPLES else 100.0)  # then it is calibrated
-    assert len(curve.samples[1, 1, 0]) == SAMPLES and curve.at(1, 1, 0) == pytest.approx(1.0, rel=0.02)
+        curve.add((1, 1), 1.0 if len(curve.samples[1, 1]) < SAMPLES else 100.0)  # then it is calibrated
+    assert len(curve.samples[1, 1]) == SAMPLES and curve.at(1, 1) == pytest.approx(1.0, rel=0.02)
 
 
 def test_costs_at_points_between_and_beyond_them() -> None:
@@ -85,23 +83,6 @@ def test_a_jump_at_a_point_is_known() -> None:
         costs.observe(record(1, nodes, seconds), -1, 0, 0)
     assert costs.round_s(1, 2) / costs.round_s(1, 1) == pytest.approx(2.0, rel=0.2)
     assert costs.round_s(1, 16) / costs.round_s(1, 2) == pytest.approx(1.0, rel=0.2)
-
-
-def test_costs_behind_long_contexts_are_learned_from_plain_rounds() -> None:
-    """Plain rounds behind 4,096 tokens tell what eight rows cost there: keys are read once a request, and multiplied
-    once a row."""
-    costs = calibrated()
-    short = costs.round_s(1, 8) / costs.round_s(1, 1)
-    costs.set_context([5000])
-    for _ in range(SAMPLES):
-        costs.observe(record(1, 1, true_round_s(1, 1) + 4 * 2 * 0.5), -1, 0, 0)  # a half for the request and the row
-    expected = true_round_s(1, 8) + 4 * (1 + 8) * 0.5
-    assert costs.round_s(1, 8) / costs.round_s(1, 1) == pytest.approx(expected / (true_round_s(1, 1) + 4), rel=0.1)
-    costs.set_context([5000, 100])  # on average 2,550
-    assert short < costs.round_s(1, 8) / costs.round_s(1, 1) < expected / (true_round_s(1, 1) + 4)
-    costs.set_context([1023])
-    assert costs.round_s(1, 8) / costs.round_s(1, 1) == pytest.approx(short, rel=0.02)
-    assert costs.drift < 1.1  # the machine is as fast as before
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -217,15 +198,3 @@ def test_a_draft_that_took_no_time_has_a_cost() -> None:
     for seconds in (0.0, 1e-6, 0.0):
         model.observe(StepRecord(0, 3, 2, 1, 1, seconds, 1e-3, 0.0, 1e-3 + seconds), 0, 2, 1)
     assert np.isfinite(model.factors[0]) and np.isfinite(model.draft_s(0, 2, 1))
-
-
-def test_earlier_measurements_at_short_contexts_are_not_dropped_for_rounds_behind_long_ones() -> None:
-    """Rows that cost little by their context: the prior for it promises several times as much."""
-    start = RoundCosts(TargetCost({nodes: 0.03 + 0.0002 * nodes for nodes in (1, 2, 5, 9)}))
-    costs = CostModel(MEMBERS, start)
-    before = [costs.round_s(1, nodes) for nodes in (1, 9)]
-    costs.set_context([33_000])
-    for _ in range(3):
-        costs.observe(record(1, 9, 0.033), 1, 8, 1)
-    costs.set_context([100])
-    assert [costs.round_s(1, nodes) for nodes in (1, 9)] == pytest.approx(before, rel=0.05)

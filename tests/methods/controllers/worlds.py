@@ -41,8 +41,7 @@ class Member:
 class World:
     """What rounds cost and give; a target whose weights a draft has pushed out of the processor's cache takes
     ``evicted`` times as long, then and in the next round.  With ``shows`` free members are guessed beside others.
-    So many ``others`` in every round bring their own tree, of one node: the controller is not asked about them.  A
-    thousand tokens of context cost ``context_s`` for every node."""
+    So many ``others`` in every round bring their own tree, of one node: the controller is not asked about them."""
 
     members: list[Member]
     node_s: float = 0.001
@@ -55,7 +54,6 @@ class World:
     is_warm: bool = True
     shows: bool = False
     others: int = 0
-    context_s: float = 0.0
     rng: random.Random = field(init=False)
     written: dict[int, int] = field(default_factory=dict)
 
@@ -89,8 +87,7 @@ class World:
         depths = {member: depth for member, depth, _ in drafts if depth}
         ran = any(not self.members[member].is_free for member in depths)
         cold, self.is_warm = ran or not self.is_warm, not ran
-        reach = self.context_s * sum(len(context.tokens) for context in contexts) / len(contexts) / 1024
-        target_s = slow * (self.call_s + (self.node_s + reach) * nodes) * (self.evicted if cold else 1.0)
+        target_s = slow * (self.call_s + self.node_s * nodes) * (self.evicted if cold else 1.0)
         draft_s = slow * sum(self.members[m].call_s + self.members[m].step_s * depth for m, depth in depths.items())
         total_s = target_s + draft_s + 0.002 * slow
         tokens = 0

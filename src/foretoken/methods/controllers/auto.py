@@ -87,7 +87,6 @@ class AutoController(Controller):
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
         """One plan for the batch, because a round waits for the drafts of all its members."""
         self._digest()
-        self.costs.set_context([len(context.tokens) for context in contexts])
         requests = frozenset(context.request_id for context in contexts)
         size = len(contexts).bit_length()
         measured = self._next_to_measure(size, contexts)
@@ -218,7 +217,6 @@ class AutoController(Controller):
         if not self._records:
             return
         records, self._records = self._records, []
-        self.costs.set_context([len(context.tokens) for context, _ in records])
         self.acceptance.tick()
         num_asked: dict[tuple[int, int], int] = {}
         for context, record in records:
@@ -313,6 +311,6 @@ class AutoController(Controller):
         return self.costs.round_s(self._batch, self._batch)
 
 
-def remaining(context: Context, length: int = 0) -> int:
-    """Tokens that a request may still generate, or could at this ``length``."""
-    return context.max_length - (length or len(context.tokens)) if context.max_length else UNKNOWN
+def remaining(context: Context) -> int:
+    """Tokens that a request may still generate."""
+    return context.max_length - len(context.tokens) if context.max_length else UNKNOWN

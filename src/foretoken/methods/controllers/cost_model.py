@@ -1,11 +1,9 @@
 """Cost of rounds on this machine, calibrated at first use, then corrected by one drift factor and one per drafter.
 
-    round without drafting = a + b requests + c nodes + z (d requests + e nodes)
-    drafting               = a + b depth + c depth requests + z e depth requests
+    round without drafting = a + b requests + c nodes           drafting = a + b depth + c depth requests
 
-z: the length of the batch's contexts in thousands of tokens, because every row attends to its whole context. Each is
-measured at a few points, by the median of the first rounds there. A line through all points gives the costs between
-and beyond them. A round at a calibrated point only updates the drift factor and, for drafting, the drafter's
+Each is measured at a few points, by the median of the first rounds there. A line through all points gives the costs
+between and beyond them. A round at a calibrated point only updates the drift factor and, for drafting, the drafter's
 own factor. Costs are stored in units of the drift, so that measurements of different times are comparable.
 """
 
@@ -15,7 +13,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from operator import mul
 from statistics import median
 
 import numpy as np
@@ -23,31 +20,30 @@ import numpy as np
 from foretoken.core import Limits, StepRecord
 from foretoken.core.costs import RoundCosts
 
-Point = tuple[int, int, int]
 SAMPLES, SURE = 20, 3
 """Rounds that calibrate a point, and rounds after which it updates the drift."""
 
 
 @dataclass
 class CostCurve:
-    """A cost: a line over the features 1, x, y, x z, y z, and the measured seconds at every point (x, y, z).
+    """A cost: a line over two features, and the measured seconds at every point.
 
-    ``shape`` is the prior: the share of every feature in the cost at (1, 1, 1).
+    ``shape`` is the prior: the shares of the cost that are constant, and proportional to each feature.
     """
 
-    shape: tuple[float, ...]
-    samples: dict[Point, list[float]] = field(default_factory=dict)
-    _line: tuple[float, ...] | None = None
-    _corrections: dict[Point, float] = field(default_factory=dict)
+    shape: tuple[float, float, float]
+    samples: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    _line: tuple[float, float, float] | None = None
+    _corrections: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def add(self, point: Point, seconds: float) -> None:
+    def add(self, point: tuple[int, int], seconds: float) -> None:
         """Add a round at a point, unless it is calibrated."""
         samples = self.samples.setdefault(point, [])
         if len(samples) < SAMPLES:
             samples.append(seconds)
             self._line = None
 
-    def at(self, x: int, y: int, z: int) -> float:
+    def at(self, x: int, y: int) -> float:
         """The cost at any point. Never 0, although a profile may give that for a look-up."""
         if self._line is None:
             medians = {point: (median(samples), len(samples)) for point, samples in self.samples.items()}
@@ -57,36 +53,32 @@ class CostCurve:
                 point: (value / self._on_line(*point)) ** (count / (count + 5.0))
                 for point, (value, count) in medians.items()
             }
-        return max(self._on_line(x, y, z) * self._corrections.get((bucket(x), bucket(y), z), 1.0), 1e-9)
+        return max(self._on_line(x, y) * self._corrections.get((bucket(x), bucket(y)), 1.0), 1e-9)
 
-    def _on_line(self, *point: int) -> float:
-        return max(sum(map(mul, self._line or self.shape, features(*point))), 1e-9)
-
-
-def features(x: int, y: int, z: int) -> tuple[float, ...]:
-    """What a cost is linear in."""
-    return 1.0, x, y, x * z, y * z
+    def _on_line(self, x: int, y: int) -> float:
+        a, b, c = self._line or self.shape
+        return max(a + b * x + c * y, 1e-9)
 
 
-def fit(medians: Mapping[Point, tuple[float, int]], shape: Sequence[float]) -> tuple[float, ...]:
+def fit(medians: Mapping[tuple[int, int], tuple[float, int]], shape: Sequence[float]) -> tuple[float, float, float]:
     """The line through points (value, rounds) by weighted least squares, with a Gaussian prior of the shape."""
-    table = np.array([features(*point) for point in medians])
+    features = np.array([(1.0, *point) for point in medians])
     values, counts = np.array(list(medians.values())).T
     values = np.maximum(values, 1e-9)  # a coarse clock may measure 0
-    prior = np.maximum(np.array(shape), 1e-9) * np.average(values / (table @ shape), weights=counts)
+    prior = np.maximum(np.array(shape), 1e-9) * np.average(values / (features @ shape), weights=counts)
     weights = counts**0.5 / (0.1 * values)  # a round varies by 10 %, and the prior by 100 %
-    rows = np.concatenate([weights[:, None] * table, np.diag(1.0 / prior)])
-    goal = np.concatenate([weights * values, np.ones(len(prior))])
-    return tuple(np.maximum(np.linalg.lstsq(rows, goal, rcond=None)[0], 0.0).tolist())
+    rows = np.concatenate([weights[:, None] * features, np.diag(1.0 / prior)])
+    goal = np.concatenate([weights * values, np.ones(3)])
+    a, b, c = np.maximum(np.linalg.lstsq(rows, goal, rcond=None)[0], 0.0).tolist()
+    return a, b, c
 
 
 class CostModel:
-    """Seconds of rounds by requests and nodes, and of drafts by drafter, depth and requests, in units of the drift, at
-    the length of context that was set last (:meth:`set_context`).
+    """Seconds of rounds by requests and nodes, and of drafts by drafter, depth and requests, in units of the drift.
 
     Args:
         members: the drafters; one with ``relative_cost`` 0 runs no model.
-        start: earlier measurements, at short contexts.
+        start: earlier measurements.
     """
 
     SKIPPED = 2
@@ -94,26 +86,24 @@ class CostModel:
 
     def __init__(self, members: Sequence[Limits], start: RoundCosts | None = None) -> None:
         self.members = members
-        # A row's keys and values are read once a request and multiplied once a node: half each, until it is measured.
-        self.rounds = CostCurve((0.85, 0.1, 0.05, 0.02, 0.02))
-        model, copies = (0.25, 0.6, 0.15, 0.0, 0.02), (0.96, 0.02, 0.02, 0.0, 0.0)
-        self.drafts = [CostCurve(model if member.relative_cost else copies) for member in members]
-        self.context = 0  # thousands of tokens
+        self.rounds = CostCurve((0.85, 0.1, 0.05))
+        shapes = ((0.25, 0.6, 0.15) if member.relative_cost else (0.96, 0.02, 0.02) for member in members)
+        self.drafts = [CostCurve(shape) for shape in shapes]
         self.drift, self.factors = 1.0, [1.0] * len(members)
-        self._points = set[Point]()  # points of observed rounds, without earlier measurements
+        self._points = set[tuple[int, int]]()  # points of observed rounds, without earlier measurements
         self._skip, self._evicted = self.SKIPPED if start is None else 0, False
-        self._assumed = frozenset[Point]()  # points of earlier measurements
+        self._assumed = frozenset[tuple[int, int]]()  # points of earlier measurements
         if start is not None:
             self._start_from(start)
 
     def _start_from(self, start: RoundCosts) -> None:
         for nodes, seconds in start.target.seconds.items():
-            self.rounds.samples[1, bucket(nodes), 0] = [seconds + start.rest_s] * SURE
+            self.rounds.samples[1, bucket(nodes)] = [seconds + start.rest_s] * SURE
         self._assumed = frozenset(self.rounds.samples)
         for curve, member in zip(self.drafts, self.members, strict=True):
             if (cost := start.drafters.get(member.name)) is not None:
                 for depth in range(1, max(2, len(cost.survival)) + 1):
-                    curve.samples[bucket(depth), bucket(depth), 0] = [cost.seconds(depth)] * SURE
+                    curve.samples[bucket(depth), bucket(depth)] = [cost.seconds(depth)] * SURE
 
     def _forget_start(self) -> None:
         """Drop the earlier measurements, which another process has disturbed."""
@@ -122,24 +112,19 @@ class CostModel:
         self.rounds.samples = {point: samples for point, samples in self.rounds.samples.items() if samples}
         self._assumed = frozenset()
 
-    def set_context(self, lengths: Sequence[int]) -> None:
-        """The tokens of each request of the batch."""
-        thousands = sum(lengths) // (1024 * max(len(lengths), 1))
-        self.context = 1 << thousands.bit_length() - 1 if thousands else 0
-
     def round_s(self, batch: int, nodes: float) -> float:
         """Seconds of a round without its drafting; 1 before the first measurement."""
-        return self.rounds.at(batch, max(round(nodes), 1), self.context) if self.rounds.samples else 1.0
+        return self.rounds.at(batch, max(round(nodes), 1)) if self.rounds.samples else 1.0
 
     def plain_rounds(self, batch: int) -> int:
         """Calibration rounds of plain decoding at this batch size."""
-        return len(self.rounds.samples.get((bucket(batch), bucket(batch), self.context), ()))
+        return len(self.rounds.samples.get((bucket(batch), bucket(batch)), ()))
 
     def was_seen(self, batch: int, nodes: float) -> bool:
         """Whether a round of this batch size with at least half the drafts was observed; not every request has a
         draft."""
         least = (batch + nodes) / 2
-        return any(b == bucket(batch) and n >= least and z == self.context for b, n, z in self._points)
+        return any(b == bucket(batch) and n >= least for b, n in self._points)
 
     def draft_s(self, member: int, depth: int, batch: int) -> float:
         """Seconds of a draft for this batch; before the first measurement estimated by its size, without a model .02
@@ -148,7 +133,7 @@ class CostModel:
         if not curve.samples:
             relative = self.members[member].relative_cost
             return (relative * depth if relative else 0.02) * self.round_s(batch, batch)
-        return curve.at(depth, depth * batch, self.context) * self.factors[member]
+        return curve.at(depth, depth * batch) * self.factors[member]
 
     def observe(self, record: StepRecord, member: int, depth: int, requests: int) -> None:
         """Learn from a round in which ``requests`` requests got drafts of ``depth`` from one member (-1: from none, or
@@ -165,19 +150,19 @@ class CostModel:
         if self._skip or is_cold:
             self._skip = max(self._skip - 1, 0)
             return
-        point = bucket(record.batch_size), bucket(record.round_nodes or record.num_nodes), self.context
+        point = bucket(record.batch_size), bucket(record.round_nodes or record.num_nodes)
         self._points.add(point)
-        # A round of less than half the earlier measurement, made at short contexts, shows that this was disturbed.
-        if self._assumed and not self.context and record.total_s - draft_s < 0.5 * self.drift * self.rounds.at(*point):
+        # A round of less than half the earlier measurement shows that this was disturbed.
+        if self._assumed and record.total_s - draft_s < 0.5 * self.drift * self.rounds.at(*point):
             self._forget_start()
         self.drift *= math.exp(0.1 * self._learn(self.rounds, point, record.total_s - draft_s, 1.0))
         if member < 0 or depth == 0 or draft_s <= 0:
             return
-        point = bucket(depth), bucket(depth * requests), self.context
+        point = bucket(depth), bucket(depth * requests)
         off = self._learn(self.drafts[member], point, draft_s, self.factors[member])
         self.factors[member] *= math.exp(0.05 * off)
 
-    def _learn(self, curve: CostCurve, point: Point, seconds: float, factor: float) -> float:
+    def _learn(self, curve: CostCurve, point: tuple[int, int], seconds: float, factor: float) -> float:
         """Calibrate the point. Returns the round's deviation (natural logarithm) if it is calibrated, else 0."""
         sure = len(curve.samples.get(point, ())) >= SURE
         seconds = max(seconds, 1e-9)
