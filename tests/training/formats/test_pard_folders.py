@@ -95,7 +95,7 @@ def test_its_acceptance_is_checked(tmp_path: Path) -> None:
     report = import_drafter(pard, tmp_path / "out", target, check=AcceptanceCheck(2.0))
     by_position = report["acceptance"]["by_position"]
     assert len(by_position) == 8 and by_position[0] > 0.95 and by_position[1] < 0.9
-    with pytest.raises(ValueError, match=r"of the expected 6, .*: likely causes are another target"):
+    with pytest.raises(ValueError, match=r"of the expected 6: likely causes are another target"):
         import_drafter(pard, tmp_path / "again", target, check=AcceptanceCheck(6.0))
     assert not (tmp_path / "again").exists()
 

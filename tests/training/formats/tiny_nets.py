@@ -77,7 +77,7 @@ def save_net(method: str, folder: Path, target: Path, **config: Any) -> Path:
             net.get_buffer("vocabulary").copy_(DRAFT_TOKENS.flip(0)[: shape.draft_vocab_size])
         measured = {"accuracies": [[0.5, 0.3, 0.1], [0.4, 0.2, 0.1], [0.3, 0.2, 0.1]]}
     elif method == "eagle":
-        shape = EagleConfig(**layer, **config)
+        shape = EagleConfig(**{**layer, **config})
         net = EagleNet(shape)
     elif method == "uno":
         updated = {"self_attn.q_proj": [SIZE, SIZE], "mlp.down_proj": [SIZE, FFN]}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -114,7 +115,13 @@ def joined(
         token_map: [V_d] the tokens that they predict, if not all; projections may hold their rows only, or all.
     """
     vocab, size = target.parts.vocab_size, target.parts.hidden_size
-    config = {"hidden_size": size, "vocab_size": vocab, "heads": sizes[0], "layers": sizes[1], "own_projection": True}
+    config: dict[str, Any] = {
+        "hidden_size": size,
+        "vocab_size": vocab,
+        "heads": sizes[0],
+        "layers": sizes[1],
+        "own_projection": True,
+    }
     if token_map is not None:
         config["draft_vocab_size"], tensors[MAP] = len(token_map), token_map
     names = {name: rename(name) for name in layout.shapes(config)}
@@ -133,7 +140,7 @@ def joined(
         converted = {name: value for name, value in converted.items() if not name.startswith("projections.")}
     elif scale != 1.0:
         converted |= {name: value * scale for name, value in converted.items() if name.startswith("projections.")}
-    return Trained(config, converted)
+    return Trained(asdict(MedusaConfig(**config)), converted)
 
 
 class MedusaOriginal(NetFormat):
