@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -13,6 +14,7 @@ from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.jacobi import JacobiDrafter
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.methods.verifiers.point import PointVerifier
@@ -42,6 +44,15 @@ class OnAndOff(Controller):
 
     def budget(self, context: Context, batch_size: int) -> Budget:
         return Budget((3, 0, 6, 1)[len(context.tokens) % 4], 4)
+
+
+class Cutting(ConstantController):
+    """Keeps the first two draft tokens of every draft."""
+
+    def kept(
+        self, contexts: Sequence[Context], trees: Sequence[TokenTree], beside: Sequence[TokenTree]
+    ) -> list[Sequence[int]]:
+        return [range(min(3, len(tree))) for tree in trees]
 
 
 def counting() -> TableModel:
@@ -111,6 +122,16 @@ def test_greedy_output_is_that_of_plain_decoding(m: int, init: str) -> None:
 def test_budgets_that_change_and_rounds_without_a_draft() -> None:
     requests = [Request(p, max_new_tokens=60) for p in PROMPTS]
     assert outputs(engine(llamas()[0], JacobiDrafter(5), controller=OnAndOff()), requests) == plain_greedy()
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_a_chain_that_was_cut_is_learned_from(in_group: bool) -> None:
+    """The two positions that were scored get predictions; the guesses behind them stay as they were."""
+    drafter = Recording(m=4)
+    group = EnsembleDrafter([drafter]) if in_group else drafter
+    run = serve(engine(counting(), group, controller=Cutting(4)), [Request([1, 2], max_new_tokens=10)])[0]
+    assert run.output == list(range(3, 13))
+    assert drafter.drafted[:4] == [(2, 2, 2, 2), (4, 4, 2, 2), (6, 2, 2, 2), (8, 2, 2, 2)]
 
 
 @pytest.mark.parametrize(("k", "nodes", "expected"), [(3, 64, 3), (64, 2, 2), (64, 64, 5)])

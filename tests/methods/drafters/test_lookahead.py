@@ -13,15 +13,16 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from foretoken import registry
-from foretoken.core import Budget, Context, Rng, Scores, TokenTree
+from foretoken.core import Budget, Context, Rng, Scores, TokenTree, Verdict
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.lookahead import LookaheadDrafter, NgramPool, _Lookahead
-from foretoken.methods.trees.operations import first_nodes
+from foretoken.methods.trees.operations import first_nodes, select
 from foretoken.methods.verifiers.compatibility import verifiers_for
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.masks import ancestor_matrix
@@ -233,6 +234,63 @@ def test_window_pool_and_text_in_every_round(w: int, n: int, g: int, shift: str)
         assert state.rows == plain.rows
         assert {key: state.pool.of(key)[::-1] for key in plain.pool} == plain.pool
     assert max(lengths) == n, "no n-gram was accepted whole, or the bonus token is missing"
+
+
+class Cutting(ConstantController):
+    """Keeps one draft token of every tree, and the window."""
+
+    def kept(
+        self, contexts: Sequence[Context], trees: Sequence[TokenTree], beside: Sequence[TokenTree]
+    ) -> list[Sequence[int]]:
+        return [[node for node in range(len(tree)) if node < 2 or tree.probes[node]] for tree in trees]
+
+
+class PlainCut(Plain):
+    """The method with the first token of the latest n-gram as the whole draft."""
+
+    def accepted(self) -> list[int]:
+        return [gram[0] for gram in self.pool.get(self.text[-1], [])[-1:] if self.best(self.text) == gram[0]]
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_the_window_is_learned_from_beside_drafts_that_were_cut(in_group: bool) -> None:
+    target, prompt = a_target(), [1, 4, 2]
+    plain = PlainCut(lambda prefix: int(target.distribution(prefix).argmax()), prompt, 3, 4, 2)
+    drafter = LookaheadDrafter(3, 4, 2)
+    serving = engine(target, EnsembleDrafter([drafter]) if in_group else drafter, controller=Cutting())
+    serving.add(Request(prompt, max_new_tokens=200))
+    lengths = []
+    for _ in range(30):
+        _, emission = serving.step()[0]
+        lengths.append(len(emission.token_ids))
+        plain.round("one")
+        context = serving.requests.running[0].context
+        state: _Lookahead = context.state[drafter]
+        assert (context.tokens, state.rows) == (plain.text, plain.rows)
+        assert {key: state.pool.of(key)[::-1] for key in plain.pool} == plain.pool
+    assert max(lengths) == 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "rows", "grams"),
+    [
+        ((0, 3, 4, 5, 6), [[21, 22], [3, 4, 22]], [(9, 20, 3), (11, 21, 4)]),  # the last column is cut
+        ((0, 3, 4, 6, 7), [[11, 12], [20, 21, 22]], []),  # the first is, without which the window cannot move
+    ],
+)
+def test_columns_that_were_cut_keep_the_token_above(kept: list[int], rows: object, grams: object) -> None:
+    drafter, context = LookaheadDrafter(w=3, n=3, g=1), a_context([4, 9])
+    drafter.start(context)
+    state: _Lookahead = context.state[drafter]
+    state.rows = [[11, 12], [20, 21, 22]]
+    state.pool.add(9, (30, 31))
+    tree = select(drafter.propose(context, Budget(10, 64)), kept)
+    state.pool = NgramPool(1)
+    drafter.observe(
+        context, tree, Scores(torch.eye(40)[: len(tree)], tree, [4, 9], context.sampler), Verdict((), 0, False)
+    )
+    assert state.rows == rows
+    assert [(key, *gram) for key in (9, 11, 12) for gram in state.pool.of(key)] == grams
 
 
 def test_all_grams_are_kept_where_no_number_is_set() -> None:

@@ -20,6 +20,7 @@ from foretoken.methods.drafters.nets.pass_tokens import PassTokens, PassTokensCo
 from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.methods.drafters.pass_tokens import PassTokensDrafter
 from foretoken.methods.drafters.recycling import RecyclingDrafter
+from foretoken.methods.trees.operations import select
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
@@ -129,6 +130,26 @@ def test_fewer_groups(path: tuple[int, ...], drafts: tuple[int, ...]) -> None:
     shown(drafter, context, tree, path, 21)
     following = drafter.propose(context, Budget(5, 64))
     assert following.tokens[1 : 1 + following.num_drafts] == drafts and len(following) > 1
+
+
+@pytest.mark.parametrize(
+    ("kept", "path", "drafts"),
+    [
+        ((0, 3, 4), (), (1, 2)),  # both drafts are cut, and with them the look-ahead tokens below them
+        ((0, 1, 3, 4, 5, 6), (), (2, 3)),
+        ((0, 1, 3, 4, 5, 6), (1,), (4, 5)),
+        ((0, 1, 3, 4, 5), (1,), (4,)),  # what is left of a group
+        ((0, 1, 3, 4), (1,), ()),
+    ],
+)
+def test_a_tree_that_was_cut_is_learned_from(kept: list[int], path: tuple[int, ...], drafts: tuple[int, ...]) -> None:
+    target = llamas()[0]
+    drafter, context = drafter_for(target, 2), a_context([4, 9])
+    drafter.start(context)
+    shown(drafter, context, drafter.propose(context, Budget(5, 64)), (), 20)
+    shown(drafter, context, select(drafter.propose(context, Budget(5, 64)), kept), path, 21)
+    following = drafter.propose(context, Budget(5, 64))
+    assert following.tokens[1 : 1 + following.num_drafts] == drafts
 
 
 def test_budgets() -> None:

@@ -56,8 +56,10 @@ class JacobiDrafter(Drafter):
         window = self._window(context)
         count = len(verdict.path) + 1
         later = window.tokens[count:]
-        if tree is window.proposed and count < len(tree):
-            # Row i predicts the token i + 1 after the old root; guesses beyond the scored ones stay as they are.
+        is_own = window.proposed is not None and tree.nodes_in(window.proposed) is not None
+        if is_own and count < len(tree):
+            # Row i predicts the token i + 1 after the old root; guesses beyond the scored ones stay as they are. A
+            # chain that was cut is a shorter chain with the same rows.
             fixed = scores.sampler.noise is not None and scores.sampler.context_free
             choices = [scores.choice(node) for node in range(count, len(tree))] if fixed else None
             later[: len(tree) - count] = choices or predictions(scores, count, len(tree))

@@ -17,9 +17,11 @@ itself, as the method requires: row 0 up to its column, then straight down its c
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict, check_least
@@ -151,14 +153,15 @@ class LookaheadDrafter(Drafter):
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Collect one n-gram per column and move the window."""
         state = self._state(context)
-        if tree is state.proposed and state.width:
-            scored = _scored_row(state, scores)
+        nodes = None if state.proposed is None else tree.nodes_in(state.proposed)
+        scored = [] if nodes is None else _scored_row(state, nodes, scores)
+        if scored:
             if len(state.rows) == self.n - 1:
                 for column in zip(state.first_row, *state.rows[1:], scored, strict=False):
                     state.pool.add(column[0], column[1:])
             # Columns that were not scored keep the token above, so that the row stays whole.
             above = state.rows[-1] if state.last else state.first_row
-            self._move(state, scored + above[state.width :], len(verdict.path))
+            self._move(state, scored + above[len(scored) :], len(verdict.path))
         state.proposed = None
         self._learn_text(state, context)
 
@@ -211,8 +214,23 @@ class LookaheadDrafter(Drafter):
         state.in_pool = len(tokens)
 
 
-def _scored_row(state: _Lookahead, scores: Scores) -> list[int]:
+def _scored_row(state: _Lookahead, nodes: Sequence[int], scores: Scores) -> list[int]:
+    """The predictions after the last row, column by column, up to the first column that was cut from the tree.
+
+    Args:
+        nodes: the proposed tree's node for each scored one.
+    """
+    if state.proposed is None or not state.width:
+        return []
     if state.last:
-        return predictions(scores, state.last, state.last + state.width)
-    end = len(scores.tree)  # row 0 is the last: the root, and the chain that ends the tree
-    return predictions(scores, 0, 1) + predictions(scores, end - state.width + 1, end)
+        return _predictions_of(state.last, state.last + state.width, nodes, scores)
+    end = len(state.proposed)  # row 0 is the last: the root, and the chain that ends the tree
+    return predictions(scores, 0, 1) + _predictions_of(end - state.width + 1, end, nodes, scores)
+
+
+def _predictions_of(first: int, end: int, nodes: Sequence[int], scores: Scores) -> list[int]:
+    """The predictions after the proposed tree's nodes from ``first`` on, up to ``end`` or the first that was cut."""
+    start = bisect_left(nodes, first)
+    scored = takewhile(lambda pair: pair[0] == pair[1], zip(nodes[start:], range(first, end), strict=False))
+    count = len(list(scored))
+    return predictions(scores, start, start + count) if count else []

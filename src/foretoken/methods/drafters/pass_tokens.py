@@ -19,6 +19,7 @@ position of [LA]_1, is the round's (bonus or recovered) token, which becomes the
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,9 +155,13 @@ class PassTokensDrafter(Drafter):
         """Keep the logits of the look-ahead tokens below the last accepted node."""
         state: _LookAhead = context.state.setdefault(self, _LookAhead())
         last = verdict.path[-1] if verdict.path else 0
-        group = state.groups.get(last) if tree is state.proposed else None
-        state.logits = None if group is None else scores.logits[group]
-        state.proposed = None
+        nodes = None if state.proposed is None else tree.nodes_in(state.proposed)
+        group = None if nodes is None else state.groups.get(nodes[last])
+        state.logits = state.proposed = None
+        if nodes is not None and group is not None:
+            # A group is a chain, so what a cut left of it are its first look-ahead tokens, still side by side.
+            rows = slice(bisect_left(nodes, group.start), bisect_left(nodes, group.stop))
+            state.logits = scores.logits[rows] if rows.start < rows.stop else None
 
     def _drafts(self, context: Context, budget: Budget, logits: Tensor | None) -> tuple[list[int], list[Tensor]]:
         """The chain's tokens, and the distributions [V] of drawn tokens."""
