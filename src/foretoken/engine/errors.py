@@ -11,8 +11,6 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
 
-import torch
-
 from foretoken.core import NonFiniteLogitsError
 from foretoken.core.constraints import CannotGoOn
 from foretoken.core.outside import OutsideError, is_outside, line_of
@@ -22,6 +20,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.outside import DrafterError
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.methods.verifiers.outside import VerifierError
+from foretoken.models.machine import is_full_memory
 
 Owner = tuple[type[Any], type[OutsideError]]
 """An outside class, and its protocol's error."""
@@ -70,12 +69,6 @@ class RequestFailed(RuntimeError):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-def is_full_memory(error: Exception) -> bool:
-    """Whether an error means that memory ran out."""
-    # PyTorch's allocator for the CPU raises a plain RuntimeError.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def as_error(error: BaseException) -> Exception:

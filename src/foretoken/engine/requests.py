@@ -15,7 +15,7 @@ from typing import Any
 from foretoken.core import Context, NonFiniteLogitsError
 from foretoken.core.outside import OutsideError
 from foretoken.engine.admission import KvBudget
-from foretoken.engine.errors import as_error, blamed, is_full_memory
+from foretoken.engine.errors import as_error, blamed
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.request import Emission, Running, Turn
 from foretoken.engine.stopping import FinishReason
@@ -24,6 +24,7 @@ from foretoken.methods.controllers.outside import explained, reported
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.checks.finite import why_not_finite
+from foretoken.models.machine import is_full_memory
 
 CHANGED = (
     "the model was changed (its weights, layers or hooks) while this request ran: submit it again, and change "

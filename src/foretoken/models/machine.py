@@ -69,6 +69,12 @@ def free_bytes() -> int | None:
     return None
 
 
+def is_full_memory(error: Exception) -> bool:
+    """Whether an error means that memory ran out."""
+    # PyTorch's allocator for the CPU raises a plain RuntimeError.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def is_busy() -> bool:
     """Whether other processes use the processors, by the kernel's pressure or else by the load of the last minute."""
     try:

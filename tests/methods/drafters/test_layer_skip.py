@@ -20,6 +20,7 @@ from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
 from foretoken.methods.drafters.skip_sets import SkipSet, fingerprint, load_skips, save_skips
 from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.taps import decoder_layers
 from models.checkpoints import new_model, prompt_of
 from toys import (
     CAUGHT,
@@ -120,6 +121,10 @@ def test_targets_that_cannot_are_refused() -> None:
         LayerSkipDrafter(tables()[0])
     with pytest.raises(CapabilityError, match="no separate MLP"):
         LayerSkipDrafter(HuggingFaceModel(new_model("opt", num_hidden_layers=4)))
+    uneven = model()
+    del decoder_layers(uneven.model)[2].mlp
+    with pytest.raises(CapabilityError, match="no separate MLP"):  # the measurement would fail for every request
+        LayerSkipDrafter(uneven)
     with pytest.raises(ValueError, match="give the layers, for example attention=1"):
         LayerSkipDrafter(llamas()[0])
 

@@ -17,6 +17,7 @@ from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
 from foretoken.methods.drafters.skip_default import (
     Choice,
     NothingToSkipWarning,
+    SkipsNotMeasuredWarning,
     default_set,
     measured_set,
     promised_speed,
@@ -26,7 +27,7 @@ from foretoken.models import wrap
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.taps import decoder_layers
 from models.checkpoints import new_model, prompt_of
-from toys import engine, outputs
+from toys import engine, outputs, serve
 
 LAYERS = 6
 PROMPTS = [prompt_of(5, seed=i) for i in range(4)]
@@ -114,6 +115,70 @@ def test_an_interrupted_measurement_keeps_nothing_and_is_made_again(calls: int, 
         warnings.simplefilter("ignore", NothingToSkipWarning)
         drafter.decide()
     assert drafter.is_decided and drafter.plan == drafter.skips.plan
+
+
+class Failing:
+    """``default_set`` that raises the given errors one after another, and then chooses a set."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.calls = list(errors), 0
+
+    def __call__(self, *args: Any) -> Choice:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return Choice(SkipSet(mlp=frozenset({4})), 1.0, 2.0)
+
+
+def written(target: HuggingFaceModel, drafter: LayerSkipDrafter) -> tuple[list[list[int]], list[int]]:
+    """The texts of four requests one after another, and how many tokens were drafted for each."""
+    runs = [
+        run
+        for prompt in PROMPTS
+        for run in serve(engine(target, drafter), [Request(prompt, max_new_tokens=8, ignore_eos=True)])
+    ]
+    return [run.output for run in runs], [run.stats.num_draft_tokens for run in runs]
+
+
+def test_where_the_measurement_fails_requests_decode_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_with_silent_sublayers()
+    failing = Failing(IndexError("planted\nin two lines"))
+    monkeypatch.setattr(layer_skip, "default_set", failing)
+    with pytest.warns(SkipsNotMeasuredWarning) as record:
+        texts, drafted = written(target, LayerSkipDrafter(target))
+    assert texts == outputs(engine(target), [Request(p, max_new_tokens=8, ignore_eos=True) for p in PROMPTS])
+    assert drafted == [0, 0, 0, 0] and failing.calls == 1
+    assert [str(warning.message) for warning in record] == [
+        "layer_skip drafts nothing for this model: measuring which sublayers to skip failed (IndexError: planted in "
+        "two lines); give them, for example attention=2, or use another drafter"
+    ]
+
+
+def test_where_memory_ran_out_a_later_request_measures_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_with_silent_sublayers()
+    failing = Failing(MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    monkeypatch.setattr(layer_skip, "default_set", failing)
+    with pytest.warns(SkipsNotMeasuredWarning, match=r"until a later request's .* failed \(MemoryError\);") as record:
+        texts, drafted = written(target, LayerSkipDrafter(target))
+    assert texts == outputs(engine(target), [Request(p, max_new_tokens=8, ignore_eos=True) for p in PROMPTS])
+    assert drafted[:2] == [0, 0] and min(drafted[2:]) > 0
+    assert failing.calls == 3 and len(record) == 1
+
+
+def test_a_tokenizer_that_spells_none_of_the_prompts() -> None:
+    """One id for each of them, or only ids that the model does not have: ordinary ids are continued instead."""
+    target = target_with_silent_sublayers()
+    expected = skip_default._prompt_ids(target, None)
+    for ids in ([7], [target.vocab_size] * 5):
+        assert skip_default._prompt_ids(target, lambda text, ids=ids, **options: {"input_ids": ids}) == expected
+
+
+@pytest.mark.parametrize("entry", [{"attention": "1"}, {"attention": "99", "mlp": "1"}, 3])
+def test_a_damaged_entry_is_measured_again(monkeypatch: pytest.MonkeyPatch, entry: Any) -> None:
+    choice = Choice(SkipSet(mlp=frozenset({1})), 0.9, 1.5)
+    monkeypatch.setattr(skip_default, "measured_set", lambda *args: choice)
+    monkeypatch.setattr(skip_default.KEPT, "read", lambda name: entry)
+    assert default_set(target_with_silent_sublayers(), None) == choice
 
 
 def test_a_set_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

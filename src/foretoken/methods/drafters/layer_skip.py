@@ -5,6 +5,7 @@ Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.core.budget import MovingThreshold
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
-from foretoken.methods.drafters.skip_default import default_set
+from foretoken.methods.drafters.skip_default import SkipsNotMeasuredWarning, default_set
 from foretoken.methods.drafters.skip_sets import SkipSet, load_skips
 from foretoken.models.base import LanguageModel
+from foretoken.models.machine import is_full_memory
 
 
 class LayerSkipDrafter(OwnLayersDrafter):
@@ -54,13 +56,16 @@ class LayerSkipDrafter(OwnLayersDrafter):
             skips.check(target)
         elif layers > 2:
             skips = SkipSet.middle(layers)
-            SkipSet.odd(layers).check(target)  # any sublayer may be skipped
+            middle = frozenset(range(1, layers - 1))
+            for tried in (SkipSet(attention=middle), SkipSet(mlp=middle)):
+                tried.check(target)  # the measurement tries any of them
         else:
             raise ValueError(
                 f"with {layers} layers nothing is skipped by default: give the layers, for example attention=1"
             )
         super().__init__(target, skips.plan, k, tree, draw)
         self.skips, self.adaptive, self.tokenizer = skips, adaptive, tokenizer
+        self._is_unusable = self._has_warned = False
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> LayerSkipDrafter:
@@ -83,8 +88,16 @@ class LayerSkipDrafter(OwnLayersDrafter):
 
         Warns:
             NothingToSkipWarning: no set pays off.
+            SkipsNotMeasuredWarning: the measurement failed. Nothing is drafted then, until a later request can measure
+                if memory ran out, else ever.
         """
-        self.decide()
+        if not self._is_unusable:
+            try:
+                self.decide()
+            except Exception as error:
+                if isinstance(error, Warning):  # raised by the caller's filters
+                    raise
+                self._report(error)
         super().start(context)
         context.state[self, "threshold"] = MovingThreshold(0.8 if context.sampler.greedy else 0.5)
 
@@ -95,7 +108,24 @@ class LayerSkipDrafter(OwnLayersDrafter):
             self.plan = self.skips.plan
             self.is_decided = True  # not before: an interrupted measurement is made again
 
+    def _report(self, error: Exception) -> None:
+        """Note that a measurement failed, and say so once. Only a lack of memory is expected to pass."""
+        has_warned, is_passing = self._has_warned, is_full_memory(error)
+        self._is_unusable, self._has_warned = not is_passing, True
+        if has_warned and is_passing:
+            return
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        until = "until a later request's measurement succeeds" if is_passing else "for this model"
+        warnings.warn(
+            f"layer_skip drafts nothing {until}: measuring which sublayers to skip failed ({reason}); give them, for "
+            f"example attention={self.skips.options['attention']}, or use another drafter",
+            SkipsNotMeasuredWarning,
+            stacklevel=3,
+        )
+
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        if not self.is_decided:  # the measurement failed
+            return [TokenTree.root_only(context.root) for context in contexts]
         if self.adaptive:
             budgets = [self._stopping(c, b) for c, b in zip(contexts, budgets, strict=True)]
         return super().propose_batch(contexts, budgets)

@@ -45,6 +45,10 @@ class NothingToSkipWarning(UserWarning):
     """No set of sublayers pays for a target."""
 
 
+class SkipsNotMeasuredWarning(UserWarning):
+    """The set of sublayers could not be measured, so that nothing is drafted."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """A set and its expected performance.
@@ -73,12 +77,8 @@ def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
     owner: Any = target
     key = fingerprint(owner.model)
     name = f"skips {key} {way_of(target)} {'text' if tokenizer is not None else 'ids'}"
-    stored = None if key is None else KEPT.read(name)
-    layers = num_layers_of(target)
-    if isinstance(stored, dict):
-        skips = SkipSet.parse(str(stored["attention"]), str(stored["mlp"]), layers)
-        choice = Choice(skips, float(stored["acceptance"]), float(stored["speed"]))
-    else:
+    choice = None if key is None else _choice_of(KEPT.read(name), num_layers_of(target))
+    if choice is None:
         start_s = perf_counter()
         choice = measured_set(target, _prompt_ids(target, tokenizer))
         if key is not None:
@@ -94,6 +94,14 @@ def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
             stacklevel=3,
         )
     return choice
+
+
+def _choice_of(stored: Any, layers: int) -> Choice | None:
+    """The choice of a stored entry; ``None`` if there is none or it is damaged."""
+    with suppress(KeyError, TypeError, ValueError):
+        skips = SkipSet.parse(str(stored["attention"]), str(stored["mlp"]), layers)
+        return Choice(skips, float(stored["acceptance"]), float(stored["speed"]))
+    return None
 
 
 @torch.inference_mode()
@@ -242,15 +250,19 @@ def promised_speed(acceptance: float, step: float, costs: TargetCost, longest: i
 
 
 def _prompt_ids(target: LanguageModel, tokenizer: Any | None) -> list[list[int]]:
-    if tokenizer is None:
-        return [ordinary_ids(target.vocab_size, 4 + 2 * i)[-8:] for i in range(len(PROMPTS))]
-    ids = []
-    for prompt in PROMPTS:
-        text: str = prompt
-        if getattr(tokenizer, "chat_template", None):
-            with suppress(Exception):  # a template may reject a plain question; the question alone works as a text, too
-                text = tokenizer.apply_chat_template(
-                    [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-                )
-        ids.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    return [row for row in ids if len(row) > 1]
+    """The prompts' ids; without a tokenizer, or with one that spells none of them, ids spread over the vocabulary."""
+    rows = [] if tokenizer is None else [_ids_of(prompt, tokenizer) for prompt in PROMPTS]
+    known = [[token for token in row if token < target.vocab_size] for row in rows]  # a tokenizer may know more tokens
+    return [row for row in known if len(row) > 1] or [
+        ordinary_ids(target.vocab_size, 4 + 2 * i)[-8:] for i in range(len(PROMPTS))
+    ]
+
+
+def _ids_of(prompt: str, tokenizer: Any) -> list[int]:
+    text = prompt
+    if getattr(tokenizer, "chat_template", None):
+        with suppress(Exception):  # a template may reject a plain question; the question alone works as a text, too
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
