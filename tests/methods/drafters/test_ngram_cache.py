@@ -234,6 +234,59 @@ def test_a_cache_is_written_once_a_minute_and_at_its_end(tmp_path: Path, monkeyp
     assert draft(build(tmp_path / "cache", Words()), [0, 1]) == [2, 3, 4]
 
 
+def counts_in(path: Path, tokens: list[int]) -> dict[int, int]:
+    """What follows the tokens by the file."""
+    gc.collect()
+    followers = build(path, Words()).dynamic.followers(tokens)
+    return {} if followers is None else followers.by_token()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_drafters_with_one_file_add_to_it(tmp_path: Path, exists: bool) -> None:
+    """Whoever writes, learns or ends last, and whatever was written before it was built."""
+    path = tmp_path / "cache"
+    if exists:
+        first = build(path, Words(), save=True)
+        first.remember([0, 1])
+        del first
+        assert counts_in(path, [0]) == {1: 1}
+    idle, second, third = (build(path, Words(), save=True) for _ in range(3))
+    second.remember([0, 2])
+    third.remember([0, 3])
+    before = {1: 1} if exists else {}
+    assert counts_in(path, [0]) == before | {2: 1, 3: 1}
+    second.remember([0, 2])
+    del third
+    assert counts_in(path, [0]) == before | {2: 2, 3: 1}
+    fourth = build(path, Words(), save=True)
+    fourth.remember([0, 4])
+    second.remember([0, 2])
+    del second, fourth
+    assert counts_in(path, [0]) == before | {2: 3, 3: 1, 4: 1}
+    idle.remember([0, 0])
+    idle.load(path)
+    idle.remember([0, 0])
+    assert counts_in(path, [0]) == before | {0: 2, 2: 3, 3: 1, 4: 1}
+
+
+def test_a_file_that_was_deleted_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    first = saved(path)
+    assert counts_in(path, [0]) == {1: 3}
+    path.unlink()
+    second = build(path, Words(), save=True)
+    second.remember([0, 2])
+    del first
+    assert counts_in(path, [0]) == {2: 1}
+
+
+def test_one_file_for_two_tokenizers_is_refused(tmp_path: Path) -> None:
+    first = build(tmp_path / "cache", Words(), save=True)
+    with pytest.raises(ValueError, match=r"already saves to .*cache for another tokenizer") as error:
+        build(tmp_path / "cache", Words("a b c d f"), save=True)
+    assert "\n" not in str(error.value) and first.path is not None
+
+
 def test_a_process_that_ends_has_written_its_cache(tmp_path: Path) -> None:
     script = f"""
         import sys

@@ -49,31 +49,73 @@ def best_follower(
 
 
 class _Saving:
-    """Writes a dynamic cache to its file: building the file takes long, and requests wait for it."""
+    """Writes what the drafters with one file learn: building the file takes long, and requests wait for it.
+
+    The file gets what it held before and the counts of all of them.  A drafter's cache alone would lack what the others
+    have learned since it was loaded.
+
+    Args:
+        loaded: content of the file.
+    """
 
     by_path: ClassVar[WeakValueDictionary[Path, _Saving]] = WeakValueDictionary()
     lock = RLock()  # of all: a file may be loaded in one thread while requests end in another
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
+    def __init__(self, path: Path, fingerprint: str, loaded: NgramCache) -> None:
         self.path, self.fingerprint = path, fingerprint
-        self._unsaved: NgramCache | None = None
+        self._base, self._learned = loaded, dict[int, NgramCache]()
+        self._drafters, self._has_more = set[int](), False
         self._due_s, self._process = monotonic() + SAVED_EVERY_S, os.getpid()
         self.by_path[path.resolve()] = self
 
-    def learn(self, cache: NgramCache, tokens: Sequence[int]) -> None:
-        """Let the cache remember a text."""
+    @classmethod
+    def joined(cls, path: Path, fingerprint: str, loaded: NgramCache, drafter: int) -> _Saving:
+        """The one of a file whose content a drafter has just loaded.
+
+        Raises:
+            ValueError: the file is one of another tokenizer that nothing was written to yet.
+        """
+        with cls.lock:
+            saving = cls.by_path.get(path.resolve())
+            if saving is None:
+                saving = cls(path, fingerprint, loaded)
+            if fingerprint and saving.fingerprint and fingerprint != saving.fingerprint:
+                raise ValueError(f"ngram_cache already saves to {path} for another tokenizer: give each its own file")
+            saving.fingerprint = saving.fingerprint or fingerprint
+            if not path.exists():  # nothing was learned yet, or somebody wants to begin anew
+                saving._base, saving._learned = loaded, {}
+            saving._drafters.add(drafter)
+            return saving
+
+    def learn(self, drafter: int, cache: NgramCache, tokens: Sequence[int]) -> None:
+        """Let the cache of a drafter remember a text."""
         with self.lock:
             cache.remember(tokens)
-            self._unsaved = cache
+            self._learned[drafter], self._has_more = cache, True
             if monotonic() >= self._due_s:
                 self.write()
 
     def write(self) -> None:
         """Write what was learned since the last time; not in a forked process."""
         with self.lock:
-            if self._unsaved is not None and os.getpid() == self._process:
-                self._unsaved.save(self.path, self.fingerprint)
-                self._unsaved, self._due_s = None, monotonic() + SAVED_EVERY_S
+            if self._has_more and os.getpid() == self._process:
+                self._base.save(self.path, self.fingerprint, list(self._learned.values()))
+                self._has_more, self._due_s = False, monotonic() + SAVED_EVERY_S
+
+    def settle(self, drafter: int) -> None:
+        """Keep the counts of a drafter that is loaded again or gone."""
+        with self.lock:
+            cache = self._learned.pop(drafter, None)
+            if cache is not None:
+                self._base = NgramCache(self._base.sizes, self._base.frozen([cache]))
+
+    def leave(self, drafter: int) -> None:
+        """Write what a drafter that is gone has learned, and keep it for the others."""
+        with self.lock:
+            self.write()
+            self._drafters.discard(drafter)
+            if self._drafters:
+                self.settle(drafter)
 
     @classmethod
     def write_to(cls, path: Path) -> None:
@@ -168,6 +210,8 @@ class NgramCacheDrafter(SourceDrafter):
             _Saving.write_to(drafter.path)
             if drafter.path.exists() or not drafter.save_always:
                 drafter.load(path)
+            if drafter.save_always:
+                drafter._saving_to(drafter.path)
         return drafter
 
     @property
@@ -193,12 +237,15 @@ class NgramCacheDrafter(SourceDrafter):
         """Add a finished request's tokens to the tenant's dynamic cache."""
         if self.traits.shares_state:
             if self.save_always and self.path is not None and not salt:
-                if self._saving is None:
-                    self._saving = _Saving(self.path, self.fingerprint)
-                    finalize(self, self._saving.write)  # also at the end of the process
-                self._saving.learn(self.tenants.of(salt), tokens)
+                self._saving_to(self.path).learn(id(self), self.tenants.of(salt), tokens)
             else:
                 self.tenants.of(salt).remember(tokens)
+
+    def _saving_to(self, path: Path) -> _Saving:
+        if self._saving is None:
+            self._saving = _Saving.joined(path, self.fingerprint, self._loaded, id(self))
+            finalize(self, self._saving.leave, id(self))  # also at the end of the process
+        return self._saving
 
     def save(self, path: str | Path) -> None:
         """Write the dynamic cache of requests without a salt."""
@@ -211,6 +258,8 @@ class NgramCacheDrafter(SourceDrafter):
             ValueError: the file is missing, damaged, or of another tokenizer.
         """
         _Saving.write_to(Path(below_home(str(path))))
+        if self._saving is not None:
+            self._saving.settle(id(self))
         self._loaded = NgramCache.load(path, self.fingerprint or None)
         self.tenants.clear()
 

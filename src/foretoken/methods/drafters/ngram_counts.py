@@ -198,18 +198,21 @@ class NgramCache:
             return FollowerCounts(new, _NONE, _NONE)
         return FollowerCounts(new, self.table.tokens[rows], self.table.counts[rows])
 
-    def frozen(self) -> CountTable:
-        counted = itertools.chain(self.old.items(), self.new.items())
+    def frozen(self, others: Sequence[NgramCache] = ()) -> CountTable:
+        """This cache's counts, and those of others without their tables."""
+        counted = itertools.chain.from_iterable((*cache.old.items(), *cache.new.items()) for cache in (self, *others))
         rows = [(key, token, count) for key, row in counted for token, count in row.counts.items()]
+        if self.table is not None and not rows:
+            return self.table
         columns = [np.array([row[i] for row in rows], dtype) for i, dtype in enumerate((np.uint64, np.int32, np.int32))]
         if self.table is not None:
             old = (self.table.keys, self.table.tokens, self.table.counts)
             columns = [np.concatenate(pair) for pair in zip(old, columns, strict=True)]
         return CountTable.summed(*columns)
 
-    def save(self, path: str | Path, tokenizer_fingerprint: str = "") -> None:
-        """Write the cache to a file (via a temporary file)."""
-        table = self.frozen()
+    def save(self, path: str | Path, tokenizer_fingerprint: str = "", others: Sequence[NgramCache] = ()) -> None:
+        """Write the cache, and the counts of others as in :meth:`frozen`, to a file (via a temporary file)."""
+        table = self.frozen(others)
         meta = {"fingerprint": tokenizer_fingerprint, "sizes": [self.sizes.start, self.sizes.stop - 1]}
         write_arrays(path, KIND, meta, {"keys": table.keys, "tokens": table.tokens, "counts": table.counts})
 
