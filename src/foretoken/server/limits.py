@@ -88,7 +88,7 @@ class Gate:
         slot = None
         try:
             try:
-                slot = state["slot"] = self.slots.slot(self._caller(scope, headers))
+                slot = state["slot"] = self.slots.slot(self._caller(scope, headers), state.get("on_take"))
                 received = await self._body(scope, headers, receive)
                 if self.admit is not None and scope["method"] == "POST" and scope["path"].endswith(WRITERS):
                     self.admit(slot.caller)

@@ -33,9 +33,9 @@ class AdmissionSlots:
         self._by_key: Counter[str] = Counter()
         self._spent: dict[str, tuple[float, float]] = {}  # by key: token debt, and the time at which it was computed
 
-    def slot(self, caller: Caller) -> RequestSlot:
-        """A slot for one request, which holds nothing yet."""
-        return RequestSlot(self, caller)
+    def slot(self, caller: Caller, on_take: Callable[[int], None] | None = None) -> RequestSlot:
+        """A slot for one request, which holds nothing yet; ``on_take`` is told the number of choices admitted."""
+        return RequestSlot(self, caller, on_take)
 
     def check_room(self, caller: Caller, count: int = 1) -> None:
         """Raise ``QueueFull`` if ``count`` more choices of this caller do not fit."""
@@ -98,8 +98,8 @@ class AdmissionSlots:
 class RequestSlot:
     """Slot of one request; ``spent`` counts the tokens of its prompts and answers so far."""
 
-    def __init__(self, slots: AdmissionSlots, caller: Caller) -> None:
-        self._slots, self.caller = slots, caller
+    def __init__(self, slots: AdmissionSlots, caller: Caller, on_take: Callable[[int], None] | None = None) -> None:
+        self._slots, self.caller, self._on_take = slots, caller, on_take
         self._count = self.spent = 0
 
     def take(self, count: int) -> None:
@@ -107,6 +107,8 @@ class RequestSlot:
         for more choices than can ever be admitted, 429 if the key's quota is used up."""
         self._slots._take(self.caller, count)
         self._count += count
+        if self._on_take is not None:
+            self._on_take(count)
 
     def spend(self, tokens: int) -> None:
         """Count tokens of a prompt or of an answer."""

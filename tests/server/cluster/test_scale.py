@@ -158,6 +158,9 @@ class InMemory:
         whole = False
         try:
             async for piece in self._replica.answer(scope, body, caller):
+                if not any(message["type"].startswith("http.") for message in piece):
+                    yield piece  # a report to the gateway alone
+                    continue
                 if fate == "lost with its head":
                     yield [message for message in piece if message["type"] == "http.response.start"]
                     raise ReplicaLost("gone")
@@ -344,13 +347,89 @@ def test_errors_have_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
             check_error(await client.post("/v1/completions", json=ASKED), 500, "internal_error")
             check_error(await client.post("/v1/completions", json={**ASKED, "max_tokens": -1}), 400, "invalid_value")
             check_error(await client.get("/nothing"), 404, "unknown_url")
-            fleet.num_open = fleet.capacity
+            fleet.num_admitted = fleet.capacity
             check_error(await client.post("/v1/completions", json=ASKED), 503, "queue_full")
-            fleet.num_open = 0
+            fleet.num_admitted = 0
             fleet.drain()
             check_error(await client.post("/v1/completions", json=ASKED), 503, "draining")
             check_error(await client.get("/ready"), 503, "draining")
             assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(run())
+
+
+STREAM = {**ASKED, "max_tokens": 64, "stream": True, "ignore_eos": True}
+
+
+@asynccontextmanager
+async def open_requests(
+    client: httpx.AsyncClient, replicas: InMemory, requests: list[dict[str, Any]]
+) -> AsyncIterator[None]:
+    """Requests of which the script makes silent ones, inside the block."""
+    tasks = [asyncio.create_task(client.post("/v1/completions", json=request)) for request in requests]
+    most = replicas.silent + len(tasks)
+    while replicas.silent < most:
+        assert not any(task.done() for task in tasks), [task.result().text for task in tasks if task.done()]
+        await asyncio.sleep(0.01)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def test_requests_take_no_room_before_a_replica_admits_them() -> None:
+    """Of twelve open requests three are admitted; the other nine, which may be refused, left no room for one more."""
+
+    async def run() -> None:
+        script = ["silent in the middle"] * 3 + ["silent"] * 9
+        async with gateway(SETTINGS, *script) as (client, replicas, fleet):
+            async with open_requests(client, replicas, [STREAM] * 12):
+                assert fleet.num_open == fleet.capacity == 12
+                assert (fleet.num_admitted, fleet.num_undecided) == (3, 9)
+                assert (await client.post("/v1/completions", json=ASKED)).status_code == 200
+                replicas.script[:] = ["silent"] * 3
+                async with open_requests(client, replicas, [ASKED] * 3):
+                    check_error(await client.post("/v1/completions", json=ASKED), 503, "queue_full")  # twelve wait
+            assert (fleet.num_open, fleet.num_admitted, fleet.num_undecided) == (0, 0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_refused_request_takes_no_room() -> None:
+    async def run() -> None:
+        async with gateway(SETTINGS) as (_, _, fleet):
+            sent = asyncio.Event()
+
+            async def send(message: Any) -> None:
+                sent.set()
+                await asyncio.sleep(3600)  # a client that does not read
+
+            request = json.dumps({**ASKED, "temperature": -1}).encode()
+            messages = asyncio.Queue[Any]()
+            messages.put_nowait({"type": "http.request", "body": request, "more_body": False})
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+            asking = asyncio.create_task(create_gateway(fleet)(scope, messages.get, send))
+            await asyncio.wait_for(sent.wait(), 60)
+            assert (fleet.num_open, fleet.num_admitted, fleet.num_undecided) == (1, 0, 0)
+            messages.put_nowait({"type": "http.disconnect"})
+            await asyncio.wait_for(asking, 10)
+
+    asyncio.run(run())
+
+
+def test_choices_count_and_what_needs_no_room_is_answered() -> None:
+    async def run() -> None:
+        async with gateway(SETTINGS, "lost at once", "silent in the middle") as (client, replicas, fleet):
+            replicas.num_ready = 1
+            async with open_requests(client, replicas, [{**STREAM, "n": 6, "temperature": 1}]):
+                assert (fleet.num_open, fleet.num_admitted, fleet.num_undecided) == (1, 6, 0)
+                answer = await client.post("/v1/completions", json=ASKED)
+                check_error(answer, 503, "queue_full")
+                assert "all replicas are busy" in answer.json()["error"]["message"]
+                assert (await client.get("/v1/models")).status_code == 200
+            assert fleet.num_admitted == 0
 
     asyncio.run(run())
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.server.cluster.fleet_metrics import FleetMetrics
-from foretoken.server.cluster.replica import SPENT
+from foretoken.server.cluster.replica import SPENT, TAKEN
 from foretoken.server.cluster.routing import asked_of, choices_of, session_of
 from foretoken.server.config import ServerSettings
 from foretoken.server.errors import ApiError, answered, api_error, shutting_down, still_loading
@@ -78,6 +78,9 @@ class Fleet:
         stopped: whether open requests are ended, too.
         is_chat: whether the model comes with a chat template.
         end_s: seconds within which the replicas and Ray must have ended.
+        num_open: requests that have not ended.
+        num_admitted: their choices that replicas have admitted, whose answers clients have not read to the end.
+        num_undecided: those that no replica has admitted or refused yet.
     """
 
     end_s = 60.0
@@ -86,7 +89,7 @@ class Fleet:
         self.settings, self.replicas = settings, replicas
         self.failed: Exception | None = None
         self.draining = self.stopped = self.is_loaded = self.is_chat = False
-        self.num_open = 0
+        self.num_open = self.num_admitted = self.num_undecided = 0
         self._limits: set[asyncio.Timeout] = set()
         self.metrics = FleetMetrics(settings.name, settings.metrics_compat)
         self.slots = AdmissionSlots(None)  # each replica has its own limit; limits of keys hold here, across replicas
@@ -133,7 +136,7 @@ class Fleet:
 
     @property
     def capacity(self) -> int:
-        """Number of requests that all replicas together run and queue."""
+        """Number of choices that all replicas together run and queue."""
         each = self.settings.max_running + self.settings.max_queued
         return each * max(1, self.replicas.num_ready)
 
@@ -145,8 +148,51 @@ class Fleet:
             raise ApiError(503, "the replicas could not be started", code="engine_dead", headers={"Retry-After": "30"})
         if not self.is_loaded:
             raise still_loading()
-        if self.num_open >= self.capacity:
+
+    def check_room(self) -> None:
+        """Raise ``ApiError`` 503 if the replicas can admit no choice.
+
+        Requests that are undecided may all be refused, so they take no room from the others; but there may not be more
+        of them than the replicas could take.
+        """
+        if max(self.num_admitted, self.num_undecided) >= self.capacity:
             raise ApiError(503, "all replicas are busy; try again", code="queue_full", headers={"Retry-After": "1"})
+
+
+class Admission:
+    """A request's part in the counts of a fleet: undecided, then with its admitted choices; nothing once refused.
+
+    Args:
+        writes: whether the request needs room in a replica; else it never counts.
+    """
+
+    def __init__(self, fleet: Fleet, slot: RequestSlot, writes: bool) -> None:
+        self.slot, self._fleet, self._writes = slot, fleet, writes
+        self._is_undecided, self._choices = False, 0
+
+    def wait(self) -> None:
+        """No replica has decided yet, or the one that had is lost."""
+        self.end()
+        self._is_undecided = self._writes
+        self._fleet.num_undecided += self._is_undecided
+
+    def takes(self, message: Message) -> bool:
+        """Whether a message is a replica's report, which is noted here, and no part of its answer."""
+        if message["type"] == SPENT:
+            self.slot.spend(message["tokens"])
+            return True
+        is_report = message["type"] == TAKEN
+        self._decide(message["choices"] if is_report else 0)  # an answer without admitted choices is a refusal
+        return is_report
+
+    def end(self) -> None:
+        """The answer was read to the end, or is lost."""
+        self._decide(-self._choices)
+
+    def _decide(self, choices: int) -> None:
+        self._fleet.num_undecided -= self._is_undecided
+        self._fleet.num_admitted += choices
+        self._is_undecided, self._choices = False, self._choices + choices
 
 
 class Gateway:
@@ -192,9 +238,12 @@ class Gateway:
             await (await routes[path]())(scope, receive, send)
             return
         self.fleet.check()
+        writes = scope["method"] == "POST" and path.endswith(WRITERS)
+        if writes:
+            self.fleet.check_room()
         self.fleet.num_open += 1
         try:
-            await self._forward({**scope, "path": path}, receive, send)
+            await self._forward({**scope, "path": path}, receive, send, writes)
         finally:
             self.fleet.num_open -= 1
 
@@ -222,10 +271,10 @@ class Gateway:
         text = self.fleet.metrics.text(counters, replicas.num_ready, self.fleet.num_open)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send, writes: bool) -> None:
         body = await _body(receive)
         slot, fields = slot_of(scope), asked_of(body)
-        if scope["method"] == "POST" and scope["path"].endswith(WRITERS):
+        if writes:
             slot.take(choices_of(fields))
         inner_scope = {**{name: scope[name] for name in CARRIED if name in scope}, "root_path": ""}
         request_id = scope.get("state", {}).get("request_id", "")
@@ -233,25 +282,28 @@ class Gateway:
         headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
         inner_scope["headers"] = [*headers, (b"x-request-id", request_id.encode())]
         session = session_of(Headers(scope=scope), fields, slot.caller.tenant)
-        with suppress(ClientGone):
-            await while_connected(receive, self._answer(inner_scope, body, session, slot, send))
+        admission = Admission(self.fleet, slot, writes)
+        try:
+            with suppress(ClientGone):
+                await while_connected(receive, self._answer(inner_scope, body, session, admission, send))
+        finally:
+            admission.end()
 
-    async def _answer(self, scope: dict[str, Any], body: bytes, session: str, slot: RequestSlot, send: Send) -> None:
+    async def _answer(self, scope: dict[str, Any], body: bytes, session: str, admission: Admission, send: Send) -> None:
         """Send the answer of a replica, or of another one if it is lost before anything was sent.  Raises
         :class:`ApiError`: 503 if every replica tried is gone or the gateway stops, 504 when the time is up."""
         sent = _Sent(send, dialect_of(scope["path"]))
         # A replica enforces the time limit itself; this is for one that hangs.
         end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + self.grace_s
+        admission.wait()
         # Replicas that a request may lose before it is given up
         for attempt in range(8):
             try:
                 async with self.fleet.limited(end):
-                    answer = self.fleet.replicas.answer(scope, body, session, slot.caller)
+                    answer = self.fleet.replicas.answer(scope, body, session, admission.slot.caller)
                     async with aclosing(answer) as pieces:  # type: ignore[type-var]
                         async for message in (part async for piece in pieces for part in piece):
-                            if message["type"] == SPENT:
-                                slot.spend(message["tokens"])
-                            else:
+                            if not admission.takes(message):
                                 await sent(message)
             except ReplicaLost:
                 if sent.begun:
@@ -277,6 +329,7 @@ class Gateway:
                 if sent.begun:
                     await sent.break_off(LOST)
                     return
+            admission.wait()
             self.fleet.metrics.retried += 1
             await asyncio.sleep(min(2.0, self.pause_s * 2**attempt))
         raise ApiError(

@@ -16,6 +16,8 @@ from foretoken.server.keys import Caller
 
 SPENT = "foretoken.spent"
 """Type of the message that reports to the gateway how many ``tokens`` a request has used."""
+TAKEN = "foretoken.taken"
+"""Type of the message that reports to the gateway how many ``choices`` of a request were admitted."""
 
 
 class Replica:
@@ -76,8 +78,8 @@ class Replica:
     async def answer(
         self, scope: dict[str, Any], body: bytes, caller: Caller | None = None
     ) -> AsyncGenerator[list[Message], None]:
-        """ASGI messages of an answer.  Each piece has all messages that are ready, so that a burst travels at once; the
-        last message is :data:`SPENT`.
+        """ASGI messages of an answer.  Each piece has all messages that are ready, so that a burst travels at once.
+        The first message of an admitted request is :data:`TAKEN`, and the last one of any is :data:`SPENT`.
 
         Closing the generator ends the request.
         """
@@ -96,8 +98,11 @@ class Replica:
                 message = {**message, "headers": [*message["headers"], (b"x-replica", self.name.encode())]}
             messages.put_nowait(message)
 
+        def taken(choices: int) -> None:
+            messages.put_nowait({"type": TAKEN, "choices": choices})
+
         async def run() -> None:
-            state: dict[str, Any] = {"caller": caller or Caller()}
+            state: dict[str, Any] = {"caller": caller or Caller(), "on_take": taken}
             try:
                 await self.app({**scope, "extensions": {}, "state": state}, receive, send)
             except Exception:  # the application has answered with 500 already
