@@ -129,9 +129,10 @@ def test_limits_for_a_tree_that_follows_probabilities(tmp_path: Path, capsys: py
     assert set(stored["speeds"]) == {"plain", "default", "tuned"} and "width" not in stored["limits"]
     assert all(row["tokens_per_s"] > 0 and "width=2" in row["drafter"] for row in stored["raced"])
     assert {row["drafter"] for row in stored["raced"]} >= {
-        "eagle3,width=2",
-        *(f"eagle3,width=2,depth={d}" for d in (1, 2)),
+        "eagle3,width=2,nodes=4",
+        *(f"eagle3,width=2,nodes=4,depth={d}" for d in (1, 2)),
     }
+    assert stored["limits"]["nodes"] <= 4 and max(row["nodes"] for row in stored["raced"]) <= 4
     file.write_text(json.dumps({**stored, "limits": {"depth": 2, "nodes": 3}}))
     llm = ft.load("builtin", drafter=f"eagle3,tree={file}", dtype="float32")
     assert llm.drafter is not None and (llm.drafter.max_depth, llm.drafter.max_nodes) == (2, 3)
@@ -237,6 +238,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             ["--drafter", "eagle3", "--shape", "sequoia"],
             "the tree of eagle3 follows its probabilities: leave out --shape",
         ),
+        (["--drafter", "eagle3,nodes=5"], "has more nodes than --max-nodes 4: leave nodes=5 out"),
         (["--drafter", "eagle3,depth=2,width=2,nodes=4"], "sets depth, width, nodes: leave out those to tune"),
         (["--shape", "sequoia"], "choose one of medusa"),
         (["--drafter", "model", "--shape", "oak"], "choose one of sequoia, medusa"),

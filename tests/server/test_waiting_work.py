@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from foretoken.engine.request import Request
 from foretoken.engine.tickets import Ticket
 from foretoken.server import templates, workers
 from foretoken.server.errors import ApiError
-from foretoken.server.running import outputs_of
+from foretoken.server.running import _merged, outputs_of
 from foretoken.server.schemas import Message
 from foretoken.server.templates import Conversation, prompt_of
 from foretoken.server.workers import NotBegun, in_thread
@@ -38,6 +40,50 @@ def test_a_failed_choice_leaves_no_waiting_task_behind() -> None:
 
     asyncio.run(run())
     assert cancelled == tickets
+
+
+@pytest.mark.parametrize("ending", ["closed", "failed", "cancelled"])
+def test_a_stream_of_several_choices_leaves_no_task_behind(ending: str) -> None:
+    """Whoever ends the stream waits for what its choices do at their end, which may fail, too."""
+    over: list[int] = []
+    lost: list[dict[str, Any]] = []
+
+    async def choice(number: int) -> AsyncGenerator[int, None]:
+        try:
+            yield number
+            if ending == "failed" and number == 1:
+                raise RequestFailed("no", "error")
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0)
+            over.append(number)
+            if number == 2:
+                raise ValueError("planted")
+
+    async def read(pieces: AsyncGenerator[int, None], number: int) -> list[int]:
+        return [await anext(pieces) for _ in range(number)]
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, event: lost.append(event))
+        pieces = _merged([choice(number) for number in range(3)])
+        assert sorted(await read(pieces, 3)) == [0, 1, 2]
+        if ending == "closed":
+            await pieces.aclose()
+        elif ending == "failed":
+            with pytest.raises(RequestFailed):
+                await anext(pieces)
+        else:
+            reading = asyncio.create_task(read(pieces, 1))
+            await asyncio.sleep(0)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+        assert sorted(over) == [0, 1, 2]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+    gc.collect()
+    assert not lost
 
 
 def test_the_wait_for_a_thread_is_not_part_of_the_work_s_time() -> None:

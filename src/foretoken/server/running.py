@@ -113,6 +113,8 @@ async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
     finally:
         for task in tasks:
             task.cancel()
+        # Not only cancelled, but over: they read tickets, and what they do at their end is part of this.
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class ClientGone(Exception):

@@ -99,6 +99,33 @@ def test_the_largest_values_are_kept_to(work: Any) -> None:
     assert race.limits == {"depth": 2, "width": 1, "nodes": 4}
 
 
+@pytest.mark.parametrize(("spec", "most"), [("eagle3", 5), ("eagle3", 16), ("mtp", 2)])
+def test_no_larger_tree_is_raced_or_chosen(work: Any, monkeypatch: pytest.MonkeyPatch, spec: str, most: int) -> None:
+    """Neither the default, nor one with room for all levels; here more nodes are faster."""
+    raced: list[str] = []
+
+    def greedy(_: Any, spec: str) -> Arm:
+        raced.append(spec)
+        built = Arm(spec)
+        built.nodes = int(parse_spec(spec).options.get("nodes", 60))
+        built.round_s = 1.0 / built.nodes
+        return built
+
+    monkeypatch.setattr(limits, "EngineRacer", greedy)
+    race = LimitRace(work, spec, {"depth": 6, "width": most, "nodes": most})
+    race.run()
+    assert {int(parse_spec(spec).options.get("nodes", 60)) for spec in raced} == {
+        *(nodes for nodes in limits.NODES if nodes <= most),
+        most,
+    }
+    assert race.limits == {"nodes": most}
+
+
+def test_a_larger_tree_in_the_spec_is_refused(work: Any) -> None:
+    with pytest.raises(ValueError, match="more nodes than --max-nodes 8: leave nodes=16 out"):
+        limits.tune(work, "eagle3,nodes=16", 8, 6)
+
+
 def test_a_fixed_number_of_nodes_has_room_for_a_path(work: Any) -> None:
     """``mtp`` has four by default: a deeper chain needs more."""
     race = LimitRace(work, "mtp", {"depth": 6, "width": 1, "nodes": 64})

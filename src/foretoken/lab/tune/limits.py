@@ -19,6 +19,7 @@ from foretoken.lab.tune.race import BLOCK, EngineRacer, RaceRound, heat, tokens_
 from foretoken.lab.tune.tree import compared, target_of
 from foretoken.lab.workload import REFUSALS, Speed, Workload
 from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.dynamic import MOST_NODES
 from foretoken.methods.drafters.heads import HeadsDrafter
 from foretoken.registry import find, options_of, parse_spec
 
@@ -116,6 +117,8 @@ class LimitRace:
 
     def run(self) -> None:
         """Race every limit that the spec leaves open with the others fixed, and again if these have changed since."""
+        if not self._is_within(self.limits):  # the default is a larger tree
+            self.limits = {**self.limits, "nodes": self.most["nodes"]}
         before: dict[str, dict[str, int]] = {}
         for limit in 2 * [limit for limit in self.most if limit not in parse_spec(self.spec).options]:
             others = {name: value for name, value in self.limits.items() if name != limit}
@@ -135,7 +138,8 @@ class LimitRace:
         values: Sequence[int] = {"width": WIDTHS, "nodes": NODES}.get(limit, DEPTHS)
         others = {name: value for name, value in self.limits.items() if name != limit}
         settings = [self.limits, others, *({**others, limit: value} for value in values if value <= self.most[limit])]
-        by_spec = {self.with_limits(limits): limits for limits in map(self._with_room, settings)}
+        fitting = filter(self._is_within, map(self._with_room, settings))
+        by_spec = {self.with_limits(limits): limits for limits in fitting}
         self.tell(f"racing {limit} of {self.spec}")
         candidates = [spec for spec in by_spec if spec != self.with_limits(self.limits)]
         for first in range(0, len(candidates), TOGETHER):
@@ -158,13 +162,22 @@ class LimitRace:
 
     def _with_room(self, limits: dict[str, int]) -> dict[str, int]:
         """The limits, with nodes for at least one whole path if their number is fixed: others would be no deeper."""
-        parsed = parse_spec(self.spec)
-        default = options_of(find("drafter", parsed.name).load())["nodes"].default
-        nodes = limits.get("nodes", default)
+        nodes = self._nodes(limits)
         levels = max((value for name, value in limits.items() if name in LEVELS), default=0)
-        if nodes is None or "nodes" in parsed.options or nodes >= levels:
+        if nodes is None or "nodes" in parse_spec(self.spec).options or nodes >= levels:
             return limits
         return {**limits, "nodes": levels}
+
+    def _is_within(self, limits: Mapping[str, int]) -> bool:
+        """Whether no tree with these limits has more nodes than the largest to try."""
+        nodes = self._nodes(limits)
+        return (MOST_NODES if nodes is None else nodes) <= self.most["nodes"]
+
+    def _nodes(self, limits: Mapping[str, int]) -> int | None:
+        """Maximum nodes of a tree with these limits; ``None``: as many as pay off."""
+        parsed = parse_spec(self.spec)
+        default: int | None = options_of(find("drafter", parsed.name).load())["nodes"].default
+        return limits.get("nodes", int(parsed.options["nodes"]) if "nodes" in parsed.options else default)
 
     def _rounds(self, specs: Sequence[str]) -> tuple[dict[str, list[RaceRound]], list[str]]:
         """The rounds of every drafter that can be built, in interleaved blocks after an unmeasured one each, and the
@@ -207,11 +220,14 @@ def tune(
     work: Workload, spec: str, nodes: int, levels: int, tell: Callable[[str], None] = lambda _: None
 ) -> TunedLimits:
     """Race the limits of a drafter that its spec leaves open, up to ``nodes`` and ``levels``, and compare the fastest
-    with the default.  Raises ``ValueError`` for a spec that leaves none open."""
+    with the default.  Raises ``ValueError`` for a spec that leaves none open, or has more nodes."""
     name = parse_spec(spec).name
     names = limits_of(find("drafter", name).load())
     if not set(names) - set(parse_spec(spec).options):
         raise ValueError(f"{spec!r} sets {', '.join(names)}: leave out those to tune")
+    given = int(parse_spec(spec).options.get("nodes", 0))
+    if given > nodes:
+        raise ValueError(f"{spec!r} has more nodes than --max-nodes {nodes}: leave nodes={given} out, or allow as many")
     race = LimitRace(work, spec, dict(zip(names, (levels, nodes, nodes), strict=True)), tell)
     race.run()
     tell("comparing")

@@ -171,7 +171,7 @@ class Admission:
         self._is_undecided, self._choices = False, 0
 
     def wait(self) -> None:
-        """A replica is asked, perhaps after another one was lost."""
+        """No replica has decided yet, or the one that had is lost."""
         self.end()
         self._is_undecided = self._writes
         self._fleet.num_undecided += self._is_undecided
@@ -295,11 +295,11 @@ class Gateway:
         sent = _Sent(send, dialect_of(scope["path"]))
         # A replica enforces the time limit itself; this is for one that hangs.
         end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + self.grace_s
+        admission.wait()
         # Replicas that a request may lose before it is given up
         for attempt in range(8):
             try:
                 async with self.fleet.limited(end):
-                    admission.wait()
                     answer = self.fleet.replicas.answer(scope, body, session, admission.slot.caller)
                     async with aclosing(answer) as pieces:  # type: ignore[type-var]
                         async for message in (part async for piece in pieces for part in piece):
@@ -329,6 +329,7 @@ class Gateway:
                 if sent.begun:
                     await sent.break_off(LOST)
                     return
+            admission.wait()
             self.fleet.metrics.retried += 1
             await asyncio.sleep(min(2.0, self.pause_s * 2**attempt))
         raise ApiError(
