@@ -322,6 +322,21 @@ def test_an_interrupted_test_counts_the_prompts_that_it_has() -> None:
     assert any(note.startswith("There are 8 prompts for 10 requests") for note in by_count[10])
 
 
+def test_a_pass_cut_by_an_interrupt_does_not_lower_the_rates() -> None:
+    from foretoken.lab.bench.load.drive import Pass
+    from foretoken.lab.bench.load.settings import ServerArm
+
+    def passed(seconds: float, cut: bool) -> Pass:
+        sample = Sample(0, "a", first_s=0.5, last_s=1.0, tokens=100)
+        return Pass(arm, settings.levels[0], 0, [sample], seconds, cut=cut)
+
+    arm, settings = ServerArm("x", Server("x", "u", "m")), LoadSettings([Level("concurrency", 1)])
+    whole, cut = passed(1.0, False), passed(1e9, True)
+    row = figures.cell([whole, cut], [whole, cut], settings)
+    assert (row["tokens_per_s"], row["requests_per_s"], row["requests"]) == (100.0, 1.0, 2)
+    assert figures.cell([cut], [cut], settings)["tokens_per_s"] == pytest.approx(1e-7)
+
+
 def test_stopping_keeps_what_has_ended(scripted: Any) -> None:
     from foretoken.lab.bench.load.drive import Driver
     from foretoken.lab.bench.load.settings import ServerArm

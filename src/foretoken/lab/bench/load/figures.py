@@ -83,7 +83,8 @@ def cell(passes: Sequence[Pass], baseline: Sequence[Pass], settings: LoadSetting
 
 
 def _per_second(passes: Sequence[Pass], count: Any) -> float:
-    """Median rate over passes."""
+    """Median rate over passes, without those cut by an interrupt if a whole one exists."""
+    passes = [pass_ for pass_ in passes if not pass_.cut] or passes
     return median(count(pass_) / pass_.seconds if pass_.seconds > 0 else 0.0 for pass_ in passes)
 
 
