@@ -70,6 +70,21 @@ def test_the_file_the_table_and_the_page(run: Any, server: Any, prompts: str, tm
     assert {"latency_rate.png", "throughput_concurrency.png", "distribution_concurrency_2.png"} <= names
 
 
+@pytest.mark.parametrize(
+    ("likely", "words"),
+    [({}, "2 of 2 texts differ, ties unknown for 2;"), ({"token_id:9": -0.6}, "2 of 2 texts differ, 0 of them by")],
+)
+def test_ties_that_nobody_examined_are_unknown(
+    run: Any, server: Any, tmp_path: Path, likely: dict[str, float], words: str
+) -> None:
+    server[0].skew, server[0].logprobs = "!", likely
+    result = run(
+        "bench", "serve", server[1], "--compare", "--concurrency", "1", "--requests", "1", "--warmup", "1",
+        "--out", str(tmp_path / "run.jsonl"),
+    )  # fmt: skip
+    assert result.code == 0 and words in " ".join(result.out.split())
+
+
 def test_json_is_the_last_line_and_all_of_stdout(run: Any, server: Any) -> None:
     result = bench(run, server[1], "--concurrency", "2", "--json", "--seed", "1")
     *cells, summary = map(json.loads, result.out.splitlines())

@@ -236,10 +236,12 @@ def _show_equality(console: Console, row: Mapping[str, Any]) -> None:
         words = f"{level}: {different} of {compared} texts differ, all by numerical ties (bfloat16 rounds by batch)"
         console.print(words)
         return
-    first = row["examples"][0]
+    first, unknown = row["examples"][0], row["ties_unknown"]
     texts = " became ".join(map(repr, first["texts"]))
+    parts = [] if different == unknown else [f"{row['ties']} of them by numerical ties"]
+    parts += [f"ties unknown for {unknown}"] if unknown else []
     console.print(
-        f"{level}: {different} of {compared} texts differ, {row['ties']} of them by numerical ties; "
+        f"{level}: {different} of {compared} texts differ, {', '.join(parts)}; "
         f"request {first['request']} from character {first['character']}: {texts}",
-        style="red",
+        style="red" if different > row["ties"] + unknown else None,
     )

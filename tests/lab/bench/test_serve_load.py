@@ -211,11 +211,28 @@ def test_a_difference_is_a_tie_only_where_the_server_holds_both_tokens_alike(
     server.logprobs = {"token_id:9": -0.6} | ({} if less_likely is None else {"token_id:8": less_likely})
     result = load(url, ["a", "b"], compare=True)
     (row,) = result.summary["equality"]
-    assert (row["different"], row["ties"]) == (2, ties) and result.cells[1]["identical"] is False
+    assert (row["different"], row["ties"], row["ties_unknown"]) == (2, ties, 0) and result.cells[1][
+        "identical"
+    ] is False
     bodies = [body for body in server.seen if "logprobs" in body]
     assert [body["prompt"] for body in bodies] == [[5, 6, 0, 1, 2]] * 2
     gap = None if less_likely is None else pytest.approx(-0.6 - less_likely)
     assert row["examples"][0]["gap"] == gap
+
+
+@pytest.mark.parametrize("logprobs", [{}, {"a": -0.6, "b": -0.7}])
+def test_ties_are_unknown_where_no_token_ids_are_reported(scripted: Any, logprobs: dict[str, float]) -> None:
+    server, url = scripted
+    server.skew, server.logprobs = "!", logprobs
+    (row,) = load(url, ["a", "b"], compare=True).summary["equality"]
+    assert (row["different"], row["ties"], row["ties_unknown"]) == (2, 0, 2)
+
+
+def test_ties_are_unknown_of_sampled_texts(scripted: Any) -> None:
+    server, url = scripted
+    server.skew, server.logprobs = "!", {"token_id:9": -0.6, "token_id:8": -0.75}
+    (row,) = load(url, ["a"], compare=True, temperature=1.0, seed=1).summary["equality"]
+    assert (row["different"], row["ties"], row["ties_unknown"]) == (1, 0, 1)
 
 
 def test_texts_are_not_compared_where_they_may_differ(scripted: Any) -> None:

@@ -95,6 +95,20 @@ def test_the_verdict(run: Run, tmp_path: Path) -> None:
     assert "2 truncated" in bad[1].text and "3 of 8 texts differ" in bad[2].text
 
 
+def test_differences_whose_ties_are_unknown_are_not_called_faults(tmp_path: Path) -> None:
+    def remark(**row: int) -> Any:
+        run = read_run(
+            write(tmp_path, [cell("plain", 2.0)], summary(equality=[{"compared": 8, "different": 3, **row}]))
+        )
+        return load_sections.verdict(run)[-1]
+
+    unknown = remark(ties=1, ties_unknown=2)
+    assert unknown.tone == "even" and "whether by numerical ties is unknown for 2." in unknown.text
+    assert remark(ties=0, ties_unknown=2).tone == "bad"
+    assert remark(ties=1, ties_unknown=0).tone == "bad"
+    assert remark(ties=3, ties_unknown=0).text.endswith("all by numerical ties.")
+
+
 def test_the_page_is_whole_and_safe(tmp_path: Path) -> None:
     last = summary(arms=[EVIL, "fast"], notes=[EVIL], target=EVIL, categories={EVIL: {EVIL: {}}})
     last["servers"] = {EVIL: {"url": EVIL}}

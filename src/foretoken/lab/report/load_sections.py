@@ -102,7 +102,10 @@ def _equality(run: Run) -> list[Remark]:
     if different and different == ties:
         return [Remark(f"{ties} of {compared} texts differ from those of {run.arms[0]}{far}, all by numerical ties.")]
     if different:
-        return [Remark(f"{different} of {compared} texts differ from those of {run.arms[0]}{far}.", "bad")]
+        unknown = sum(int(number(row.get("ties_unknown")) or 0) for row in rows)  # missing in older files
+        end = f"; whether by numerical ties is unknown for {unknown}" if unknown else ""
+        text = f"{different} of {compared} texts differ from those of {run.arms[0]}{far}{end}."
+        return [Remark(text, "bad" if different > ties + unknown else "even")]
     return [Remark(f"All {compared} {texts} equal those of {run.arms[0]}.", "good")]
 
 
