@@ -292,6 +292,8 @@ def test_addresses() -> None:
     ]
     for addresses, words in (
         (["h:1"], "is not a server"),
+        (["http://h:99999"], "'http://h:99999' is not a valid address: Port out of range 0-65535"),
+        (["a=http://h:b/v1"], "is not a valid address: Port could not be cast"),
         (["a=http://h:1", "a=http://h:2"], "two servers are called a"),
         (["http://h:1"] * 2, "two servers"),
     ):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -55,6 +56,10 @@ def parse_addresses(
         url = url.rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{text!r} is not a server: give http://HOST:PORT, or NAME=http://HOST:PORT")
+        try:
+            urlsplit(url).port  # noqa: B018 (the property checks the number)
+        except ValueError as error:
+            raise ValueError(f"{text!r} is not a valid address: {error}") from None
         alone = SERVER if len(addresses) == 1 else url.split("://", 1)[1]
         key, model = _of(keys, index, len(addresses), "--api-key"), _of(models, index, len(addresses), "--model")
         servers.append(Server(name or alone, url, model, key))
