@@ -108,6 +108,7 @@ def test_a_tool_call_without_content_is_kept(tmp_path: Path) -> None:
         ('{"conversations": [{"from": "gpt", "value": "a"}]}', "no message to answer"),
         ('{"title": "a"}', "no known prompt in the keys 'title'"),
         ("{}", "no known prompt in the keys (none)"),
+        pytest.param("[" * 100_000, "this is nested too deeply", id="nested"),
     ],
 )
 def test_a_wrong_row_is_named_by_file_and_line(tmp_path: Path, line: str, words: str) -> None:
@@ -149,7 +150,9 @@ def test_no_prompts(tmp_path: Path, name: str) -> None:
 def test_files_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
-    for name in ("a.jsonl", "b.jsonl.gz"):
+    packed = gzip.compress(b'{"prompt": "a"}')
+    (tmp_path / "c.jsonl.gz").write_bytes(packed[:10] + b"\xff" * 8 + packed[18:])
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.gz"):
         with pytest.raises(ValueError, match="cannot be read as text"):
             load_prompts(tmp_path / name)
     with pytest.raises(OSError):

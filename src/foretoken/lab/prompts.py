@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -211,7 +212,7 @@ def _contents(file: Path) -> str:
     raw = file.read_bytes()
     try:
         return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8-sig")
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, OSError) as error:
+    except (UnicodeDecodeError, zlib.error, EOFError, OSError) as error:
         raise ValueError(f"{file} cannot be read as text: {error}") from None
 
 
@@ -238,6 +239,8 @@ def _parsed(text: str, file: Path, line: int) -> Any:
         raise ValueError(
             f"{file}, line {where}: this is not JSON ({error.msg}); plain text needs a name that ends in .txt or .md"
         ) from None
+    except RecursionError:
+        raise ValueError(f"{file}, line {line}: this is nested too deeply") from None
 
 
 def select(
