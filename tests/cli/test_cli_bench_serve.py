@@ -124,6 +124,7 @@ def test_a_key_of_the_environment_and_one_of_the_command(
         (["--extra-body", "[1]"], "--extra-body must be a JSON object"),
         (["--extra-body", "{"], "--extra-body must be a JSON object"),
         (["--category", "nosuch"], "no prompts of category 'nosuch'"),
+        (["--format", "text"], "give --prompts too"),
         (["--prompts", "/no/such/file"], "No such file"),
         (["--out", "/no/such/folder/run.jsonl"], "the folder /no/such/folder of --out does not exist"),
         (["--out", os.sep], "is a folder: give the name of a file"),

@@ -64,6 +64,25 @@ def test_compressed_files_text_and_folders(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_folder_names_what_is_not_read_in_it(tmp_path: Path) -> None:
+    written(tmp_path, "a.jsonl", {"prompt": "one"})
+    (tmp_path / "README.md").write_text("# Prompts\n\nThese are ours.\n")
+    (tmp_path / ".hidden").write_text("x")
+    with pytest.warns(UserWarning, match=r": README\.md left out; prompts are read from \.jsonl") as caught:
+        assert [prompt.text for prompt in load_prompts(tmp_path)] == ["one"]
+    assert len(caught) == 1 and load_prompts(tmp_path / "README.md")[0].text == "# Prompts"
+    for i in range(6):
+        (tmp_path / f"{i}.csv").write_text("a")
+    with pytest.warns(UserWarning, match=r": 0\.csv, 1\.csv, 2\.csv, 3\.csv, 4\.csv and 2 more left out"):
+        load_prompts(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["text", "jsonl"])
+def test_the_built_in_prompts_have_no_format_to_choose(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--format {name} is the format of your own prompts: give --prompts too"):
+        load_prompts(None, name)
+
+
 def test_a_line_separator_inside_a_text_does_not_break_the_row(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False), encoding="utf-8")
