@@ -70,6 +70,21 @@ def test_the_file_the_table_and_the_page(run: Any, server: Any, prompts: str, tm
     assert {"latency_rate.png", "throughput_concurrency.png", "distribution_concurrency_2.png"} <= names
 
 
+@pytest.mark.parametrize(
+    ("likely", "words"),
+    [({}, "2 of 2 texts differ, ties unknown for 2;"), ({"token_id:9": -0.6}, "2 of 2 texts differ, 0 of them by")],
+)
+def test_ties_that_nobody_examined_are_unknown(
+    run: Any, server: Any, tmp_path: Path, likely: dict[str, float], words: str
+) -> None:
+    server[0].skew, server[0].logprobs = "!", likely
+    result = run(
+        "bench", "serve", server[1], "--compare", "--concurrency", "1", "--requests", "1", "--warmup", "1",
+        "--out", str(tmp_path / "run.jsonl"),
+    )  # fmt: skip
+    assert result.code == 0 and words in " ".join(result.out.split())
+
+
 def test_json_is_the_last_line_and_all_of_stdout(run: Any, server: Any) -> None:
     result = bench(run, server[1], "--concurrency", "2", "--json", "--seed", "1")
     *cells, summary = map(json.loads, result.out.splitlines())
@@ -109,8 +124,10 @@ def test_a_key_of_the_environment_and_one_of_the_command(
         (["--extra-body", "[1]"], "--extra-body must be a JSON object"),
         (["--extra-body", "{"], "--extra-body must be a JSON object"),
         (["--category", "nosuch"], "no prompts of category 'nosuch'"),
+        (["--format", "text"], "give --prompts too"),
         (["--prompts", "/no/such/file"], "No such file"),
         (["--out", "/no/such/folder/run.jsonl"], "the folder /no/such/folder of --out does not exist"),
+        (["--out", os.sep], "is a folder: give the name of a file"),
         (["--model", "a", "--model", "b"], "--model was given 2 times for 1 servers"),
         (["http://127.0.0.1:9", "--compare"], "give one URL"),
         (["--temperature", "3"], "--temperature"),
@@ -157,6 +174,47 @@ def test_a_signal_tells_what_was_measured(
     assert "This test was interrupted" in page.read_text()
     time.sleep(0.2)
     assert scripted.open == 0  # requests that ran were closed, not left running
+
+
+@pytest.fixture
+def interrupted(run: Any, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``foretoken bench serve --out FILE`` that Ctrl-C ends, and that file: whole, from a run before."""
+    from foretoken.lab.bench.load import run as load_run
+
+    out, run_load = tmp_path / "run.jsonl", load_run.run_load
+    command = ["bench", "serve", server[1], "--concurrency", "1", "--requests", "1", "--warmup", "1", "--out", str(out)]
+    assert run(*command).code == 0
+
+    def stopped(*arguments: Any) -> Any:
+        result = run_load(*arguments)
+        return load_run.LoadResult(result.cells, {**result.summary, "interrupted": True}, signal.SIGINT)
+
+    monkeypatch.setattr(load_run, "run_load", stopped)
+    return lambda *more: run(*command, *more), out
+
+
+def test_an_interrupted_test_leaves_an_earlier_one_alone(interrupted: Any) -> None:
+    again, out = interrupted
+    before, beside = out.read_text(), out.with_name("run.interrupted.jsonl")
+    result = again()
+    assert result.code == 130 and out.read_text() == before
+    assert f"{out} was there and stays as it is" in result.out and f"written to {beside}" in result.out
+    assert json.loads(beside.read_text().splitlines()[-1])["interrupted"] is True
+    out.unlink()
+    beside.replace(out)
+    result = again("--json")  # replaces an interrupted one
+    assert result.code == 130 and out.read_text() == result.out and not beside.exists()
+
+
+def test_results_are_printed_before_they_are_written(interrupted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from foretoken.lab.bench.load.run import LoadResult
+
+    def full(self: LoadResult, file: Path) -> None:
+        raise OSError(28, "No space left on device", str(file))
+
+    monkeypatch.setattr(LoadResult, "write", full)
+    result = interrupted[0]()
+    assert result.code == 2 and "No space left" in result.err and "tok/s" in result.out
 
 
 def test_help_needs_neither_pytorch_nor_httpx() -> None:

@@ -18,6 +18,7 @@ from scipy.stats import chisquare
 from foretoken.core import Rng, TokenTree
 from foretoken.lab.parity.difference import Difference, first_difference, next_logits, tie_tolerance
 from foretoken.lab.parity.distribution import chi_square, uniform_value, uniformity, upper_tail
+from foretoken.lab.parity.report import Check
 from foretoken.lab.parity.run import Settings, run_parity
 from foretoken.lab.prompts import read_prompts
 from foretoken.loading import load_model, load_tokenizer
@@ -178,6 +179,24 @@ def test_what_was_checked_before_a_signal_is_printed(
     assert result.err.splitlines()[-1] == line
     again = parity(run, target, "--drafter", "ngram", "--json")
     assert again.code == code and again.json["passed"] is False and again.json["checks"]
+
+
+def test_the_printed_rate_is_the_one_that_was_tested_with(
+    run: Any, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when Ctrl-C ends the run after the first of two sampled checks."""
+    limits: list[float] = []
+
+    def first_only(subject: Any, limit: float) -> Check:
+        limits.append(limit)
+        if len(limits) == 2:
+            raise KeyboardInterrupt
+        return replace(subject.check("sampled"), p_value=0.5, sees=0.25)
+
+    monkeypatch.setattr("foretoken.lab.parity.run.check_sampled", first_only)
+    result = parity(run, target, "--drafter", "ngram", "--drafter", "suffix", "--mode", "sampled")
+    assert result.code == 130 and limits == [5e-7] * 2
+    assert "fails with a probability of 5e-07 (all together 5e-07)" in " ".join(result.out.split())
 
 
 def test_sampling_options_reach_the_checks(run: Any, target: str) -> None:

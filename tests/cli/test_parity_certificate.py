@@ -274,6 +274,14 @@ def test_drafters_that_load_the_built_in_draft_model_have_its_checksums(spec: st
     assert set(drafter_checksums(spec, "builtin").values()) == digests
 
 
+@pytest.mark.parametrize(("source", "has_draft"), [("builtin:early_exit", True), ("builtin:hybrid", False)])
+@pytest.mark.parametrize("spec", ["router", "auto"])
+def test_the_built_in_draft_model_is_no_part_of_another_models_drafters(
+    source: str, has_draft: bool, spec: str
+) -> None:
+    assert bool(drafter_checksums(spec, source)) == has_draft
+
+
 @pytest.mark.parametrize("spec", ["eagle3", "dflash2", "shared_vocab"])
 def test_drafters_of_a_named_model_are_told_by_its_name_and_its_file(
     spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

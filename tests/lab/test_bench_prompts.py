@@ -59,9 +59,28 @@ def test_compressed_files_text_and_folders(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("line one\n\nline two\n")
     (tmp_path / "c.json").write_text(json.dumps([{"role": "user", "content": "Hello"}]))
     (tmp_path / "d.csv").write_text("not, read")
-    assert [p.text for p in load_prompts(tmp_path)] == [
-        "from gz", "line one", "line two", "user: Hello\n\nassistant:"
-    ]  # fmt: skip
+    with pytest.warns(UserWarning, match=r": d\.csv left out"):
+        prompts = load_prompts(tmp_path)
+    assert [p.text for p in prompts] == ["from gz", "line one", "line two", "user: Hello\n\nassistant:"]
+
+
+def test_a_folder_names_what_is_not_read_in_it(tmp_path: Path) -> None:
+    written(tmp_path, "a.jsonl", {"prompt": "one"})
+    (tmp_path / "README.md").write_text("# Prompts\n\nThese are ours.\n")
+    (tmp_path / ".hidden").write_text("x")
+    with pytest.warns(UserWarning, match=r": README\.md left out; prompts are read from \.jsonl") as caught:
+        assert [prompt.text for prompt in load_prompts(tmp_path)] == ["one"]
+    assert len(caught) == 1 and load_prompts(tmp_path / "README.md")[0].text == "# Prompts"
+    for i in range(6):
+        (tmp_path / f"{i}.csv").write_text("a")
+    with pytest.warns(UserWarning, match=r": 0\.csv, 1\.csv, 2\.csv, 3\.csv, 4\.csv and 2 more left out"):
+        load_prompts(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["text", "jsonl"])
+def test_the_built_in_prompts_have_no_format_to_choose(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--format {name} is the format of your own prompts: give --prompts too"):
+        load_prompts(None, name)
 
 
 def test_a_line_separator_inside_a_text_does_not_break_the_row(tmp_path: Path) -> None:
@@ -108,6 +127,7 @@ def test_a_tool_call_without_content_is_kept(tmp_path: Path) -> None:
         ('{"conversations": [{"from": "gpt", "value": "a"}]}', "no message to answer"),
         ('{"title": "a"}', "no known prompt in the keys 'title'"),
         ("{}", "no known prompt in the keys (none)"),
+        pytest.param("[" * 100_000, "this is nested too deeply", id="nested"),
     ],
 )
 def test_a_wrong_row_is_named_by_file_and_line(tmp_path: Path, line: str, words: str) -> None:
@@ -149,7 +169,9 @@ def test_no_prompts(tmp_path: Path, name: str) -> None:
 def test_files_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
-    for name in ("a.jsonl", "b.jsonl.gz"):
+    packed = gzip.compress(b'{"prompt": "a"}')
+    (tmp_path / "c.jsonl.gz").write_bytes(packed[:10] + b"\xff" * 8 + packed[18:])
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.gz"):
         with pytest.raises(ValueError, match="cannot be read as text"):
             load_prompts(tmp_path / name)
     with pytest.raises(OSError):

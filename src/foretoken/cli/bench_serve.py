@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from foretoken.cli.ending import terminable
-from foretoken.cli.output import json_only, print_table, progress_bar, screen, table
+from foretoken.cli.output import check_out, json_only, print_table, progress_bar, screen, table
 from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.lab.bench.load.settings import Level, LoadSettings
 
@@ -91,10 +91,12 @@ def serve_command(
         chosen = chosen_prompts(prompts, format, category, max_prompts)
         result = _measured(urls, compare, api_key or [], model or [], chosen, out, settings)
         if not as_json:
-            show(screen(), result, out)
+            show(screen(), result)
     if lines_out:
         sys.stdout.write("".join(line + "\n" for line in result.lines))
         sys.stdout.flush()
+    if out is not None and result.cells:  # after the results, which a full disk must not cost
+        _write(result, out, screen(stderr=as_json))
     if result.stopped_by is not None:
         signal.raise_signal(result.stopped_by)  # deferred until now; the default action ends the process
     if not any(cell["completed"] for cell in result.cells):
@@ -150,7 +152,7 @@ def _measured(
     out: Path | None,
     settings: LoadSettings,
 ) -> LoadResult:
-    """Run the load test and write its file."""
+    """Run the load test, after a check of its file."""
     try:
         from foretoken.lab.bench.load.run import parse_addresses, run_load
     except ModuleNotFoundError as error:
@@ -160,15 +162,34 @@ def _measured(
 
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"the folder {out.parent} of --out does not exist")
+    if out is not None:
+        check_out(out)
     addresses = parse_addresses(urls, compare, keys, models)
     with progress_bar() as tell:
-        result = run_load(addresses, prompts, settings, compare, tell)
-    if out is not None and result.cells:
-        result.write(out)
-    return result
+        return run_load(addresses, prompts, settings, compare, tell)
 
 
-def show(console: Console, result: LoadResult, out: Path | None) -> None:
+def _write(result: LoadResult, out: Path, console: Console) -> None:
+    """Write the run to ``out``.  An interrupted one replaces no other file than one of its kind: it is written beside
+    it."""
+    file = out
+    if result.stopped_by is not None and out.exists() and not _is_interrupted(out):
+        file = out.with_name(f"{out.stem}.interrupted{out.suffix}")
+        console.print(f"{out} was there and stays as it is: this run was interrupted")
+    result.write(file)
+    console.print(f"written to {file}: foretoken bench report {file} --out report.html")
+
+
+def _is_interrupted(file: Path) -> bool:
+    """Whether a file is an interrupted load test."""
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8").splitlines()[-1])
+        return summary["kind"] == "load" and summary["interrupted"] is True
+    except (OSError, ValueError, RecursionError, IndexError, KeyError, TypeError):
+        return False
+
+
+def show(console: Console, result: LoadResult) -> None:
     """Print a table of all levels, the equality of texts, and notes."""
     print_table(console, _table(result))
     for cell in result.cells:
@@ -181,8 +202,6 @@ def show(console: Console, result: LoadResult, out: Path | None) -> None:
         console.print(note, style="dim")
     if result.stopped_by is not None:
         console.print("interrupted: these are the requests that had ended by then", style="yellow")
-    if out is not None and result.cells:
-        console.print(f"written to {out}: foretoken bench report {out} --out report.html")
 
 
 def _table(result: LoadResult) -> Any:
@@ -236,10 +255,12 @@ def _show_equality(console: Console, row: Mapping[str, Any]) -> None:
         words = f"{level}: {different} of {compared} texts differ, all by numerical ties (bfloat16 rounds by batch)"
         console.print(words)
         return
-    first = row["examples"][0]
+    first, unknown = row["examples"][0], row["ties_unknown"]
     texts = " became ".join(map(repr, first["texts"]))
+    parts = [] if different == unknown else [f"{row['ties']} of them by numerical ties"]
+    parts += [f"ties unknown for {unknown}"] if unknown else []
     console.print(
-        f"{level}: {different} of {compared} texts differ, {row['ties']} of them by numerical ties; "
+        f"{level}: {different} of {compared} texts differ, {', '.join(parts)}; "
         f"request {first['request']} from character {first['character']}: {texts}",
-        style="red",
+        style="red" if different > row["ties"] + unknown else None,
     )

@@ -171,7 +171,7 @@ def _print_power(console: Console, report: Report, settings: Settings) -> None:
     span = f"{min(sees):.2f}" if f"{min(sees):.2f}" == f"{max(sees):.2f}" else f"{min(sees):.2f} to {max(sees):.2f}"
     console.print(
         f"distribution tests: {settings.samples} outputs each; a correct one fails with a probability of "
-        f"{settings.false_alarm / len(sees):.2g} (all together {settings.false_alarm:.2g}), one that is off by a "
+        f"{report.limit:.2g} (all together {report.limit * len(sees):.2g}), one that is off by a "
         f"total variation of {span} or more between the merged cells of every table is found with a probability of 0.9",
     )
 

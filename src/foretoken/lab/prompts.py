@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from foretoken.options import encode
 USUAL = ("prose", "code", "agentic", "repetitive")
 """Categories of the built-in texts that resemble typical use."""
 TEXT_SUFFIXES = (".txt", ".md")
+FOLDER_SUFFIXES = (".jsonl", ".json", ".txt")
+"""Files that are read in a folder of prompts; an ``.md`` there describes them."""
 Row = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -139,25 +143,35 @@ def _format_of(row: Row) -> str:
 
 def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]:
     """Prompts of a file, of all files in a folder, or the built-in ones.  Raises ``ValueError`` for an unknown format,
-    no prompts, or a malformed row (with file and line).
+    no prompts, a format of the built-in ones, or a malformed row (with file and line).
 
     Args:
         source: ``.jsonl``, ``.json``, ``.txt`` or ``.md`` (one prompt per line), optionally with ``.gz``; a folder of
-            them; ``None`` for the built-in prompts.
+            them (a warning names what is not read: other files, and ``.md``); ``None`` for the built-in prompts.
         format: one of :data:`FORMATS`; ``auto`` decides for every row.
     """
     if format not in FORMATS:
         raise unknown(f"unknown prompt format {format!r}", format, FORMATS)
+    if source is None and format != "auto":
+        raise ValueError(f"--format {format} is the format of your own prompts: give --prompts too")
     file = Path(__file__).with_name("builtin_prompts.jsonl") if source is None else source
-    if file.is_dir():
-        suffixes = (".jsonl", ".json", *TEXT_SUFFIXES)
-        files = [f for f in sorted(file.iterdir()) if f.is_file() and _suffix(f) in suffixes]
-    else:
-        files = [file]
+    files = _files_in(file) if file.is_dir() else [file]
     prompts = [prompt for path in files for prompt in _read(path, format)]
     if not prompts:
         raise ValueError(f"{file} contains no prompts: give text, one prompt a line, or JSONL rows with {KEYS}")
     return prompts
+
+
+def _files_in(folder: Path, most_names: int = 5) -> list[Path]:
+    """Files of prompts in a folder, and a warning that names the others."""
+    entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
+    files = [entry for entry in entries if entry.is_file() and _suffix(entry) in FOLDER_SUFFIXES]
+    others = [entry.name for entry in entries if entry not in files]
+    if others:
+        more = f" and {len(others) - most_names} more" if len(others) > most_names else ""
+        names = ", ".join(others[:most_names]) + more
+        warnings.warn(f"{folder}: {names} left out; prompts are read from {', '.join(FOLDER_SUFFIXES)}", stacklevel=3)
+    return files
 
 
 def read_prompts(file: Path | None) -> list[BenchPrompt]:
@@ -211,7 +225,7 @@ def _contents(file: Path) -> str:
     raw = file.read_bytes()
     try:
         return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8-sig")
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, OSError) as error:
+    except (UnicodeDecodeError, zlib.error, EOFError, OSError) as error:
         raise ValueError(f"{file} cannot be read as text: {error}") from None
 
 
@@ -238,6 +252,8 @@ def _parsed(text: str, file: Path, line: int) -> Any:
         raise ValueError(
             f"{file}, line {where}: this is not JSON ({error.msg}); plain text needs a name that ends in .txt or .md"
         ) from None
+    except RecursionError:
+        raise ValueError(f"{file}, line {line}: this is nested too deeply") from None
 
 
 def select(

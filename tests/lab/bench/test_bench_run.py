@@ -134,6 +134,13 @@ def test_traces_show_the_first_prompt_of_every_category_and_arm(result: BenchRes
     assert first["prompt"] == "1 2 3 1 2"
 
 
+def test_a_long_trace_says_how_many_rounds_it_lacks() -> None:
+    unit = Unit.of([1, 2, 3], 50)
+    result = OwnArm("plain", ArmSetup(llamas()[0], "toy", None)).run(unit, (0.0, 1), tracing=True)
+    assert result.trace is not None and result.drafts == 50
+    assert [row.get("more_rounds") for row in result.trace] == [None] * 47 + [2]
+
+
 def test_a_trace_follows_the_output() -> None:
     target, _ = llamas()
     arm = OwnArm("ngram,n=1,k=3", ArmSetup(target, "toy", None))

@@ -211,11 +211,28 @@ def test_a_difference_is_a_tie_only_where_the_server_holds_both_tokens_alike(
     server.logprobs = {"token_id:9": -0.6} | ({} if less_likely is None else {"token_id:8": less_likely})
     result = load(url, ["a", "b"], compare=True)
     (row,) = result.summary["equality"]
-    assert (row["different"], row["ties"]) == (2, ties) and result.cells[1]["identical"] is False
+    assert (row["different"], row["ties"], row["ties_unknown"]) == (2, ties, 0) and result.cells[1][
+        "identical"
+    ] is False
     bodies = [body for body in server.seen if "logprobs" in body]
     assert [body["prompt"] for body in bodies] == [[5, 6, 0, 1, 2]] * 2
     gap = None if less_likely is None else pytest.approx(-0.6 - less_likely)
     assert row["examples"][0]["gap"] == gap
+
+
+@pytest.mark.parametrize("logprobs", [{}, {"a": -0.6, "b": -0.7}])
+def test_ties_are_unknown_where_no_token_ids_are_reported(scripted: Any, logprobs: dict[str, float]) -> None:
+    server, url = scripted
+    server.skew, server.logprobs = "!", logprobs
+    (row,) = load(url, ["a", "b"], compare=True).summary["equality"]
+    assert (row["different"], row["ties"], row["ties_unknown"]) == (2, 0, 2)
+
+
+def test_ties_are_unknown_of_sampled_texts(scripted: Any) -> None:
+    server, url = scripted
+    server.skew, server.logprobs = "!", {"token_id:9": -0.6, "token_id:8": -0.75}
+    (row,) = load(url, ["a"], compare=True, temperature=1.0, seed=1).summary["equality"]
+    assert (row["different"], row["ties"], row["ties_unknown"]) == (1, 0, 1)
 
 
 def test_texts_are_not_compared_where_they_may_differ(scripted: Any) -> None:
@@ -275,6 +292,8 @@ def test_addresses() -> None:
     ]
     for addresses, words in (
         (["h:1"], "is not a server"),
+        (["http://h:99999"], "'http://h:99999' is not a valid address: Port out of range 0-65535"),
+        (["a=http://h:b/v1"], "is not a valid address: Port could not be cast"),
         (["a=http://h:1", "a=http://h:2"], "two servers are called a"),
         (["http://h:1"] * 2, "two servers"),
     ):
@@ -320,6 +339,21 @@ def test_an_interrupted_test_counts_the_prompts_that_it_has() -> None:
     by_count = {count: notes([cut], LoadSettings([], requests=count), groups) for count in (8, 10)}
     assert not any("prompts for" in note for note in by_count[8])
     assert any(note.startswith("There are 8 prompts for 10 requests") for note in by_count[10])
+
+
+def test_a_pass_cut_by_an_interrupt_does_not_lower_the_rates() -> None:
+    from foretoken.lab.bench.load.drive import Pass
+    from foretoken.lab.bench.load.settings import ServerArm
+
+    def passed(seconds: float, cut: bool) -> Pass:
+        sample = Sample(0, "a", first_s=0.5, last_s=1.0, tokens=100)
+        return Pass(arm, settings.levels[0], 0, [sample], seconds, cut=cut)
+
+    arm, settings = ServerArm("x", Server("x", "u", "m")), LoadSettings([Level("concurrency", 1)])
+    whole, cut = passed(1.0, False), passed(1e9, True)
+    row = figures.cell([whole, cut], [whole, cut], settings)
+    assert (row["tokens_per_s"], row["requests_per_s"], row["requests"]) == (100.0, 1.0, 2)
+    assert figures.cell([cut], [cut], settings)["tokens_per_s"] == pytest.approx(1e-7)
 
 
 def test_stopping_keeps_what_has_ended(scripted: Any) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from foretoken.core.costs import TargetCost
+from foretoken.core.io.finite import finite
 from foretoken.lab.plan.ahead import ahead_row, ahead_summary, hit_probability
 from foretoken.lab.plan.assumptions import Assumptions, Measured
 
@@ -79,7 +80,7 @@ def test_break_even() -> None:
 
 def test_work_that_outlasts_the_call_never_pays() -> None:
     row = ahead_row(Assumptions(0.5, c=0.5), 4, 1, 1.0, POSITIONS)
-    assert row.contention is None and not row.pays
+    assert row.contention is None and not row.pays and row.public()["contention"] is None
     assert "no contention factor would make it pay" in ahead_summary([row], 1.0)
 
 
@@ -93,6 +94,7 @@ def test_sharing_everything_never_pays() -> None:
 def test_free_drafts_have_nothing_to_gain() -> None:
     row = ahead_row(Assumptions(0.5), 2, 1, 2.0)
     assert row.speedup == row.without and not row.pays and row.contention == math.inf
+    assert finite(row.public())["contention"] == "Infinity"  # null: slower at any factor
 
 
 P, Q = [0.5, 0.3, 0.15, 0.05], [0.4, 0.2, 0.3, 0.1]

@@ -10,11 +10,16 @@ from xml.etree import ElementTree
 
 import pytest
 
+from foretoken.lab.bench.arms import ArmSetup
+from foretoken.lab.bench.serving import OwnArm
 from foretoken.lab.bench.summary import BenchResult
+from foretoken.lab.parity.weights import drafter_checksums
 from foretoken.lab.report.cards.card import Card, checksum_of, fault_of, read_card, read_cards, to_json
 from foretoken.lab.report.cards.page import equality, matrix_name, render, write_page
 from foretoken.lab.report.cards.written import card_of, fingerprint, origin, without_folders
+from foretoken.models.huggingface import HuggingFaceModel
 from named_models import register, wheel
+from toys import llama
 
 
 def figure(method: str = "ngram", speedup: float = 1.5, **more: Any) -> dict[str, Any]:
@@ -195,23 +200,22 @@ def test_a_named_model_is_a_gguf_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (model["name"], model["kind"]) == (entry.name, "gguf")
 
 
-def test_the_figures_are_those_of_the_run() -> None:
-    """Another engine's first time holds its first token; equality is counted over categories."""
+def a_summary(arms: dict[str, float], controller: str = "auto", profile: str | None = None) -> dict[str, Any]:
+    """A run's summary with the tokens per second of its arms."""
 
     def cell(arm: str, speed: float) -> dict[str, Any]:
         return {"arm": arm, "temperature": 0.0, "batch": 1, "tokens_per_s": speed, "speedup": speed / 10,
                 "speedup_ci95": [1.0, 2.123456], "mean_acceptance_length": None}  # fmt: skip
 
-    arms = {"plain": 10.0, "ngram@constant,k=2": 15.0, "llama.cpp": 20.0}
-    summary = {
+    return {
         "runs_as": {"forward": "native", "weights": "4 bits", "exactness": "bitwise"},
         "machine": {
             "hardware": {"cpu": "c", "cores": 1, "cpu_flags": [], "gpus": [], "kernels": "no compiler"},
             "threads": {"torch_threads": 1, "load": None}, "versions": {}, "dtype": "float32",
         },
-        "settings": {"prompts": {"sha256": "0", "categories": {}}, "controller": "auto", "verifier": "auto",
+        "settings": {"prompts": {"sha256": "0", "categories": {}}, "controller": controller, "verifier": "auto",
                      "max_new_tokens": 1, "ignore_eos": True, "repeat": 1, "seed": 0, "filters": {},
-                     "allow_lossy": False},
+                     "allow_lossy": False, "profile": profile},
         "overall": [cell(arm, speed) for arm, speed in arms.items()],
         "prefill": [{"arm": arm, "temperature": 0.0, "batch": 1, "prefill_s": 0.25} for arm in arms],
         "equality": [
@@ -219,6 +223,12 @@ def test_the_figures_are_those_of_the_run() -> None:
             for n in (3, 4)
         ],
     }  # fmt: skip
+
+
+def test_the_figures_are_those_of_the_run() -> None:
+    """Another engine's first time holds its first token; equality is counted over categories."""
+    arms = {"plain": 10.0, "ngram@constant,k=2": 15.0, "llama.cpp": 20.0}
+    summary = a_summary(arms)
     about = origin("builtin", {"quantize": None, "inflate": None, "backend": "auto"}, list(arms)[1:])
     ngram, llama = card_of(BenchResult([], summary), about).figures
     assert (ngram["method"], ngram["drafter"], ngram["controller"]) == ("ngram", "ngram", "constant,k=2")
@@ -227,3 +237,36 @@ def test_the_figures_are_those_of_the_run() -> None:
     assert (ngram["prefill_s"], ngram["ttft_s"], llama["prefill_s"], llama["ttft_s"]) == (0.25, None, None, 0.25)
     assert card_of(BenchResult([], summary), about).model["forward"] == "native"
     assert llama["method"] == "llama.cpp" and about.model["kind"] == "built-in"
+
+
+ARMS = ["plain", "ngram", "auto", "ngram@heuristic", "auto@constant", "transformers:plain"]
+
+
+@pytest.mark.parametrize("controller", ["auto", "goodput"])
+def test_a_card_names_the_controller_that_ran(controller: str) -> None:
+    target = HuggingFaceModel(llama())
+    setup = ArmSetup(target, "a toy", controller=controller)
+    summary = a_summary(dict.fromkeys(ARMS, 10.0), controller)
+    figures = card_of(BenchResult([], summary), origin("builtin", {}, ARMS[1:])).figures
+    ran = [OwnArm(arm, setup).controller for arm in ARMS[1:-1]]
+    assert [figure["controller"] for figure in figures] == [*ran, "none"]
+    assert ran == (["constant", "auto"] if controller == "auto" else ["goodput"] * 2) + ["heuristic", "constant"]
+
+
+def test_a_card_names_the_drafters_with_files_that_auto_had(tmp_path: Path) -> None:
+    def of_auto(source: str, drafter: str | None = "", written: bool = True) -> tuple[str | None, Any]:
+        profile = None if drafter == "" else tmp_path / f"{written}.json"
+        if profile is not None and written:
+            profile.write_text(json.dumps({"drafter": drafter}))
+        summary = a_summary({"plain": 10.0, "auto": 15.0}, profile=None if profile is None else str(profile))
+        (figure,) = card_of(BenchResult([], summary), origin(source, {}, ["auto"])).figures
+        return figure["fingerprint"], figure.get("drafters")
+
+    draft, medusa = (fingerprint(drafter_checksums(spec, "builtin")) for spec in ("model", "medusa"))
+    assert of_auto("builtin") == (draft, {"model": draft})
+    assert of_auto("builtin:hybrid") == (None, None)  # it drafts with heads of its own
+    assert of_auto("builtin", "medusa") == (medusa, {"medusa": medusa})
+    assert of_auto("builtin", None) == of_auto("builtin", "ngram") == (None, None)
+    assert of_auto("builtin", "medusa", written=False) == (None, None)  # a profile that is gone
+    both = fingerprint({**drafter_checksums("model", "builtin"), **drafter_checksums("medusa", "builtin")})
+    assert of_auto("builtin", "router,drafters=(model|medusa)") == (both, {"model": draft, "medusa": medusa})

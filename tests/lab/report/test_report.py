@@ -263,18 +263,29 @@ def test_the_table_has_the_prefill_of_the_summary(tmp_path: Path) -> None:
     assert "prefill s" in parsed.words and parsed.words.count("0.125") == 2
 
 
-def test_the_script_runs(full: Path, tmp_path: Path) -> None:
-    """The trace's tree, text and caption, in a browser of a few lines (needs node)."""
+def stepped(data: dict[str, Any], folder: Path) -> Any:
+    """The trace's tree, text and caption on three steps, in a browser of a few lines (needs node)."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
-    text = render(read_run(full))
-    (tmp_path / "data.json").write_text(json.dumps(shown_data(text)))
+    (folder / "data.json").write_text(json.dumps(data))
     script = Path(figures.__file__).parent / "report.js"
-    (tmp_path / "run.js").write_text(BROWSER.replace("SCRIPT", json.dumps(script.read_text())))
-    done = subprocess.run([node, "run.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    (folder / "run.js").write_text(BROWSER.replace("SCRIPT", json.dumps(script.read_text())))
+    done = subprocess.run([node, "run.js"], cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    first, second, clamped = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_a_trace_of_the_first_rounds_says_so(full: Path, tmp_path: Path) -> None:
+    data = shown_data(render(read_run(full)))
+    data["traces"][0]["rounds"][-1]["more_rounds"] = 16
+    first, second, _ = stepped(data, tmp_path)
+    assert first["caption"].startswith("round 1 of the first 2 of 18: ")
+    assert second["caption"].startswith("round 2 of the first 2 of 18: ")
+
+
+def test_the_script_runs(full: Path, tmp_path: Path) -> None:
+    first, second, clamped = stepped(shown_data(render(read_run(full))), tmp_path)
     assert first["caption"].startswith("round 1 of 2: 3 drafted, 1 accepted, then one recovered token, 1 probes.")
     assert "Draft 1.50 ms, target 9.25 ms" in first["caption"]
     assert first["nodes"] == ["root", "accepted", "rejected", "rejected", "probe", "recovered"]

@@ -95,6 +95,39 @@ def test_the_verdict(run: Run, tmp_path: Path) -> None:
     assert "2 truncated" in bad[1].text and "3 of 8 texts differ" in bad[2].text
 
 
+@pytest.mark.parametrize(
+    ("speed", "per_token", "tone"),
+    [
+        (0.6, 1.05, "even"),
+        (1.5, 0.6, "even"),
+        (1.0, 1.5, "good"),
+        (1.5, None, "good"),
+        (1.0, 0.9, "bad"),
+        (0.9, None, "bad"),
+        (1.0, 1.0, "even"),
+    ],
+)
+def test_a_remark_is_good_only_where_nothing_is_slower(
+    tmp_path: Path, speed: float, per_token: float | None, tone: str
+) -> None:
+    cells = [cell("plain", 2.0), cell("fast", 2.0, ratios={"tokens_per_s": speed, "tpot": per_token})]
+    assert load_sections.verdict(read_run(write(tmp_path, cells, summary(equality=[]))))[0].tone == tone
+
+
+def test_differences_whose_ties_are_unknown_are_not_called_faults(tmp_path: Path) -> None:
+    def remark(**row: int) -> Any:
+        run = read_run(
+            write(tmp_path, [cell("plain", 2.0)], summary(equality=[{"compared": 8, "different": 3, **row}]))
+        )
+        return load_sections.verdict(run)[-1]
+
+    unknown = remark(ties=1, ties_unknown=2)
+    assert unknown.tone == "even" and "whether by numerical ties is unknown for 2." in unknown.text
+    assert remark(ties=0, ties_unknown=2).tone == "bad"
+    assert remark(ties=1, ties_unknown=0).tone == "bad"
+    assert remark(ties=3, ties_unknown=0).text.endswith("all by numerical ties.")
+
+
 def test_the_page_is_whole_and_safe(tmp_path: Path) -> None:
     last = summary(arms=[EVIL, "fast"], notes=[EVIL], target=EVIL, categories={EVIL: {EVIL: {}}})
     last["servers"] = {EVIL: {"url": EVIL}}

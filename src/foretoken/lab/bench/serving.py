@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from foretoken.methods.drafters.base import Drafter
 
 
+MOST_TRACED = 48
+"""Most traced rounds of a request."""
 Bare = tuple[Sequence[int], Sequence[int], Sequence[bool]]
 """Tokens, parents and probes of a tree, without its distributions."""
 
@@ -36,10 +38,11 @@ class RoundRecorder:
     _rounds: list[tuple[list[Sequence[int]], RoundTimes]] = field(default_factory=list)
     _trees: list[tuple[Bare, Verdict, RoundTimes]] = field(default_factory=list)
     _first: int = -1
+    _untraced: int = 0
 
     def start(self, tracing: bool) -> None:
         """Clear the previous run."""
-        self.tracing, self._first = tracing, -1
+        self.tracing, self._first, self._untraced = tracing, -1, 0
         self._rounds, self._trees = [], []
 
     def __call__(
@@ -51,8 +54,11 @@ class RoundRecorder:
             return
         if self._first < 0:
             self._first = runs[0].id
-        # Limit of traced rounds
-        if runs[0].id == self._first and len(self._trees) < 48:
+        if runs[0].id != self._first:
+            return
+        if len(self._trees) == MOST_TRACED:
+            self._untraced += 1
+        else:
             tree = trees[0]
             self._trees.append(((tree.tokens, tree.parents, tree.probes), verdicts[0], times))
 
@@ -70,8 +76,11 @@ class RoundRecorder:
         ]
 
     def trace(self, tokenizer: Any | None) -> list[dict[str, Any]]:
-        """The traced rounds for the summary's ``traces``."""
-        return [_traced(*traced, tokenizer) for traced in self._trees]
+        """The traced rounds for the summary's ``traces``.  The last one has the number of ``more_rounds``, if any."""
+        rounds = [_traced(*traced, tokenizer) for traced in self._trees]
+        if self._untraced:
+            rounds[-1]["more_rounds"] = self._untraced
+        return rounds
 
 
 def _depth(parents: Sequence[int]) -> int:

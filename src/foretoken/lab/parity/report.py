@@ -136,6 +136,7 @@ class Report:
         skipped: drafters that could not be checked, with reasons.
         complete: whether the run finished.
         exactness, exactness_why: the target's exactness, as in ``llm.describe()``.
+        limit: p-value below which a sampled check fails, whether or not the others are run.
         plain: greedy outputs of plain decoding.
         seeded: sampled outputs of plain decoding, of every prompt twice.
     """
@@ -147,6 +148,7 @@ class Report:
     exactness_why: str = ""
     done: int = 0
     planned: int = 0
+    limit: float = 0.0
     prompts: list[list[int]] = field(default_factory=list)
     plain: list[list[int]] = field(default_factory=list)
     seeded: list[list[int]] = field(default_factory=list)

@@ -86,12 +86,12 @@ def run_parity(
     if outside is not None:
         report.checks.append(outside)
         report.planned, report.done = report.planned + 1, 1
-    limit = settings.false_alarm / max(1, len(specs))
+    report.limit = settings.false_alarm / max(1, len(specs))
     for i, spec in enumerate(specs):
         subject = _subject(spec, reference, tokenizer)
         for j, mode in enumerate(modes):
             on_progress(i * len(modes) + j, len(specs) * len(modes), f"{subject.spec}: {mode}")
-            check = _checked(subject, mode, limit)
+            check = _checked(subject, mode, report.limit)
             report.done += 1
             if check is not None:
                 report.checks.append(check)

@@ -73,7 +73,7 @@ def _specs_in(spec: str, source: str) -> Iterator[tuple[str, str | None]]:
     whole = parse_spec(spec)
     yield whole.name, whole.path
     is_group = whole.name in drafters and any(option.name == "drafters" for option in drafters[whole.name].options())
-    if is_group and "drafters" not in whole.options and is_builtin(source):
+    if is_group and "drafters" not in whole.options and _has_draft(source):
         yield "model", None  # the only default member with files of its own
     for key, value in whole.options.items():
         if Path(value).expanduser().is_file():
@@ -96,7 +96,12 @@ def _meaning_of_auto(source: str) -> str:
     entry = named_model(source)
     if entry is not None and entry.drafter != "auto":
         return entry.drafter
-    return DEFAULT_GROUP if is_builtin(source) else "ngram"
+    return DEFAULT_GROUP if _has_draft(source) else "ngram"
+
+
+def _has_draft(source: str) -> bool:
+    """Whether ``auto`` and groups use the built-in draft model: for the built-in target and its adapters only."""
+    return is_builtin(source) and (source == BUILTIN or is_adapter(Path(resolve(source))))
 
 
 def _checksums(path: Path) -> Checksums:

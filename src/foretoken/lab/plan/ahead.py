@@ -49,8 +49,10 @@ class AheadRow:
         return self.speedup > self.without
 
     def public(self) -> dict[str, Any]:
-        """Fields of the ``--json`` output."""
-        return {**asdict(self), "pays": self.pays}
+        """Fields of the ``--json`` output.  A contention factor without a limit is the text ``Infinity``, which JSON
+        lacks as a number; ``null`` is ``None``."""
+        unlimited = {"contention": "Infinity"} if self.contention == math.inf else {}
+        return {**asdict(self), **unlimited, "pays": self.pays}
 
 
 def hit_probability(acceptance: Acceptance, k: int, positions: Sequence[float], fanout: int) -> float:

@@ -80,8 +80,10 @@ def verdict(run: Run) -> list[Remark]:
         if speed is not None:
             more = "" if per_token is None else f", a token comes {per_token:.2f} times as fast"
             text = f"{cell['arm']}, {level_name(cell)}: {speed:.2f} times the tokens per second of {run.arms[0]}{more}."
-            best = max(speed, per_token or 0.0)
-            remarks.append(Remark(text, "good" if best > 1.03 else "bad" if best < 0.97 else "even"))
+            # At a given rate only the time per token tells arms apart; where the two disagree, neither decides
+            both = [speed, speed if per_token is None else per_token]
+            better, worse = max(both) > 1.03, min(both) < 0.97
+            remarks.append(Remark(text, "even" if better == worse else "good" if better else "bad"))
     for cell in run.cells:
         errors = cell.get("errors")
         if isinstance(errors, Mapping) and errors:
@@ -102,7 +104,10 @@ def _equality(run: Run) -> list[Remark]:
     if different and different == ties:
         return [Remark(f"{ties} of {compared} texts differ from those of {run.arms[0]}{far}, all by numerical ties.")]
     if different:
-        return [Remark(f"{different} of {compared} texts differ from those of {run.arms[0]}{far}.", "bad")]
+        unknown = sum(int(number(row.get("ties_unknown")) or 0) for row in rows)  # missing in older files
+        end = f"; whether by numerical ties is unknown for {unknown}" if unknown else ""
+        text = f"{different} of {compared} texts differ from those of {run.arms[0]}{far}{end}."
+        return [Remark(text, "bad" if different > ties + unknown else "even")]
     return [Remark(f"All {compared} {texts} equal those of {run.arms[0]}.", "good")]
 
 

@@ -137,7 +137,9 @@
     const count = (status) => found.status.filter((s) => s === status).length;
     const [accepted, rejected, probes] = [count("accepted"), count("rejected"), count("probe")];
     const ms = (value) => (typeof value === "number" ? `${value.toPrecision(3)} ms` : "not timed");
-    const words = [`round ${round + 1} of ${trace.rounds.length}: ${accepted + rejected} drafted, ${accepted} accepted`];
+    const traced = trace.rounds.length, more = trace.rounds[traced - 1].more_rounds;
+    const all = typeof more === "number" ? `the first ${traced} of ${traced + more}` : traced;
+    const words = [`round ${round + 1} of ${all}: ${accepted + rejected} drafted, ${accepted} accepted`];
     if (found.next) words.push(`then one ${known(found.next.origin)} token`);
     if (probes) words.push(`${probes} probes`);
     return `${words.join(", ")}. Draft ${ms(found.draft_ms)}, target ${ms(found.target_ms)}.`;

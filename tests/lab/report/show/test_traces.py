@@ -12,9 +12,15 @@ from typing import Any
 import pytest
 from test_show import FACTS, each_case, output
 
+from foretoken.core.sampling import SamplingParams
+from foretoken.engine.output import output_of
+from foretoken.engine.request import Request
 from foretoken.lab.report.show import page, picture
 from foretoken.lab.report.show.run import Total, shown_run, total_of
 from foretoken.lab.report.show.trace_file import read_trace, to_lines
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.registry import make
+from toys import engine, serve, tables
 
 HEAD = {"foretoken_trace": 1, "engine": "other 2.0", "facts": {"target": "a model"}}
 RECIPES = Path(__file__).resolve().parents[4] / "examples" / "trace_from_logs.py"
@@ -62,7 +68,21 @@ def test_a_tree_of_another_engine(tmp_path: Path) -> None:
     text = page.render(run)
     assert "&lt;p&gt;" in text and "token -1" not in text
     assert "<svg" in picture.render(run, 0)
-    assert total_of("r", run) == Total("r", 1, 3, 1, tokens_per_s=200.0, per_position=(1.0,))
+    assert total_of("r", run) == Total("r", 1, 3, 1, per_position=(1.0,))  # 10 ms are not the whole round
+    timed = read_trace(written(tmp_path, HEAD, a_round(**more, total_ms=16))).choose(None)
+    assert total_of("r", timed) == Total("r", 1, 3, 1, tokens_per_s=125.0, per_position=(1.0,))
+    partly = read_trace(written(tmp_path, HEAD, a_round(**more, total_ms=16), a_round(**more))).choose(None)
+    assert total_of("r", partly).tokens_per_s is None
+
+
+def test_the_speed_in_a_trace_is_that_of_the_run(tmp_path: Path) -> None:
+    request = Request([0, 1, 2], SamplingParams(0.0), 24, stop_token_ids=frozenset([3]), explain=True)
+    (served,) = serve(engine(tables()[0], ModelDrafter(tables()[0], k=4), make("verifier", "greedy")), [request])
+    made = output_of(served, None)
+    assert sum(len(trace.accepted) + 1 for trace in made.rounds) > len(made.token_ids)  # the last round is truncated
+    run = shown_run(made, None, "a prompt", FACTS)
+    (total,) = read_trace(written(tmp_path, *to_lines(run, "us"))).totals
+    assert total.tokens_per_s == pytest.approx(made.stats.tokens_per_s, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +105,7 @@ def test_a_tree_of_another_engine(tmp_path: Path) -> None:
         (a_round(origin="luck"), "'origin' must be recovered, bonus, plain, not 'luck'"),
         (a_round(next=3), "'next' must be a string"),
         (a_round(target_ms=-1), "'target_ms' must be a number >= 0"),
+        (a_round(total_ms="2"), "'total_ms' must be a number >= 0"),
         (a_round(text=["a", "b", "c", "d"]), "'text' has 4 pieces, and the round wrote at most 3"),
         (a_round(draft=["a"] * 5000), "'draft' has 5000 tokens, and at most 4096 can be shown"),
         (a_round(request=3), "'request' must be a string"),

@@ -60,7 +60,8 @@ class Sample:
         drafts: speculation counts, if reported.
         token_ids: ids of the answer, if requested and reported.
         gap: for an answer that differs from another: log-probability by which its token is less likely (see
-            ``run.find_gaps``).
+            ``run.find_gaps``); ``None`` also for a token that is not among the likeliest.
+        examined: whether the server has reported the likeliest tokens at the difference.
         ignored: fields that the server reports as ignored.
     """
 
@@ -81,6 +82,7 @@ class Sample:
     drafts: Drafts | None = None
     token_ids: list[int] = field(default_factory=list)
     gap: float | None = None
+    examined: bool = False
     ignored: str = ""
 
     @property

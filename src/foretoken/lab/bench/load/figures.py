@@ -83,7 +83,8 @@ def cell(passes: Sequence[Pass], baseline: Sequence[Pass], settings: LoadSetting
 
 
 def _per_second(passes: Sequence[Pass], count: Any) -> float:
-    """Median rate over passes."""
+    """Median rate over passes, without those cut by an interrupt if a whole one exists."""
+    passes = [pass_ for pass_ in passes if not pass_.cut] or passes
     return median(count(pass_) / pass_.seconds if pass_.seconds > 0 else 0.0 for pass_ in passes)
 
 
@@ -125,8 +126,8 @@ def pairs(passes: Sequence[Pass], baseline: Sequence[Pass]) -> Iterator[tuple[Sa
 
 
 def equality(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]:
-    """Equality of texts of the same request in the same pass: number compared, number different (and, of those,
-    numerical ties if known), and examples."""
+    """Equality of texts of the same request in the same pass: number compared, number different (of those, numerical
+    ties, and texts that were not examined for ties), and examples."""
     compared = list(pairs(passes, baseline))
     different = [
         (sample, other)
@@ -137,6 +138,7 @@ def equality(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]
         "compared": len(compared),
         "different": len(different),
         "ties": sum(sample.gap is not None and sample.gap <= LARGEST_TIE for sample, _ in different),
+        "ties_unknown": sum(not sample.examined for sample, _ in different),
         "examples": [_difference(sample, other) for sample, other in different[:5]],
     }
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -55,6 +56,10 @@ def parse_addresses(
         url = url.rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{text!r} is not a server: give http://HOST:PORT, or NAME=http://HOST:PORT")
+        try:
+            urlsplit(url).port  # noqa: B018 (the property checks the number)
+        except ValueError as error:
+            raise ValueError(f"{text!r} is not a valid address: {error}") from None
         alone = SERVER if len(addresses) == 1 else url.split("://", 1)[1]
         key, model = _of(keys, index, len(addresses), "--api-key"), _of(models, index, len(addresses), "--model")
         servers.append(Server(name or alone, url, model, key))
@@ -233,7 +238,7 @@ async def find_gaps(
     others: Sequence[Pass],
     most: int = 32,
 ) -> None:
-    """Set :attr:`Sample.gap` of at most ``most`` greedy answers that differ from the baseline's, given token ids."""
+    """Examine at most ``most`` greedy answers that differ from the baseline's, given token ids, for numerical ties."""
     if settings.temperature or settings.chat:
         return
     different = [
@@ -242,16 +247,16 @@ async def find_gaps(
         if sample.token_ids and sample.token_ids != other.token_ids
     ]
     for sample, other in different[:most]:
-        sample.gap = await _gap(http, others[0].arm.server, asks[sample.number].prompt.text, other, sample)
+        await _examine(http, others[0].arm.server, asks[sample.number].prompt.text, other, sample)
 
 
-async def _gap(http: httpx.AsyncClient, server: Server, prompt: str, sample: Sample, other: Sample) -> float | None:
-    """Log-probability gap between the most likely token and the lower of the two differing ones; ``None`` if not
-    reported."""
+async def _examine(http: httpx.AsyncClient, server: Server, prompt: str, sample: Sample, other: Sample) -> None:
+    """Set ``other.examined``, and ``other.gap``: the gap in log-probability between the most likely token and the lower
+    of the two differing ones.  Nothing is set if the server does not report the likeliest tokens."""
     pairs = list(zip(sample.token_ids, other.token_ids, strict=False))
     index = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if index is None:  # one answer is a prefix of the other
-        return None
+        return
     try:
         answer = await http.post(
             f"{server.url}/tokenize", json={"model": server.model, "prompt": prompt}, headers=headers_of(server)
@@ -263,6 +268,11 @@ async def _gap(http: httpx.AsyncClient, server: Server, prompt: str, sample: Sam
         }  # fmt: skip
         answer = await http.post(f"{server.url}/v1/completions", json=body, headers=headers_of(server))
         top = answer.json()["choices"][0]["logprobs"]["top_logprobs"][0]
-        return max(top.values()) - min(top[f"token_id:{token}"] for token in pairs[index])
-    except (httpx.TransportError, ValueError, KeyError, IndexError, TypeError):
-        return None
+        likeliest = max(top.values())
+        reported = {name: float(value) for name, value in top.items() if name.startswith("token_id:")}
+    except (httpx.TransportError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return
+    if reported:
+        other.examined = True
+        values = [reported[name] for token in pairs[index] if (name := f"token_id:{token}") in reported]
+        other.gap = likeliest - min(values) if len(values) == 2 else None

@@ -16,6 +16,7 @@ from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.parity.weights import Checksums, drafter_checksums, model_checksums
 from foretoken.lab.report.cards.card import COUNTS, Card
+from foretoken.loading import read_profile
 from foretoken.registry import parse_spec
 
 _PATH = re.compile(r"[^:=,()|]*/[^:=,()|]*")
@@ -30,12 +31,12 @@ class Origin:
     Attributes:
         source: the model argument.
         model: the card's fields that identify it.
-        drafters: fingerprint of each arm's own files; ``None`` for one without files.
+        drafters: checksums of each arm's own files; those of ``auto`` are without a profile.
     """
 
     source: str
     model: dict[str, Any]
-    drafters: dict[str, str | None]
+    drafters: dict[str, Checksums]
 
 
 def origin(source: str, options: Mapping[str, str | None], arms: Sequence[str]) -> Origin:
@@ -57,11 +58,27 @@ def origin(source: str, options: Mapping[str, str | None], arms: Sequence[str]) 
     return Origin(source, model, {arm: _drafter(arm, source) for arm in arms})
 
 
-def _drafter(arm: str, source: str) -> str | None:
-    if is_foreign(arm) or arm in ("auto", "none", PLAIN):
-        return None
-    checksums = drafter_checksums(split_arm(arm)[0], source)
-    return fingerprint(checksums) if checksums else None
+def _drafter(arm: str, source: str) -> Checksums:
+    return {} if is_foreign(arm) or arm in ("none", PLAIN) else drafter_checksums(split_arm(arm)[0], source)
+
+
+def _files(arm: str, about: Origin, profile: str | None) -> Checksums:
+    """Checksums of an arm's own files; none if those of ``auto`` with a profile are unknown."""
+    if split_arm(arm)[0] != "auto" or profile is None:
+        return about.drafters.get(arm, {})
+    try:
+        drafter = read_profile(profile).get("drafter", "auto")
+        return {} if drafter is None else drafter_checksums(drafter, about.source)
+    except ValueError:  # the profile was changed after it was used, which must not cost the card
+        return {}
+
+
+def _controller(arm: str, default: str) -> str:
+    """The controller that an arm ran with (as in ``OwnArm``); ``none`` for another engine."""
+    drafter, controller = split_arm(arm)
+    if is_foreign(arm):
+        return "none"
+    return controller or ("constant" if default == "auto" and drafter != "auto" else default)
 
 
 def fingerprint(checksums: Checksums) -> str:
@@ -117,16 +134,20 @@ def _figure(
     cell: Mapping[str, Any], plain: Mapping[str, Any], summary: Mapping[str, Any], about: Origin
 ) -> dict[str, Any]:
     arm, setting = cell["arm"], (cell["temperature"], cell["batch"])
-    drafter, controller = split_arm(arm)
-    is_own = not is_foreign(arm)
+    settings, drafter, is_own = summary["settings"], split_arm(arm)[0], not is_foreign(arm)
+    files = _files(arm, about, settings.get("profile"))
+    members: dict[str, Checksums] = {}
+    for name, checksum in files.items() if drafter == "auto" else ():
+        members.setdefault(name.partition("/")[0], {})[name] = checksum
     (prefill,) = [p["prefill_s"] for p in summary["prefill"] if _setting_of(p) == (arm, *setting)]
     equality = [e for e in summary["equality"] if _setting_of(e) == (arm, *setting)]
     return {
         "method": parse_spec(drafter).name if is_own else arm,
         "drafter": without_folders(drafter),
-        "controller": without_folders(controller or summary["settings"]["controller"]),
-        "verifier": summary["settings"]["verifier"],
-        "fingerprint": about.drafters.get(arm),
+        "controller": without_folders(_controller(arm, settings["controller"])),
+        "verifier": settings["verifier"],
+        "fingerprint": fingerprint(files) if files else None,
+        **({"drafters": {name: fingerprint(part) for name, part in members.items()}} if members else {}),
         "temperature": cell["temperature"],
         "batch": cell["batch"],
         "plain_tokens_per_s": _short(plain["tokens_per_s"]),

@@ -77,7 +77,9 @@ def read_round(row: Mapping[str, Any], index: int, most_nodes: int = 4096) -> Ro
         draft_s=(number(row, "draft_ms") or 0.0) / 1000, target_s=(number(row, "target_ms") or 0.0) / 1000,
         probes=probes,
     )  # fmt: skip
-    return Round(trace, nodes, next_node, origin, _words(row, nodes, accepted, next_text, origin))
+    total_ms = number(row, "total_ms")
+    total_s = None if total_ms is None else total_ms / 1000
+    return Round(trace, nodes, next_node, origin, _words(row, nodes, accepted, next_text, origin), total_s)
 
 
 def _list(row: Mapping[str, Any], name: str, count: int | None, kind: Any) -> list[Any]:

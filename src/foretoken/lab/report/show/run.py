@@ -33,6 +33,7 @@ class Round:
         next_token: the target's own token.
         origin: its origin: ``recovered``, ``bonus`` or ``plain``.
         words: its output tokens, truncated at the end of the text.
+        total_s: seconds of the whole round; ``None`` if a trace does not say.
     """
 
     trace: RoundTrace
@@ -40,6 +41,7 @@ class Round:
     next_token: TraceNode
     origin: str
     words: Sequence[Word]
+    total_s: float | None = None
 
     @property
     def drafted(self) -> int:
@@ -119,7 +121,8 @@ def _round(trace: RoundTrace, text: Callable[[int], str], words: Sequence[Word])
     nodes = nodes_of(trace, text)
     if trace.verifier == "greedy":  # one-hot distributions: p of 0 or 1 adds nothing to the colour
         nodes = [replace(node, p=None) for node in nodes]
-    return Round(trace, nodes, next_node, origin, words)
+    total_s = trace.draft_s + trace.target_s + trace.verify_s + trace.overhead_s
+    return Round(trace, nodes, next_node, origin, words, total_s)
 
 
 @dataclass(frozen=True)
@@ -171,8 +174,8 @@ def total_of(name: str, run: Shown) -> Total:
     accepted = [len(round_.trace.accepted) for round_ in run.rounds]
     count, deepest = len(accepted), max(accepted, default=0)
     shares = [sum(length > depth for length in accepted) / count for depth in range(deepest)]
-    seconds = sum(round_.trace.draft_s + round_.trace.target_s for round_ in run.rounds)
-    timed = all(round_.trace.target_s for round_ in run.rounds)
-    speed = (sum(accepted) + count) / seconds if timed and seconds > 0 else None
+    times = [round_.total_s for round_ in run.rounds if round_.total_s is not None]
+    tokens, seconds = sum(len(round_.words) for round_ in run.rounds), sum(times)
+    speed = tokens / seconds if len(times) == count and seconds > 0 else None
     drafted = sum(round_.drafted for round_ in run.rounds)
     return Total(name, count, drafted, sum(accepted), tokens_per_s=speed, per_position=tuple(shares))

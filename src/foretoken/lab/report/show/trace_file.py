@@ -81,6 +81,7 @@ def _round_fields(round_: Round) -> dict[str, Any]:
         "text": [word.text for word in round_.words],
         "draft_ms": _short(1000 * trace.draft_s),
         "target_ms": _short(1000 * trace.target_s),
+        "total_ms": None if round_.total_s is None else _short(1000 * round_.total_s),
     }
 
 
