@@ -17,7 +17,7 @@ from foretoken.cli.options import DRAFTER_HELP, Common, Json, refuse_options_bef
 from foretoken.cli.output import check_out, json_only, print_json, print_table, progress_bar, screen, table
 from foretoken.cli.settings import FromOptions
 from foretoken.core.settings import flag, setting
-from foretoken.lab.bench.specs import OTHER_ENGINES, check_arm
+from foretoken.lab.bench.specs import OTHER_ENGINES, check_arm, is_foreign
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -188,6 +188,8 @@ def _print_setting(console: Console, cells: Sequence[Mapping[str, Any]], prefill
         grid.add_row(label, *(show(overall[arm]) for arm in arms), style="dim")
     grid.add_row("prefill, ms", *(prefill[arm] for arm in arms), style="dim")
     print_table(console, grid)
+    if any(map(is_foreign, arms)):
+        console.print("the prefill of other engines includes the first token", style="dim")
 
 
 def _speed(cell: Mapping[str, Any]) -> str:
