@@ -36,11 +36,13 @@ def test_a_speed_is_that_of_all_prompts_together() -> None:
     """An arm that takes half of the time for two prompts of three, and twice the time for the longest, loses."""
 
     def stats(seconds: tuple[float, ...]) -> list[SpecStats]:
-        counts = dict(num_new_tokens=30, num_drafts=4, num_draft_tokens=8, prefill_s=0.5)
-        return [
-            SpecStats(**counts, num_accepted_tokens=accepted, total_s=0.5 + spent)  # type: ignore[arg-type]
-            for accepted, spent in zip((0, 2, 4), seconds, strict=True)
+        each = [
+            SpecStats(num_new_tokens=30, num_drafts=4, num_draft_tokens=8, total_s=0.5 + spent, prefill_s=0.5)
+            for spent in seconds
         ]
+        for answer, accepted in zip(each, (0, 2, 4), strict=True):
+            answer.num_accepted_tokens = accepted
+        return each
 
     arm, plain = Speed.over(stats((0.5, 0.5, 8.0))), Speed.over(stats((1.0, 1.0, 4.0)))
     assert arm == Speed(pytest.approx(90 / 9), 6 / 24, 1 + 6 / 12)
