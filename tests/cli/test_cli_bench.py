@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,9 @@ def test_other_engines_beside_ours(run: Any, target: str, prompts: str) -> None:
         "1",
         "--batch",
         "1,2",
-        "--json",
     )
     assert result.code == 0, result.err
+    assert result.err.count("the prefill of other engines includes the first token") == 1  # at batch 1
     *cells, summary = lines(result.out)
     transformers_cells = [c for c in cells if c["arm"] == "transformers:plain"]
     assert {c["batch"] for c in transformers_cells} == {1}
@@ -171,12 +172,21 @@ def test_an_interrupted_run_is_resumed(
         (("--max-new-tokens", "0"), "max_new_tokens must be 1 to"),
         (("--prompts", "missing.jsonl"), "missing.jsonl"),
         (("--controller", "nothing"), "unknown controller 'nothing'"),
+        (("--drafter", "ngram", "--profile", "p.json"), "--profile is used by the arm auto only"),
     ],
 )
 def test_mistakes_are_one_line(run: Any, target: str, prompts: str, arguments: tuple[str, ...], words: str) -> None:
     result = bench(run, target, "--prompts", prompts, *arguments)
     assert result.code == 2 and result.out == ""
     assert words in result.err and result.err.count("\n") == 1, result.err
+
+
+@pytest.mark.parametrize("arms", [(), ("--drafter", "ngram", "--drafter", "auto@constant,k=2")])
+def test_the_arm_auto_takes_a_profile(run: Any, target: str, prompts: str, tmp_path: Path, arms: Sequence[str]) -> None:
+    profile = tmp_path / "p.json"
+    profile.write_text('{"drafter": "ngram"}')
+    result = bench(run, target, "--prompts", prompts, "--max-prompts", "1", "--profile", str(profile), *arms)
+    assert result.code == 0, result.err
 
 
 def test_files_that_cannot_be_read_or_written(run: Any, target: str, prompts: str, tmp_path: Path) -> None:
@@ -222,6 +232,33 @@ def test_a_card_and_the_page_of_cards(run: Any, target: str, draft: str, prompts
     assert (page_result.json["cards"], page_result.json["rows"]) == (1, 1)
     assert page_result.err.count("\n") == 1 and "edited.json was edited after it was written" in page_result.err
     assert "magic" not in page.read_text()
+
+
+def test_a_card_that_cannot_be_written_costs_no_results(
+    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder may vanish or fill up while the benchmark runs."""
+    folder, measure = tmp_path / "cards", bench_run.run_bench
+    folder.mkdir()
+
+    def vanishing(*arguments: Any) -> Any:
+        folder.rmdir()
+        return measure(*arguments)
+
+    monkeypatch.setattr(bench_run, "run_bench", vanishing)
+    result = bench(run, target, "--drafter", "ngram", "--prompts", prompts, "--card", str(folder / "a.json"), "--json")
+    assert result.code == 2 and "a.json cannot be written" in result.err.splitlines()[-1]
+    assert lines(result.out)[-1]["summary"] is True
+
+
+def test_a_card_is_tried_before_the_run(run: Any, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(**_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", denied)
+    monkeypatch.setattr(bench_run, "run_bench", lambda *_: pytest.fail("it ran"))
+    result = bench(run, target, "--card", str(tmp_path / "a.json"))
+    assert result.code == 2 and "--card" in result.err and "Permission denied" in result.err, result.err
 
 
 @pytest.mark.parametrize(

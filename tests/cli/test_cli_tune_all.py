@@ -128,6 +128,33 @@ def test_an_early_end_prints_and_keeps_the_answer_so_far(
 
 
 @pytest.mark.usefixtures("quick")
+def test_an_interrupted_search_keeps_the_profile_of_a_complete_one(
+    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, beside = tmp_path / "profile.json", tmp_path / "profile.interrupted.json"
+    build = TuneJob.build
+
+    def ended(job: TuneJob, spec: str) -> Any:
+        if spec.startswith("jacobi"):
+            raise KeyboardInterrupt
+        return build(job, spec)
+
+    monkeypatch.setattr(TuneJob, "build", ended)
+    command = ("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
+    for kept in ('{"drafter": "recycling"}', '{"drafter": "recycling", "complete": true}'):  # by hand, and complete
+        out.write_text(kept)
+        beside.unlink(missing_ok=True)
+        result = run(*command)
+        assert (result.code, out.read_text()) == (130, kept), result.err
+        assert f"{out} is kept" in result.err and f"its answer so far is in {beside}" in result.err
+        assert json.loads(beside.read_text())["complete"] is False and str(beside) in result.out
+    assert run(*command, "--json").json["out"] == str(beside)
+    out.write_text(beside.read_text())  # of an interrupted search, too
+    beside.unlink()
+    assert run(*command, "--json").json["out"] == str(out) and not beside.exists()
+
+
+@pytest.mark.usefixtures("quick")
 def test_without_out_the_profile_has_the_models_name(
     run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,12 +32,21 @@ def test_prompts_are_spread_over_those_that_fit() -> None:
         fitting_prompts(Subject(subject.target), [BenchPrompt("x", "a")], 4, 2)
 
 
-def test_a_speed_is_the_median_and_its_acceptance_that_of_all() -> None:
-    stats = [
-        SpecStats(num_new_tokens=tokens, num_drafts=4, num_draft_tokens=8, num_accepted_tokens=accepted, total_s=1.0)
-        for tokens, accepted in ((5, 0), (7, 2), (30, 4))
-    ]
-    assert Speed.over(stats) == Speed(stats[1].tokens_per_s, 6 / 24, 1 + 6 / 12)
+def test_a_speed_is_that_of_all_prompts_together() -> None:
+    """An arm that takes half of the time for two prompts of three, and twice the time for the longest, loses."""
+
+    def stats(seconds: tuple[float, ...]) -> list[SpecStats]:
+        each = [
+            SpecStats(num_new_tokens=30, num_drafts=4, num_draft_tokens=8, total_s=0.5 + spent, prefill_s=0.5)
+            for spent in seconds
+        ]
+        for answer, accepted in zip(each, (0, 2, 4), strict=True):
+            answer.num_accepted_tokens = accepted
+        return each
+
+    arm, plain = Speed.over(stats((0.5, 0.5, 8.0))), Speed.over(stats((1.0, 1.0, 4.0)))
+    assert arm == Speed(pytest.approx(90 / 9), 6 / 24, 1 + 6 / 12)
+    assert arm.tokens_per_s / plain.tokens_per_s == pytest.approx(6 / 9)
 
 
 def test_every_drafter_decodes_the_same_prompts() -> None:

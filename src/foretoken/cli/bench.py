@@ -17,7 +17,7 @@ from foretoken.cli.options import DRAFTER_HELP, Common, Json, refuse_options_bef
 from foretoken.cli.output import check_out, json_only, print_json, print_table, progress_bar, screen, table
 from foretoken.cli.settings import FromOptions
 from foretoken.core.settings import flag, setting
-from foretoken.lab.bench.specs import OTHER_ENGINES, check_arm
+from foretoken.lab.bench.specs import OTHER_ENGINES, check_arm, is_foreign, split_arm
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,6 +88,8 @@ def bench_command(
     common.check_rules()
     for arm in arms:
         check_arm(arm)
+    if common.profile is not None and all(split_arm(arm)[0] != "auto" for arm in arms):
+        raise ValueError("--profile is used by the arm auto only: add --drafter auto, or leave --profile out")
     temperatures = tuple(numbers("temperature", options.temperature, float)) or (0.0,)
     batches = tuple(numbers("batch", options.batch, int)) or (1,)
     if options.resume and out is None:
@@ -111,11 +113,12 @@ def bench_command(
         result = _run(common, options, settings)
         if not as_json:
             _print(screen(), result, out)
-        for kind, file in cards.items():
-            _write_card(result, kind, file, about)
     if lines_out:
         sys.stdout.write("".join(line + "\n" for line in result.lines))
         sys.stdout.flush()
+    with json_only(lines_out):  # last, so that a card that cannot be written costs no results
+        for kind, file in cards.items():
+            _write_card(result, kind, file, about)
 
 
 def _run(common: Common, options: BenchOptions, settings: BenchSettings) -> BenchResult:
@@ -188,6 +191,8 @@ def _print_setting(console: Console, cells: Sequence[Mapping[str, Any]], prefill
         grid.add_row(label, *(show(overall[arm]) for arm in arms), style="dim")
     grid.add_row("prefill, ms", *(prefill[arm] for arm in arms), style="dim")
     print_table(console, grid)
+    if any(map(is_foreign, arms)):
+        console.print("the prefill of other engines includes the first token", style="dim")
 
 
 def _speed(cell: Mapping[str, Any]) -> str:
@@ -244,6 +249,7 @@ def _cards(paths: Sequence[Path]) -> dict[str, Path]:
             raise ValueError(
                 f"--card {file} cannot be written: {'it is a folder' if file.is_dir() else 'no such folder'}"
             )
+        check_out(file, "--card")
         files[kind] = file
     return files
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,8 +49,8 @@ def tune_command(
     """Find the drafter and its length that are fastest for a target on this machine, within --minutes.
 
     Likely winners come first, each in turns with plain decoding; the best ones then race each other.  The answer goes
-    into a profile.  Ctrl-C and SIGTERM print and keep the answer so far.  The subcommands search for settings of single
-    drafters.
+    into a profile.  Ctrl-C and SIGTERM print and keep the answer so far, in a file of its own beside the profile of an
+    earlier, complete search.  The subcommands search for settings of single drafters.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options_before(ctx)
@@ -59,7 +60,8 @@ def tune_command(
         out = options.out or Path(f"{Path(common.target).name or 'model'}.profile.json")
         check_out(out, new_folders=True)
         job = _job(common, options, began_s)
-        outcome = _tuned(job, out)
+        outcome = _tuned(job)
+        out = _written(outcome, out)
         if not as_json:
             _print(outcome, out, common.target)
     if as_json:
@@ -111,9 +113,8 @@ def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
     return list(dict.fromkeys(specs))
 
 
-def _tuned(job: TuneJob, out: Path) -> Outcome:
-    """Run the search and write the profile."""
-    from foretoken.core.io.files import write_json
+def _tuned(job: TuneJob) -> Outcome:
+    """Run the search."""
     from foretoken.lab.tune.search import tune
 
     def on_row(row: TunedRow) -> None:
@@ -121,9 +122,28 @@ def _tuned(job: TuneJob, out: Path) -> Outcome:
         screen(stderr=True).print(text, style="dim")
 
     with progress_bar() as tell:  # in per cent of the time limit
-        outcome = tune(job, lambda text, share: tell(round(100 * share), 100, text), on_row)
-    write_json(out, outcome.profile())
-    return outcome
+        return tune(job, lambda text, share: tell(round(100 * share), 100, text), on_row)
+
+
+def _written(outcome: Outcome, out: Path) -> Path:
+    """Write the profile and return its file: another one if an interrupted search would replace a complete one's."""
+    from foretoken.core.io.files import write_json
+
+    file = out
+    if outcome.interrupted and out.exists() and not _is_unfinished(out):
+        file = out.with_name(f"{out.stem}.interrupted{out.suffix}")
+        print(f"{out} is kept, because this search was interrupted: its answer so far is in {file}", file=sys.stderr)
+    write_json(file, outcome.profile())
+    return file
+
+
+def _is_unfinished(file: Path) -> bool:
+    """Whether a file is the profile of an interrupted search."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(stored, dict) and stored.get("complete") is False
 
 
 def _public(outcome: Outcome) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.noise import unseeded_from
@@ -63,7 +62,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of one arm: medians over prompts (and over runs, if there are several)."""
+    """Speed of one arm over all prompts; that of the median run, if there are several."""
 
     tokens_per_s: float
     acceptance_rate: float = 0.0
@@ -71,9 +70,10 @@ class Speed:
 
     @classmethod
     def over(cls, stats: Sequence[SpecStats]) -> Speed:
-        """Median speed over one run per prompt, and the acceptance of all prompts together."""
+        """Rate and acceptance of all prompts together.  Ratios of two arms' medians over prompts would not compare the
+        same prompts."""
         total = SpecStats.summed(stats)
-        return cls(median(answer.tokens_per_s for answer in stats), total.acceptance_rate, total.mean_acceptance_length)
+        return cls(total.tokens_per_s, total.acceptance_rate, total.mean_acceptance_length)
 
 
 def compared_speeds(arms: Mapping[str, Callable[[], Speed]], turns: int = 5) -> dict[str, Speed]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,6 +88,22 @@ def test_a_seed_fixes_samples(spec: str, shared: ArmSetup) -> None:
     assert first == same != other
 
 
+def test_the_checkpoint_s_penalties_and_bans_apply_to_no_arm(tmp_path: Any) -> None:
+    """Transformers' arms wrote another text, and their draft models could not draft what the target may write."""
+    model = copy.deepcopy(llama())
+    (plain,) = written("none", ArmSetup(HuggingFaceModel(model), "a toy"), 16).outputs
+    strict = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "suppress_tokens": plain[:8]}
+    model.generation_config.update(**strict, num_assistant_tokens=3, assistant_confidence_threshold=0.0)
+    model.save_pretrained(tmp_path)
+    shared = ArmSetup(HuggingFaceModel(model), "a toy")
+    assisted = f"transformers:assisted,draft={tmp_path},dtype=float64"
+    for spec in ("none", "transformers:plain", "transformers:prompt_lookup,k=4,n=2", assisted):
+        run = written(spec, shared, 16)
+        assert run.outputs == [plain], spec
+    assert run.mean_acceptance_length == 4.0  # a perfect draft model, whose checkpoint asks for three tokens
+    assert model.generation_config.suppress_tokens == plain[:8]
+
+
 def test_end_of_text_is_passed_over_unless_told() -> None:
     model = llama()
     target = HuggingFaceModel(model)
@@ -121,8 +138,6 @@ def test_one_token_has_no_rate() -> None:
 
 
 def test_packed_weights_are_unpacked() -> None:
-    import copy
-
     model = copy.deepcopy(llama()).bfloat16()
     layout = usable_layouts(torch.bfloat16)[-1]
     if layout == "plain":
@@ -185,8 +200,6 @@ def test_is_foreign() -> None:
 
 def test_gguf_holds_the_weights(tmp_path: Any) -> None:
     gguf = pytest.importorskip("gguf")
-    import copy
-
     from foretoken.lab.bench.gguf_export import write_gguf
 
     model = copy.deepcopy(llama()).float()

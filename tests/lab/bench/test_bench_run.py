@@ -13,6 +13,7 @@ import pytest
 from scipy.stats import t as student
 
 from foretoken.core.costs import RoundCosts, TargetCost
+from foretoken.engine.stats import SpecStats
 from foretoken.lab.bench import run as bench_run
 from foretoken.lab.bench.arms import ArmSetup, Unit
 from foretoken.lab.bench.partial import Partial, partial_of
@@ -33,7 +34,8 @@ from foretoken.lab.bench.specs import check_arm, split_arm
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.report.cards.written import markdown_card
 from foretoken.llm import Llm
-from toys import MarkovTable, llamas, tables
+from foretoken.models.huggingface import HuggingFaceModel
+from toys import MarkovTable, llama, llamas, tables
 
 CELL = {
     "arm", "category", "temperature", "batch", "prompts", "new_tokens", "tokens_per_s", "speedup", "speedup_ci95",
@@ -71,10 +73,10 @@ def test_there_is_a_cell_for_every_arm_category_and_setting(result: BenchResult)
 def test_the_cells_add_up(result: BenchResult) -> None:
     for row in result.cells:
         prompts = 2 if row["category"] == "a" else 1
-        served = prompts if row["batch"] == 1 else 2
-        assert (row["prompts"], row["new_tokens"]) == (prompts, 12 * served)
+        served = prompts if row["batch"] == 1 else 2  # with a filler
+        assert (row["prompts"], row["new_tokens"]) == (prompts, 12 * prompts)
         spent = row["draft_s"] + row["target_s"] + row["overhead_s"]
-        assert row["new_tokens"] / spent == pytest.approx(row["tokens_per_s"])
+        assert 12 * served / spent == pytest.approx(row["tokens_per_s"])
         low, high = row["speedup_ci95"]
         assert low <= row["speedup"] + 1e-9 and row["speedup"] <= high + 1e-9
         assert row["predicted_speedup"] > 0
@@ -343,6 +345,53 @@ def test_batches_are_filled_up_from_the_beginning(table: MarkovTable, calls: lis
         ([2, 0], [[3], [1]], [12, 13]),
     ]
     assert [list(u.prompts) for u in bench.units(4)] == [[0, 1, 2, 0]]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int, int], list[SpecStats]]:
+    """Statistics of every request, by arm, unit and turn."""
+    noted: dict[tuple[str, int, int], list[SpecStats]] = {}
+    serve = OwnArm._serve
+
+    def noting(arm: OwnArm, unit: Unit, temperature: float) -> Any:
+        done = serve(arm, unit, temperature)
+        if unit.category != "warm-up":
+            noted[arm.name, unit.number, unit.turn] = [run.stats for run in done[0]]
+        return done
+
+    monkeypatch.setattr(OwnArm, "_serve", noting)
+    return noted
+
+
+def test_fillers_and_repeated_runs_profit_from_no_earlier_answer(
+    served: dict[tuple[str, int, int], list[SpecStats]],
+) -> None:
+    """A drafter with memory copied the answers, and the prompts' keys and values were copied."""
+    target, arm = HuggingFaceModel(llama(context=256)), "suffix,k=8"
+    prompts = {"a": [[(7 * place + number) % 31 for place in range(80)] for number in range(3)]}
+    run_bench(ArmSetup(target, "toy", max_new_tokens=24), prompts, BenchSettings((arm,), batches=(2,), repeat=2))
+    assert {stats.num_prompt_tokens_computed for batch in served.values() for stats in batch} == {80}
+    accepted = {
+        key[1:]: [stats.num_accepted_tokens for stats in batch] for key, batch in served.items() if key[0] == arm
+    }
+    assert accepted[0, 1] == accepted[0, 0] and accepted[1, 1] == accepted[1, 0]
+    assert accepted[1, 0][1] == accepted[0, 0][0]  # the filler is the first prompt
+
+
+def test_fillers_count_for_the_speed_alone(served: dict[tuple[str, int, int], list[SpecStats]]) -> None:
+    target, arm = HuggingFaceModel(llama()), "ngram,n=1,k=4"
+    prompts = {"a": [[5, 6, 5, 6, 5], [7, 8, 9, 7, 8], [3, 1, 4, 3, 1]]}
+    bench = Bench(ArmSetup(target, "toy", max_new_tokens=12), prompts, BenchSettings((arm,), batches=(2,)))
+    outcome = bench.run()
+    (last,) = [r for r in bench.results.values() if (r.arm, r.unit) == (arm, 1)]
+    assert (last.prompts, len(last.outputs), last.decoded) == ([2], 1, 24)
+    counted, filler = served[arm, 1, 0]
+    assert (last.drafted, last.accepted) == (counted.num_draft_tokens, counted.num_accepted_tokens)
+    assert filler.num_draft_tokens > 0
+    assert all((row["prompts"], row["new_tokens"]) == (3, 36) for row in outcome.cells)
+    assert [row["identical"] + row["ties"] + row["differences"] for row in outcome.summary["equality"]] == [3, 3]
+    (prefill,) = [row["prefill_s"] for row in outcome.summary["prefill"] if row["arm"] == arm]
+    assert prefill == pytest.approx(sum(r.prefill_s for r in bench.results.values() if r.arm == arm) / 4)
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])

@@ -452,6 +452,22 @@ def test_v_of_n_is_relative_to_one_and_marks_the_size_in_use(full: Path) -> None
     assert chart.marks[0][0] == 3.0 and FAST in chart.marks[0][1]  # 1 root + 2 drafts
 
 
+def test_v_of_n_of_a_batch_counts_the_nodes_of_each_request(tmp_path: Path) -> None:
+    """The trees in use and the best size are a request's; the costs are by the nodes of all requests."""
+    costs = summary()["costs"]
+    costs["target_s"] = {str(4 * int(n)): seconds for n, seconds in costs["target_s"].items()}
+    cells = [cell(arm, batch=4) for arm in ARMS]
+    of_batch = summary(costs=costs, positions_at={"temperature": 0.0, "batch": 4})
+    chart = figures.node_costs(read_run(written(tmp_path, *cells, of_batch)))
+    single = figures.node_costs(read_run(written(tmp_path, *(cell(arm) for arm in ARMS), summary())))
+    assert chart is not None and single is not None
+    points, same = ([x for series in c.series for point in series.points for x in point] for c in (chart, single))
+    assert points == pytest.approx(same)
+    assert (chart.marks, chart.guides, chart.x_ticks) == (single.marks, single.guides, single.x_ticks)
+    assert chart.x_label == "tokens of each request scored in one call, batch 4"
+    assert single.x_label == "tokens scored in one call"
+
+
 def test_sweeps_show_only_what_varies(full: Path, tmp_path: Path) -> None:
     charts = {chart.title: chart for chart in figures.sweeps(read_run(full))}
     assert set(charts) == {"Speed-up against temperature", "Speed-up against batch size", "Speed-up against k"}
@@ -765,6 +781,15 @@ def test_plotted_bars_have_the_values(tmp_path: Path) -> None:
     assert chart.x_end == pytest.approx(2.15)
     (ax,) = painted(chart, is_paper=True).axes
     assert [patch.get_width() for patch in ax.patches] == pytest.approx([SPEEDUPS[arm] for arm in ARMS[1:]])
+
+
+def test_panels_share_a_scale(tmp_path: Path) -> None:
+    """A panel with wide intervals went on to twice the common end."""
+    wide, far = [1.0, 99.0], [2.0, 5.0]
+    cells = [cell(FAST, "code", speedup=1.5, speedup_ci95=wide), cell(FAST, "prose", speedup=3.0, speedup_ci95=far)]
+    overall = [cell(FAST, "overall", speedup=2.0, speedup_ci95=[1.0, 3.0])]
+    panels = figures.speedups(read_run(written(tmp_path, *cells, summary(overall=overall))), (0.0, 1))
+    assert [panel.x_end for panel in panels] == [5.0, 5.0, 5.0]
 
 
 def test_wide_intervals_leave_the_bars_their_room() -> None:

@@ -236,6 +236,17 @@ def test_half_of_the_best_go_on() -> None:
     assert len(set(last)) == 3 and any(name == "plain" for name, _ in last)
 
 
+def test_an_arm_that_left_the_race_is_not_chosen() -> None:
+    """Its figure is of the first prompts only, and the others are harder."""
+    world = World({"ngram": (0.80, 0.0001), "suffix": (0.81, 0.0001)}, fails_on=(tuple(PROMPTS[5]),))
+    outcome = tune(job(world, drafters=("ngram", "suffix")))
+    hard = {(name, controller) for name, controller, prompt in world.seen if prompt == tuple(PROMPTS[5])}
+    raced = [row for row in outcome.rows if row.compared]
+    stayed = [row for row in raced if (row.way.drafter.split(",")[0], row.way.controller) in hard]
+    assert raced[: len(stayed)] == stayed and outcome.chosen in [row.way for row in stayed]
+    assert max(raced, key=lambda row: row.speedup) not in stayed
+
+
 def test_plain_decoding_is_chosen_where_nothing_pays() -> None:
     outcome = tune(job(World({"ngram": (0.01, 0.004), "suffix": (0.0, 0.001)})))
     assert outcome.chosen is None and outcome.speedup == 1.0 and outcome.profile()["drafter"] is None

@@ -50,6 +50,8 @@ class Unit:
     Attributes:
         prompts: their indices within the category.
         seeds: one per prompt, the same for every arm.
+        num_fillers: the last prompts only fill the batch: their answers take time, but are not counted.
+        turn: number of earlier runs of the same unit; -1 in a warm-up.
     """
 
     category: str
@@ -58,6 +60,19 @@ class Unit:
     ids: Sequence[Sequence[int]]
     seeds: Sequence[int]
     new_tokens: int
+    num_fillers: int = 0
+    turn: int = 0
+
+    @property
+    def num_counted(self) -> int:
+        return len(self.prompts) - self.num_fillers
+
+    @property
+    def salts(self) -> list[str]:
+        """One ``cache_salt`` per prompt: earlier turns and fillers answer the same prompts, which must be read and
+        drafted anew."""
+        own = f"turn {self.turn}" if self.turn else ""
+        return [own] * self.num_counted + [f"fillers {own}"] * self.num_fillers
 
     @classmethod
     def of(cls, ids: Sequence[int], new_tokens: int, seed: int = 0) -> Unit:
@@ -70,7 +85,8 @@ class Arm(ABC):
 
     Attributes:
         most_nodes: maximum number of nodes per request in a target forward; 0 if unknown.
-        remembers: whether a run may profit from an earlier one of the same prompt, so that only the first counts.
+        remembers: whether a run may profit from an earlier one of the same prompt, so that only the first counts: what
+            ``online`` learns is used with any salt.
     """
 
     name: str

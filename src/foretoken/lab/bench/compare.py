@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
@@ -84,16 +85,18 @@ def compare(
 ) -> Comparison:
     """Decode ``prompt`` both ways, ``repeat`` times each after one warm-up.
 
-    The arms take turns at going first, so that a change in the machine's load affects both.  Sampled runs need
-    ``options["seed"]`` to be reproducible; with it, both arms give the same output unless the verifier draws its own
-    random numbers.  Raises ``ValueError`` for a ``repeat`` below 1.
+    The arms take turns at going first, so that a change in the machine's load affects both.  Every run has a
+    ``cache_salt`` of its own, so that both arms read the whole prompt and no drafter knows the answer of an earlier
+    run.  Sampled runs need ``options["seed"]`` to be reproducible; with it, both arms give the same output unless the
+    verifier draws its own random numbers.  Raises ``ValueError`` for a ``repeat`` below 1.
     """
     if repeat < 1:
         raise ValueError(f"repeat must be at least 1, not {repeat}")
     plain = llm.plain
     outputs: dict[bool, list[Output]] = {False: [], True: []}
     for turn, speculative in interleave((False, True), repeat + 1):
-        outputs[speculative].append((llm if speculative else plain).generate(prompt, **options))
+        salted: dict[str, Any] = {**options, "cache_salt": uuid4().hex}
+        outputs[speculative].append((llm if speculative else plain).generate(prompt, **salted))
         if on_run is not None and len(outputs[not speculative]) > turn:
             on_run(turn)
     plain_runs, drafting_runs = Runs.of(outputs[False][1:]), Runs.of(outputs[True][1:])

@@ -31,10 +31,10 @@ class UnitResult:
 
     Attributes:
         unit: its index within the category.
-        prompts: indices of its prompts within the category.
+        prompts, outputs: indices of its prompts within the category, and their answers, without fillers of the batch.
         seconds: total decoding time, without the prefill.
-        decoded: number of tokens decoded in that time.
-        prefill_s: seconds of prefill.
+        decoded: number of tokens decoded in that time, those of fillers included.
+        prefill_s: seconds of prefill, of fillers included.
         mean_acceptance_length: as reported by another engine; ``None`` for our own arms, which have counts.
         drafts, drafted, accepted, per_pos: rounds, draft tokens, accepted ones, and those by depth; ``None`` as above.
         draft_s, target_s, verify_s: parts of the seconds; ``None`` as above.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,8 @@ class Bench:
                 prompts = [(start + i) % len(group) for i in range(batch)]
                 seeds = [(self.settings.seed + start + i) % SEEDS for i in range(batch)]
                 ids = [group[i] for i in prompts]
-                yield Unit(category, number, prompts, ids, seeds, self.shared.max_new_tokens)
+                num_fillers = max(0, start + batch - len(group))
+                yield Unit(category, number, prompts, ids, seeds, self.shared.max_new_tokens, num_fillers)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -199,13 +200,13 @@ class Bench:
         self._tell(setting, f"warming up {arm.name}")
         arm.enter(setting)
         shared = self.shared
-        # Not a benchmark prompt, so that drafters learn nothing from it
+        # Not a benchmark prompt, and a turn of its own, so that drafters learn nothing from it
         text = "The quick brown fox jumps over the lazy dog while the small grey cat looks on and says nothing."
         ids = shared.tokenizer(text)["input_ids"] if shared.tokenizer is not None else range(1, 25)
         room = shared.target.context_length - shared.max_new_tokens
         prompt = [i % shared.target.vocab_size for i in ids][:room]
         each = range(setting[1])
-        unit = Unit("warm-up", 0, each, [prompt for _ in each], each, min(32, shared.max_new_tokens))
+        unit = Unit("warm-up", 0, each, [prompt for _ in each], each, min(32, shared.max_new_tokens), turn=-1)
         arm.run(unit, setting, False)
 
     def _run_unit(
@@ -216,7 +217,7 @@ class Bench:
         for again, arm in interleave(arms, self.settings.repeat, turn):
             self._tell(setting, f"{arm.name}, {unit.category}")
             results = runs[arm.name]
-            results.append(arm.run(unit, setting, traced and again == 0))
+            results.append(arm.run(replace(unit, turn=again), setting, traced and again == 0))
             if len(results) == self.settings.repeat:
                 yield _counted(results, arm.remembers)
 

@@ -169,18 +169,18 @@ class OwnArm(Arm):
         """Decode the unit's prompts as one batch."""
         self.recorder.start(tracing)
         runs, spent, read_s = self._serve(unit, setting[0])
-        total, outputs = SpecStats.summed(run.stats for run in runs), [list(run.output) for run in runs]
-        recorder = self.recorder
+        counted, recorder = runs[: unit.num_counted], self.recorder
+        total = SpecStats.summed(run.stats for run in counted)
         return UnitResult(
             arm=self.name,
             temperature=setting[0],
             batch=setting[1],
             category=unit.category,
             unit=unit.number,
-            prompts=list(unit.prompts),
-            outputs=outputs,
+            prompts=list(unit.prompts[: unit.num_counted]),
+            outputs=[list(run.output) for run in counted],
             seconds=max(spent - read_s, 1e-9),
-            decoded=sum(map(len, outputs)),
+            decoded=sum(len(run.output) for run in runs),
             prefill_s=read_s,
             drafts=total.num_drafts,
             drafted=total.num_draft_tokens,
@@ -189,7 +189,7 @@ class OwnArm(Arm):
             **recorder.spent(),
             rounds=[[r.nodes, r.depth, round(r.draft_s, 9)] for r in recorder.rounds],
             trace=recorder.trace(self.shared.tokenizer) if tracing else None,
-            seeds=list(unit.seeds) if setting[0] > 0 and self.coupled else None,
+            seeds=list(unit.seeds[: unit.num_counted]) if setting[0] > 0 and self.coupled else None,
         )
 
     def _serve(self, unit: Unit, temperature: float) -> tuple[list[Running], float, float]:
@@ -202,9 +202,10 @@ class OwnArm(Arm):
                 temperature=temperature,
                 seed=seed,
                 ignore_eos=shared.ignore_eos,
+                cache_salt=salt,
                 **shared.filters,
             )
-            for ids, seed in zip(unit.ids, unit.seeds, strict=True)
+            for ids, seed, salt in zip(unit.ids, unit.seeds, unit.salts, strict=True)
         ]
         read_before, watch = self.llm.engine.read_s, Stopwatch()
         finished = self.llm.calls.finish(requests)

@@ -104,7 +104,7 @@ def _cell(bench: Bench, arm: str, setting: Condition, category: str | None) -> d
 def _prefill(bench: Bench, arm: str, setting: Condition) -> dict[str, Any]:
     """Mean prefill seconds per prompt; in other engines they include the first token."""
     results = _of(bench, arm, setting)
-    mean = sum(r.prefill_s for r in results) / sum(len(r.prompts) for r in results)
+    mean = sum(r.prefill_s for r in results) / sum(r.batch for r in results)
     return {"arm": arm, "temperature": setting[0], "batch": setting[1], "prefill_s": mean}
 
 

@@ -45,7 +45,7 @@ class TransformersArm(ForeignArm):
         model = shared.target.model
         if not hasattr(model, "generate"):
             raise ValueError(f"this arm needs a Transformers target, not {type(shared.target).__name__}")
-        self.network: Any = _twin(model)
+        self.network: Any = _neutral(_twin(model))
 
     def options(self) -> dict[str, Any]:
         """Extra keyword arguments of ``generate`` in this mode."""
@@ -68,13 +68,17 @@ class TransformersArm(ForeignArm):
         return run_of(out[0, ids.shape[1] :].tolist(), clock)
 
     def _config(self, max_new_tokens: int, temperature: float) -> Any:
-        config = copy.deepcopy(self.network.generation_config)
-        config.max_new_tokens, config.max_length = max_new_tokens, None
-        # -1 never occurs; ``None`` would be replaced by the model's default.
-        config.eos_token_id = -1 if self.shared.ignore_eos else sorted(self.shared.target.eos_token_ids) or -1
-        config.do_sample = temperature > 0
-        config.temperature, config.top_k, config.top_p = (temperature or 1.0), 0, 1.0
-        return config
+        from transformers import GenerationConfig
+
+        return GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            # -1 never occurs; ``None`` would be replaced by the model's default.
+            eos_token_id=-1 if self.shared.ignore_eos else sorted(self.shared.target.eos_token_ids) or -1,
+            do_sample=temperature > 0,
+            temperature=temperature or 1.0,
+            top_k=0,
+            top_p=1.0,
+        )
 
 
 class TransformersPromptLookupArm(TransformersArm):
@@ -112,7 +116,7 @@ class AssistedArm(TransformersArm):
         schedules = ("constant", "heuristic", "heuristic_transient")
         if schedule not in schedules:
             raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(schedules)}")
-        self.assistant = load_draft(draft, shared, dtype)
+        self.assistant = _neutral(load_draft(draft, shared, dtype))
         settings = self.assistant.generation_config
         settings.num_assistant_tokens_schedule = schedule
         if k is not None:
@@ -133,6 +137,23 @@ def load_draft(path: str, shared: ArmSetup, dtype: str = "float32") -> Any:
     device = shared.target.device if shared.device is None else shared.device
     loaded: Any = load_model(source, role="draft", dtype=dtype, device=device)
     return unpacked(loaded.model)
+
+
+KEPT = (
+    *("bos_token_id", "pad_token_id", "decoder_start_token_id", "cache_implementation", "cache_config"),
+    *("num_assistant_tokens", "assistant_confidence_threshold"),
+)
+"""Fields of a checkpoint's generation config that change no distribution."""
+
+
+def _neutral(model: Any) -> Any:
+    """The network without its checkpoint's penalties and bans, which the other arms do not apply: ``generate`` takes
+    from the model's config what a request leaves open.  The weights are shared."""
+    from transformers import GenerationConfig
+
+    view = copy.copy(model)
+    view.generation_config = GenerationConfig(**{name: getattr(model.generation_config, name) for name in KEPT})
+    return view
 
 
 _TWINS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

@@ -40,12 +40,12 @@ class BarChart:
 
     @property
     def x_end(self) -> float:
-        """End of the axis: past every bar and the line, and whiskers of up to twice that.
+        """End of the axis: past ``end``, every bar and the line, and whiskers of up to twice the bars.
 
         Intervals from two prompts are so wide that bars would have no room.
         """
-        reach = max(self.end, self.line or 0.0, *(bar.value for bar in self.bars))
-        return max(reach, min(2 * reach, max((bar.high or 0.0 for bar in self.bars), default=0.0)))
+        reach = max([self.line or 0.0, *(bar.value for bar in self.bars)])
+        return max(self.end, reach, min(2 * reach, max((bar.high or 0.0 for bar in self.bars), default=0.0)))
 
     def whisker(self, bar: Bar) -> tuple[float, float, list[float]] | None:
         """Start and stop of a bar's drawn interval, and its visible ends; an end beyond the axis is left open."""

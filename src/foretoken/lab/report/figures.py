@@ -138,9 +138,15 @@ def positions(run: Run) -> LineChart | None:
 
 def _positions_of(run: Run) -> str:
     """Name of the setting of the acceptance; runs of earlier versions combine all settings."""
+    where = _measured_at(run)
+    return "all settings together" if where is None else setting_name(where)
+
+
+def _measured_at(run: Run) -> Condition | None:
+    """The setting of the run's acceptance and costs, if it is recorded."""
     where = run.part("positions_at")
     temperature, batch = number(where.get("temperature")), number(where.get("batch"))
-    return "all settings together" if temperature is None or batch is None else setting_name((temperature, int(batch)))
+    return None if temperature is None or batch is None else (temperature, int(batch))
 
 
 def round_ms(run: Run, arm: str) -> dict[str, float] | None:
@@ -254,56 +260,60 @@ def predictions(run: Run) -> LineChart | None:
 
 
 def node_costs(run: Run) -> LineChart | None:
-    """Chart of v(n), the relative cost of scoring n tokens, with the tree sizes in use marked."""
+    """Chart of v(n), the relative cost of scoring n tokens of every request, with the tree sizes in use marked."""
     try:
         costs = RoundCosts.from_dict(run.part("costs"))
     except ValueError:  # no costs in this run
         return None
     if len(costs.target.seconds) < 2:
         return None
+    where = _measured_at(run)
+    batch = 1 if where is None else max(1, where[1])
     counts = sorted(costs.target.seconds)
-    curve = [(float(n), costs.target.relative(n)) for n in counts]
+    curve = [(n / batch, costs.target.relative(n)) for n in counts]
+    most = counts[-1] / batch
     used = [
-        Series(f"{arm}: {nodes:.3g} nodes", [(nodes, _relative(costs, nodes))], colour_of(run, arm), False)
+        Series(f"{arm}: {nodes:.3g} nodes", [(nodes, _relative(costs, nodes * batch))], colour_of(run, arm), False)
         for arm, nodes in nodes_used(run).items()
-        if 1 <= nodes <= counts[-1]
+        if 1 <= nodes <= most
     ]
-    top = min(counts[-1], max(2.0, 1.25 * max(v for _, v in curve)))
+    top = min(most, max(2.0, 1.25 * max(v for _, v in curve)))
     steps: list[Point] = [(1 + (top - 1) * i / 20, 1 + (top - 1) * i / 20) for i in range(21)]
-    guides = [Guide("free: every call costs the same", [(1.0, 1.0), (float(counts[-1]), 1.0)]), Guide("linear", steps)]
-    best = best_size(costs)
+    guides = [Guide("free: every call costs the same", [(1.0, 1.0), (most, 1.0)]), Guide("linear", steps)]
+    best = best_size(costs, batch)
     marks = [] if best is None else [(float(best[1]), f"best by the cost model: {best[1]} nodes, {best[0]}", NEUTRAL)]
+    each = "" if batch == 1 else " of each request"
     return LineChart(
         "Cost of a target call",
-        "tokens scored in one call",
-        "v(n), in calls with one token",
+        f"tokens{each} scored in one call" + (f", batch {batch}" if each else ""),
+        f"v(n), in calls with one token{each}",
         [Series("measured v(n)", curve), *used],
         guides,
         marks,
         log_x=True,
-        x_ticks=[float(n) for n in counts if n & (n - 1) == 0],
+        x_ticks=[x for x, _ in curve if x.is_integer() and int(x) & (int(x) - 1) == 0],
     )
 
 
 def _relative(costs: RoundCosts, nodes: float) -> float:
-    """v(n) of a mean number of nodes."""
+    """v(n) of a mean number of nodes of the batch."""
     below = int(nodes)
     low, high = costs.target.relative(below), costs.target.relative(below + 1)
     return low + (nodes - below) * (high - low)
 
 
 def nodes_used(run: Run) -> dict[str, float]:
-    """Mean nodes per round (including the root) of every traced arm."""
+    """Mean nodes per round (including the root) of a request of every traced arm."""
     sizes: dict[str, list[int]] = {}
     for trace in run.traces:
         sizes.setdefault(str(trace.get("arm")), []).extend(len(r["tokens"]) for r in trace["rounds"] if r.get("tokens"))
     return {arm: fmean(counts) for arm, counts in sizes.items() if counts and arm in run.rivals}
 
 
-def best_size(costs: RoundCosts) -> tuple[str, int] | None:
-    """Drafter and nodes per round with the greatest predicted speed-up, if above plain decoding."""
+def best_size(costs: RoundCosts, batch: int = 1) -> tuple[str, int] | None:
+    """Drafter and nodes per request and round with the greatest predicted speed-up, if above plain decoding."""
     choices = [
-        (costs.speedup(spec, depth), spec, 1 + round(cost.nodes_per_depth * depth * cost.proposes))
+        (costs.speedup(spec, depth, batch), spec, 1 + round(cost.nodes_per_depth * depth * cost.proposes))
         for spec, cost in costs.drafters.items()
         for depth in range(1, len(cost.survival) + 1)
     ]

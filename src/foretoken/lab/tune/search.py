@@ -74,6 +74,7 @@ class Search:
         self.job, self._tell, self._on_row = job, tell, on_row
         self.scouted: dict[str, Scouted] = {}
         self.finals: dict[Way, Standing] = {}
+        self._last: list[Way] = []  # the arms of the last rung
         self.skipped: dict[str, str] = {}
         self._out_of_time: set[str] = set()
         self.interrupted = False
@@ -238,6 +239,7 @@ class Search:
                 if self.job.clock() >= until or not racing:
                     break
                 *laps, plain = self._heat([arms[way] for way in racing], index, prompt, until)
+                self._last = racing
                 for way, rounds in zip(racing, laps, strict=True):
                     self.finals.setdefault(way, Standing()).add(rounds, plain)
             measured = [way for way in racing if way in self.finals and self.finals[way].is_known]
@@ -298,14 +300,16 @@ class Search:
         rows = [row for row in rows if self.finals[row.way].is_possible]
         compared = {row.way.drafter for row in rows}
         brief = [self._scouted_row(tried) for tried in self.scouted.values() if tried.spec not in compared]
-        rows.sort(key=lambda row: -row.speedup)
+        # Figures of arms that left rest on fewer prompts, perhaps on easier ones
+        last = [row for row in rows if row.way in self._last]
+        rows.sort(key=lambda row: (row not in last, -row.speedup))
         brief.sort(key=lambda row: -row.speedup)
         now_s = self.job.clock()
         return Outcome(
             self.job,
             self.costs,
             [*rows, *brief],
-            _chosen(rows or brief),
+            _chosen(last or rows or brief),
             self.skipped,
             tokens_per_s(self._plain_rounds),
             len(self._decoded),

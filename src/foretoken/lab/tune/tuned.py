@@ -93,8 +93,8 @@ class Outcome:
 
     Attributes:
         costs: of the target and the measured drafters.
-        rows: measured arms: finalists by speed, then those tried briefly.
-        chosen: the fastest arm, ``None`` for plain decoding.
+        rows: measured arms: those of the last rung by speed, those that left the race, then those tried briefly.
+        chosen: the fastest arm of the last rung, ``None`` for plain decoding.
         skipped: drafters that were not measured, with reasons.
         prompts: number of decoded prompts.
         spent_s: total seconds, of which ``before_s`` passed before the search.
