@@ -257,6 +257,16 @@ def test_parts_of_a_composed_drafter_are_told(draft: str, tmp_path: Path) -> Non
     assert drafter_checksums("ngram,n=3,k=8", "elsewhere") == {}
 
 
+def test_members_of_one_kind_keep_their_own_checksums(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "store.bin").write_bytes(name.encode())
+    a, b = (f"retrieval:{tmp_path / name}" for name in ("a/store.bin", "b/store.bin"))
+    both = drafter_checksums(f"router,drafters=({a}|{b})", "elsewhere")
+    assert list(both) == ["retrieval/store.bin", "retrieval-2/store.bin"] and len(set(both.values())) == 2
+    assert drafter_checksums(f"router,drafters=({a}|{a})", "elsewhere") == drafter_checksums(a, "elsewhere")
+
+
 def test_built_in_weights_are_told_where_the_target_is_built_in() -> None:
     assert "medusa/model.safetensors" in drafter_checksums("medusa", "builtin")
     assert drafter_checksums("medusa", "elsewhere") == {}

@@ -50,6 +50,15 @@ def test_a_network_passes_with_filters_and_penalties() -> None:
     assert {c.mode for c in report.checks if c.drafter != "none"} == set(MODES) - {"stop"}  # it has no end-of-text id
 
 
+def test_bans_of_the_checkpoint_do_not_change_the_text_compared_with() -> None:
+    """``generate`` takes from the checkpoint's configuration what a request leaves open."""
+    target, draft = llamas(vocab=6)
+    target.model.generation_config.no_repeat_ngram_size = 1
+    settings = Settings(max_new_tokens=6, samples=8, false_alarm=SURE, modes=["greedy", "transformers"])
+    assert run_parity(target, None, [ModelDrafter(draft, k=3)], PROMPTS, settings).passed
+    assert target.model.generation_config.no_repeat_ngram_size == 1
+
+
 def test_modes_are_chosen() -> None:
     assert set(differences(parity(ModelDrafter(models()[1], k=3), modes=["seed", "greedy"]))) == {"greedy", "seed"}
 

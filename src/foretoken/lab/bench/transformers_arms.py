@@ -45,7 +45,7 @@ class TransformersArm(ForeignArm):
         model = shared.target.model
         if not hasattr(model, "generate"):
             raise ValueError(f"this arm needs a Transformers target, not {type(shared.target).__name__}")
-        self.network: Any = _neutral(_twin(model))
+        self.network: Any = neutral(_twin(model))
 
     def options(self) -> dict[str, Any]:
         """Extra keyword arguments of ``generate`` in this mode."""
@@ -116,7 +116,7 @@ class AssistedArm(TransformersArm):
         schedules = ("constant", "heuristic", "heuristic_transient")
         if schedule not in schedules:
             raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(schedules)}")
-        self.assistant = _neutral(load_draft(draft, shared, dtype))
+        self.assistant = neutral(load_draft(draft, shared, dtype))
         settings = self.assistant.generation_config
         settings.num_assistant_tokens_schedule = schedule
         if k is not None:
@@ -146,7 +146,7 @@ KEPT = (
 """Fields of a checkpoint's generation config that change no distribution."""
 
 
-def _neutral(model: Any) -> Any:
+def neutral(model: Any) -> Any:
     """The network without its checkpoint's penalties and bans, which the other arms do not apply: ``generate`` takes
     from the model's config what a request leaves open.  The weights are shared."""
     from transformers import GenerationConfig

@@ -12,6 +12,7 @@ import torch
 
 from foretoken.core.noise import SEEDS, Noise
 from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.lab.bench.transformers_arms import neutral
 from foretoken.lab.parity.difference import first_difference, next_logits
 from foretoken.lab.parity.report import Check, Settings
 from foretoken.llm import Llm, Output
@@ -118,7 +119,8 @@ def transformers_output(target: LanguageModel, prompt: list[int], settings: Sett
     from transformers import GenerationConfig
 
     eos = sorted(target.eos_token_ids)
-    # A fresh configuration: the checkpoint's own may enable sampling or penalties.
+    # A fresh configuration and a neutral view: the checkpoint's own may have sampling, penalties or bans, and generate
+    # takes from it what a configuration leaves open.
     config = GenerationConfig(
         max_new_tokens=settings.max_new_tokens,
         do_sample=False,
@@ -130,7 +132,7 @@ def transformers_output(target: LanguageModel, prompt: list[int], settings: Sett
     )
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        out = neutral(model).generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     begin = len(target.answer_start) or len(prompt)  # a decoder's output excludes the encoder's input
     return list(out[0, begin:].tolist())
 

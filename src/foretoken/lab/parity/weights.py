@@ -38,7 +38,12 @@ def drafter_checksums(spec: str, target: str) -> Checksums:
     source = _shipped_model(target)
     checksums: Checksums = {}
     for name, path in _specs_in(spec, source):
-        checksums |= {f"{name}/{file}": digest for file, digest in _own_checksums(name, path, source).items()}
+        own = _own_checksums(name, path, source)
+        folder, number = name, 1
+        while any(checksums.get(f"{folder}/{file}", digest) != digest for file, digest in own.items()):
+            number += 1  # other files of the same drafter, as in router,drafters=(model:A|model:B)
+            folder = f"{name}-{number}"
+        checksums |= {f"{folder}/{file}": digest for file, digest in own.items()}
     return checksums
 
 
