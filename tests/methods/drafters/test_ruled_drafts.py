@@ -14,17 +14,27 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Rng, TokenTree
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.engine.request import Request
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.bpd import BpdDrafter
 from foretoken.methods.drafters.dflash import DflashDrafter
 from foretoken.methods.drafters.dflash2 import Dflash2Drafter
 from foretoken.methods.drafters.drawing import is_ranked, raced_ahead
+from foretoken.methods.drafters.early_exit import EarlyExitDrafter
 from foretoken.methods.drafters.medusa import MedusaDrafter
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.nets.bpd import BpdConfig, BpdHeads
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.methods.drafters.swift import SwiftDrafter
 from foretoken.models.forward.parts import TargetParts
+from toys import engine, llamas
 
 CLASSES = 4
+ON_THE_DRAFT_MODEL = {
+    "model": lambda target, draft: ModelDrafter(draft, tree="3x2"),
+    "early_exit": lambda target, draft: EarlyExitDrafter(target, layer=1, tree="3x2"),
+    "swift": lambda target, draft: SwiftDrafter(target, k=3, threshold=0.0, nodes=12, keep=0),
+}
 
 
 def by_place(ids: Tensor, scores: Tensor) -> Tensor:
@@ -76,6 +86,38 @@ def test_feature_trees_of_a_greedy_request_follow_its_rules(family: Any) -> None
     drafter = new_drafter(family, model, nodes=8, depth=3, width=2)
     tree = drafter.propose(begun(drafter, model, RULED), Budget(3, 8))
     assert len(tree) == 9 and follows_rule(tree, len(PROMPT))
+
+
+@pytest.mark.parametrize("name", ON_THE_DRAFT_MODEL)
+def test_siblings_of_a_greedy_request_follow_its_rules(name: str) -> None:
+    """They once were the likeliest tokens whatever the rules say, of which none is ever accepted."""
+    model, draft = llamas()
+    drafter: Drafter = ON_THE_DRAFT_MODEL[name](model, draft)
+    tree, length = next_draft(model, drafter, Budget(3, 12))
+    assert len(tree) > 7 and len(tree.children[0]) > 2 and follows_rule(tree, length)
+
+
+@pytest.mark.parametrize("name", ON_THE_DRAFT_MODEL)
+def test_a_stop_rule_judges_a_draft_among_the_allowed_tokens(name: str) -> None:
+    model, draft = llamas()
+    seen: list[Tensor | None] = []
+
+    def never(distribution: Tensor | None, probability: float) -> bool:
+        seen.append(distribution)
+        return False
+
+    next_draft(model, ON_THE_DRAFT_MODEL[name](model, draft), Budget(2, 9, stop=never))
+    allowed = [{t % CLASSES for t in torch.nonzero(row)[:, 0].tolist()} for row in seen if row is not None]
+    assert allowed and all(len(classes) == 1 for classes in allowed)
+
+
+def next_draft(model: Any, drafter: Drafter, budget: Budget) -> tuple[TokenTree, int]:
+    """The draft of a greedy request with a rule, and the number of its tokens."""
+    speculative = engine(model, drafter)
+    speculative.add(Request(PROMPT, RULED, 60, ignore_eos=True))
+    speculative.step()
+    (run,) = speculative.requests.running
+    return drafter.propose(run.context, budget), len(run.context.tokens)
 
 
 def test_lattices_of_a_greedy_request_follow_its_rules() -> None:

@@ -77,9 +77,9 @@ def distribution_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int]) -> 
 
 
 def probabilities_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int], length: int) -> Tensor | None:
-    """Distribution [V] of the token after ``length`` tokens, by draft logits [V]: with noise by its race, else by the
-    request's sampler; ``None`` if the request allows no token."""
-    if sampler.noise is None:
+    """Distribution [V] of the token after ``length`` tokens, by draft logits [V]: with noise by its race, for a greedy
+    request with rules among the allowed tokens, else by its sampler; ``None`` if the request allows no token."""
+    if not is_ranked(sampler):
         return distribution_of(sampler, logits, prefix)
     ranking = ranked(sampler, logits[None], [length], [prefix])[0]
     return torch.softmax(ranking, -1) if bool(ranking.max() > -torch.inf) else None

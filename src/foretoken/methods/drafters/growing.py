@@ -23,7 +23,8 @@ class Growing(DrawnTree):
         most: the drafter's maximum number of nodes.
         sequence: the model's, whose scratch holds the nodes that it has read.
         draws: whether tokens are drawn, with their distributions recorded; otherwise the best ones are taken.
-        races: whether the best tokens are the winners of the race on the request's noise.
+        races: whether the best tokens are chosen as :func:`is_ranked <foretoken.methods.drafters.drawing.is_ranked>`
+            says: by the race on the request's noise, or by its rules.
         tokens: the committed tokens in the model's ids.
         candidates: candidates of a tree that grows by confidence; ``tokens`` and ``parents`` are theirs.
         sharing: requests whose nodes are scored by the same call, as far as the tree may depend on that.

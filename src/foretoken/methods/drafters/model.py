@@ -19,7 +19,14 @@ from foretoken.core import Budget, Context, Kind, TokenTree, check_least, is_lar
 from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.methods.drafters.chains import following, grow_chains
-from foretoken.methods.drafters.drawing import best, distribution_of, draw_iid, draw_without_replacement, ranked
+from foretoken.methods.drafters.drawing import (
+    best,
+    distribution_of,
+    draw_iid,
+    draw_without_replacement,
+    is_ranked,
+    ranked,
+)
 from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, beliefs, best_of, is_dynamic
 from foretoken.methods.drafters.growing import Growing, check_growth, cut_back, ends_path, follow, readable, widened
 from foretoken.methods.drafters.levels import choose_together
@@ -255,7 +262,7 @@ class ModelDrafter(BatchDrafter):
 
     def _begin(self, context: Context, budget: Budget, tokens: Sequence[int]) -> Growing:
         sampler, likeliest = context.sampler, self.draw == "greedy"
-        draws, races = not (sampler.fixed or likeliest), sampler.noise is not None and not likeliest
+        draws, races = not (sampler.fixed or likeliest), is_ranked(sampler, likeliest)
         confident = self.dynamic is not None and not draws
         return Growing(
             context,
@@ -337,11 +344,11 @@ class ModelDrafter(BatchDrafter):
         return distribution, draw_without_replacement(distribution, width, tree.context)
 
     def _stops_after(self, tree: Growing, token: int, distribution: Tensor | None, logits: Tensor) -> bool:
-        """Whether a stop rule ends the path after a token, by the distribution [V] that it was drawn from, or by the
-        untempered softmax for greedy drafts."""
+        """Whether a stop rule ends the path after a token, by the distribution [V] that it was chosen from, or by the
+        untempered softmax for greedy drafts without rules."""
         if distribution is None or not tree.budget.asks_for_confidence:
             return False
-        probabilities = torch.softmax(logits.float(), -1) if tree.sampler.greedy else distribution
+        probabilities = torch.softmax(logits.float(), -1) if tree.sampler.greedy and not tree.races else distribution
         return tree.budget.stops_after(probabilities, float(probabilities[token]))
 
     def _finished(self, tree: Growing) -> TokenTree:
