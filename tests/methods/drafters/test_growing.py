@@ -23,7 +23,7 @@ def growing(budget: Budget | None = None, *, candidates: Candidates | None = Non
     sequence: Any = SimpleNamespace(scratch_tokens=[6])
     context = Context(0, list(TEXT), len(TEXT), Sampler(SamplingParams(**params)), Rng(0))
     limit = Budget(4, 16) if budget is None else budget
-    return Growing(context, Levels((2, 1)), limit, 16, sequence, draws=False, races=False, candidates=candidates)
+    return Growing(context, Levels((2, 1)), limit, 16, sequence, draws=False, candidates=candidates)
 
 
 def test_nodes_have_their_places_paths_and_distributions() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from foretoken.core import Budget, Context
+from foretoken.core.sampling import Sampler
 from foretoken.methods.drafters.drawn_tree import DrawnTree
 from foretoken.methods.trees.base import Candidates
 from foretoken.methods.trees.counts import StaticTree
@@ -23,13 +24,13 @@ class Growing(DrawnTree):
         most: the drafter's maximum number of nodes.
         sequence: the model's, whose scratch holds the nodes that it has read.
         draws: whether tokens are drawn, with their distributions recorded; otherwise the best ones are taken.
-        races: whether the best tokens are chosen as :func:`is_ranked <foretoken.methods.drafters.drawing.is_ranked>`
-            says: by the race on the request's noise, or by its rules.
+        ranker: the sampler by which the best tokens are chosen (:func:`foretoken.methods.drafters.drawing.ranker`).
         tokens: the committed tokens in the model's ids.
         candidates: candidates of a tree that grows by confidence; ``tokens`` and ``parents`` are theirs.
         sharing: requests whose nodes are scored by the same call, as far as the tree may depend on that.
 
     Attributes:
+        races: whether there is such a sampler: candidates win the race on the request's noise, or follow its rules.
         frontier: nodes whose children come next.
         states: features that the model reads with them, if any.
         scratch_of: a node's index in the sequence's scratch.
@@ -48,13 +49,14 @@ class Growing(DrawnTree):
         sequence: SequenceState,
         *,
         draws: bool,
-        races: bool,
+        ranker: Sampler | None = None,
         tokens: Sequence[int] = (),
         candidates: Candidates | None = None,
         sharing: int = 1,
     ) -> None:
         super().__init__(context, shape, budget, most)
-        self.sequence, self.draws, self.races, self.committed = sequence, draws, races, tokens
+        self.sequence, self.draws, self.committed = sequence, draws, tokens
+        self.ranker, self.races = ranker, ranker is not None
         self.candidates, self.sharing = candidates, sharing
         if candidates is not None:  # the same lists: both grow together
             self.tokens, self.parents = candidates.tokens, candidates.parents

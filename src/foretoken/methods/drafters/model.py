@@ -24,8 +24,8 @@ from foretoken.methods.drafters.drawing import (
     distribution_of,
     draw_iid,
     draw_without_replacement,
-    is_ranked,
     ranked,
+    ranker,
 )
 from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, beliefs, best_of, is_dynamic
 from foretoken.methods.drafters.growing import Growing, check_growth, cut_back, ends_path, follow, readable, widened
@@ -262,7 +262,7 @@ class ModelDrafter(BatchDrafter):
 
     def _begin(self, context: Context, budget: Budget, tokens: Sequence[int]) -> Growing:
         sampler, likeliest = context.sampler, self.draw == "greedy"
-        draws, races = not (sampler.fixed or likeliest), is_ranked(sampler, likeliest)
+        draws = not (sampler.fixed or likeliest)
         confident = self.dynamic is not None and not draws
         return Growing(
             context,
@@ -271,7 +271,7 @@ class ModelDrafter(BatchDrafter):
             self.max_nodes if confident else budget.max_nodes,
             context.state[self],
             draws=draws,
-            races=races,
+            ranker=ranker(sampler, likeliest),
             tokens=tokens,
             candidates=Candidates([context.root]) if confident else None,
         )
@@ -329,8 +329,8 @@ class ModelDrafter(BatchDrafter):
         if not tree.draws and not tree.races and width == 1 and sampler.context_free and not confident:
             return None, [int(logits.argmax())]
         prefix = tree.prefix(parent)
-        if tree.races:
-            ranking = ranked(sampler, logits[None], [tree.length(parent)], [prefix])[0]
+        if tree.ranker is not None:
+            ranking = ranked(tree.ranker, logits[None], [tree.length(parent)], [prefix])[0]
             return torch.softmax(ranking, -1) if confident else None, best(ranking, width)
         distribution = distribution_of(sampler, logits, prefix)
         if distribution is None:

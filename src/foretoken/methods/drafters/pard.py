@@ -178,7 +178,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
 
     def _guess(self, context: Context, logits: Tensor) -> Predictions:
         cut = self.ids.cut(logits)
-        return Predictions(context, cut, self.ids, self._races(context))
+        return Predictions(context, cut, self.ids, self._ranker(context))
 
 
 def mask_token(model: LanguageModel) -> int | None:
