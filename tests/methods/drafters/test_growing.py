@@ -9,9 +9,11 @@ import torch
 
 from foretoken.core import Budget, Context, Kind, Rng
 from foretoken.core.costs import TargetCost
+from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.methods.drafters.dynamic import DynamicTree
+from foretoken.methods.drafters.dynamic import DynamicTree, beliefs
 from foretoken.methods.drafters.growing import Growing
+from foretoken.methods.drafters.levels import choose_together
 from foretoken.methods.trees.base import Candidates
 from foretoken.methods.trees.counts import Levels
 from foretoken.methods.trees.eagle2 import Eagle2
@@ -86,3 +88,20 @@ def test_impossible_tokens_are_no_candidates() -> None:
     assert tree.candidates is not None
     DynamicTree(Eagle2(), None, 2).grow(tree, tree.candidates, [[7, 8]], [[0.0, -float("inf")]], None, 4)
     assert tree.tokens == [6, 7]
+
+
+def test_a_device_level_races_only_where_a_ranker_does() -> None:
+    """With ``draw=greedy`` a request with noise gets the likeliest tokens, and once got the winners of the race."""
+    logits, sampler = torch.linspace(0, 1, 12)[None], Sampler(SamplingParams(temperature=1.0), len(TEXT), Noise(3))
+    sequence: Any = SimpleNamespace(scratch_tokens=[6])
+    context, best = Context(0, list(TEXT), len(TEXT), sampler, Rng(0)), []
+    for ranker in (None, sampler):
+        tree = Growing(
+            context, Levels((2, 1)), Budget(4, 16), 16, sequence,
+            draws=False, ranker=ranker, candidates=Candidates([TEXT[-1]]),
+        )  # fmt: skip
+        choose_together([tree], [logits], lambda tree, node: 4, False)
+        assert tree.ranked is not None
+        assert torch.allclose(beliefs(tree, logits), tree.ranked[0].to(beliefs(tree, logits)))
+        best.append(tree.ranked[1][0])
+    assert best[0] == [11, 10, 9, 8] != best[1]
