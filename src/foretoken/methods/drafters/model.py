@@ -118,6 +118,9 @@ class ModelDrafter(BatchDrafter):
         self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=shape.branches, sorts=frozenset())
         if isinstance(shape, Ranks):
             self.max_nodes = len(shape.choices)
+        elif isinstance(shape, Levels):
+            # Not below the usual limit, because an ensemble divides the sum of its members' limits.
+            self.max_nodes = max(type(self).max_nodes, shape.size)
 
     def reshaped(self, choices: Sequence[Choice]) -> Self:
         """A copy of this drafter that fills another tree, with distinct siblings if it branches.
