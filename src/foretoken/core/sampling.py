@@ -142,6 +142,11 @@ class Sampler:
             return self
         return Sampler(replace(self.params, processors=()), self.prompt_length, self.noise, self.skipped)
 
+    @cached_property
+    def noiseless(self) -> Sampler:
+        """The same without noise; itself if it has none."""
+        return self if self.noise is None else Sampler(self.params, self.prompt_length, skipped=self.skipped)
+
     @property
     def recipe(self) -> Hashable:
         """Samplers with equal recipes make equal distributions from equal logits; ``None`` if the prefix or single

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from foretoken.core import Budget, Context, Kind, Rng
 from foretoken.core.costs import TargetCost
+from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.methods.drafters.dynamic import DynamicTree
-from foretoken.methods.drafters.growing import Growing
+from foretoken.methods.drafters.cascade import CascadeDrafter
+from foretoken.methods.drafters.dynamic import DynamicTree, beliefs
+from foretoken.methods.drafters.growing import Growing, readable, readable_text
+from foretoken.methods.drafters.levels import choose_together
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.pard import PardDrafter
 from foretoken.methods.trees.base import Candidates
 from foretoken.methods.trees.counts import Levels
 from foretoken.methods.trees.eagle2 import Eagle2
+from foretoken.methods.verifiers.compatibility import inner_rule
+from toys import tables
 
 TEXT = [4, 5, 6]
 
@@ -23,7 +33,7 @@ def growing(budget: Budget | None = None, *, candidates: Candidates | None = Non
     sequence: Any = SimpleNamespace(scratch_tokens=[6])
     context = Context(0, list(TEXT), len(TEXT), Sampler(SamplingParams(**params)), Rng(0))
     limit = Budget(4, 16) if budget is None else budget
-    return Growing(context, Levels((2, 1)), limit, 16, sequence, draws=False, races=False, candidates=candidates)
+    return Growing(context, Levels((2, 1)), limit, 16, sequence, draws=False, candidates=candidates)
 
 
 def test_nodes_have_their_places_paths_and_distributions() -> None:
@@ -86,3 +96,70 @@ def test_impossible_tokens_are_no_candidates() -> None:
     assert tree.candidates is not None
     DynamicTree(Eagle2(), None, 2).grow(tree, tree.candidates, [[7, 8]], [[0.0, -float("inf")]], None, 4)
     assert tree.tokens == [6, 7]
+
+
+def test_a_device_level_races_only_where_a_ranker_does() -> None:
+    """With ``draw=greedy`` a request with noise gets the likeliest tokens, and once got the winners of the race."""
+    logits, sampler = torch.linspace(0, 1, 12)[None], Sampler(SamplingParams(temperature=1.0), len(TEXT), Noise(3))
+    sequence: Any = SimpleNamespace(scratch_tokens=[6])
+    context, best = Context(0, list(TEXT), len(TEXT), sampler, Rng(0)), []
+    for ranker in (None, sampler):
+        tree = Growing(
+            context, Levels((2, 1)), Budget(4, 16), 16, sequence,
+            draws=False, ranker=ranker, candidates=Candidates([TEXT[-1]]),
+        )  # fmt: skip
+        choose_together([tree], [logits], lambda tree, node: 4, False)
+        assert tree.ranked is not None
+        assert torch.allclose(beliefs(tree, logits), tree.ranked[0].to(beliefs(tree, logits)))
+        best.append(tree.ranked[1][0])
+    assert best[0] == [11, 10, 9, 8] != best[1]
+
+
+# -- ids that only the target has --------------------------------------------------------------------------------------
+
+
+class Watched(list[int]):
+    """Counts the tokens that are read."""
+
+    count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.count += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = super().__getitem__(index)
+        self.count += len(chosen) if isinstance(index, slice) else 1
+        return chosen
+
+
+def test_a_text_for_a_narrower_model() -> None:
+    text = readable_text([1, 7, 2, 9], 8, 10)
+    assert list(text) == text[:] == [1, 7, 2, 0] == readable([1, 7, 2, 9], 8, 10)
+    assert (len(text), text[-1], text[-2], text[1:]) == (4, 0, 2, [7, 2, 0])
+    same = [1, 9]
+    assert readable_text(same, 10, 10) is same
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        lambda draft, target: ModelDrafter(draft, k=3, target=target),
+        lambda draft, target: CascadeDrafter(draft, NgramDrafter(n=2, k=3), inner_rule, k=4, target=target),
+        lambda draft, target: PardDrafter(draft, k=3, mask=3, target=target),
+    ],
+    ids=["model", "cascade", "pard"],
+)
+def test_a_round_translates_what_is_new(new: Any) -> None:
+    """A draft model with fewer ids than the target once translated the whole text in every round."""
+    drafter = new(tables(vocab=5)[1], tables(vocab=7)[0])
+    text = Watched([0, 1, 2, 6, 4] * 40)
+    context = Context(0, text, len(text), Sampler(SamplingParams()), Rng(0))
+    drafter.start(context)
+    drafter.propose(context, Budget(3, 3))
+    for token in (2, 6, 1):
+        text.append(token)
+        text.count = 0
+        assert drafter.propose(context, Budget(3, 3)).num_drafts
+        assert text.count < 20
+    drafter.finish(context)

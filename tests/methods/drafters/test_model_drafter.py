@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,14 @@ def test_budgets_limit_depth_and_nodes(draw: str, depth: int, nodes: int) -> Non
     full = [0, 3, 3 + 6, 3 + 6 + 12][depth]
     assert len(tree) - 1 == min(full, nodes)
     assert max(tree.depths) <= depth
+
+
+@pytest.mark.parametrize(("options", "size"), [({"tree": "5x5x5"}, 155), ({"k": 100}, 100), ({"tree": "3x2"}, 9)])
+def test_levels_are_not_cut(options: dict[str, Any], size: int) -> None:
+    """Trees given by levels once lost all nodes after the 64th."""
+    drafter = ModelDrafter(tables(vocab=7)[1], draw="greedy", **options)
+    _, tree = propose(drafter, budget=Budget(drafter.max_depth, drafter.max_nodes))
+    assert tree.num_drafts == size and drafter.max_nodes == max(64, size)
 
 
 SHAPE = [(0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,), (2, 0)]

@@ -60,6 +60,17 @@ def test_a_request_that_samples_without_noise_gets_a_drawn_chain() -> None:
     assert all(tree.is_chain for tree in trees) and any(tree.kind is Kind.IID for tree in trees)
 
 
+def test_the_likeliest_tokens_do_not_depend_on_the_seed() -> None:
+    """With ``draw=greedy`` requests with a seed once got the winners of the race all the same."""
+    target, draft = llamas()
+    first = []
+    for params, seed in ((GREEDY, None), (SAMPLED, None), (SEEDED, 0), (SEEDED, 1)):
+        trees = watched(drafter := ModelDrafter(draft, 4, "eagle2", "greedy", target))
+        outputs(engine(target, drafter), [Request(PROMPT, params, 8, seed=seed)])
+        first.append(trees[0])
+    assert first[0].num_drafts > 4 and all(tree == first[0] for tree in first)
+
+
 def test_the_tree_brings_more_tokens_a_round_than_the_chain() -> None:
     target, draft = llamas()
     rounds = {}

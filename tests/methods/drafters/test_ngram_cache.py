@@ -144,6 +144,47 @@ def test_requests_feed_the_dynamic_cache_only_when_sharing() -> None:
         assert drafter.traits.shares_state is share
 
 
+def test_a_text_is_counted_once_and_not_before_its_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    count = NgramCache.count
+
+    def watched(self: NgramCache, tokens: list[int], start: int = 0) -> None:
+        counted.extend([len(tokens) - start] if start < len(tokens) else [])
+        count(self, tokens, start)
+
+    monkeypatch.setattr(NgramCache, "count", watched)
+    drafter, plain = NgramCacheDrafter(k=2), NgramCacheDrafter(k=2)
+    texts = [random.Random(seed).choices(range(4), k=40) for seed in range(3)]
+    for text in texts:
+        request = context(text[:30])
+        drafter.start(request)
+        assert not counted
+        drafter.propose(request, Budget(2))
+        request.tokens += text[30:35]
+        drafter.propose(request, Budget(2))
+        request.tokens += text[35:]
+        drafter.finish(request)
+        assert counted == [30, 5, 5]
+        counted.clear()
+        plain.remember(text)
+        counted.clear()
+    rows, others = drafter.dynamic.new, plain.dynamic.new
+    assert rows == others and drafter.dynamic.size == plain.dynamic.size == 120
+    request = context(texts[0])
+    drafter.start(request)
+    drafter.finish(request)
+    assert counted == [40]
+
+
+def test_counts_of_other_lengths_are_made_anew() -> None:
+    cache, own = NgramCache(range(1, 3)), NgramCache()
+    own.count(GOLDEN)
+    cache.remember(GOLDEN, own)
+    plain = NgramCache(range(1, 3))
+    plain.remember(GOLDEN)
+    assert cache.new == plain.new != own.new
+
+
 def test_old_texts_are_forgotten_and_what_was_loaded_is_not(tmp_path: Path) -> None:
     first = NgramCacheDrafter(k=2)
     for _ in range(4):

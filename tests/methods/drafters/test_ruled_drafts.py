@@ -14,17 +14,27 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Rng, TokenTree
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.engine.request import Request
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.bpd import BpdDrafter
 from foretoken.methods.drafters.dflash import DflashDrafter
 from foretoken.methods.drafters.dflash2 import Dflash2Drafter
-from foretoken.methods.drafters.drawing import is_ranked, raced_ahead
+from foretoken.methods.drafters.drawing import raced_ahead, ranker
+from foretoken.methods.drafters.early_exit import EarlyExitDrafter
 from foretoken.methods.drafters.medusa import MedusaDrafter
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.nets.bpd import BpdConfig, BpdHeads
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.methods.drafters.swift import SwiftDrafter
 from foretoken.models.forward.parts import TargetParts
+from toys import engine, llamas
 
 CLASSES = 4
+ON_THE_DRAFT_MODEL = {
+    "model": lambda target, draft: ModelDrafter(draft, tree="3x2"),
+    "early_exit": lambda target, draft: EarlyExitDrafter(target, layer=1, tree="3x2"),
+    "swift": lambda target, draft: SwiftDrafter(target, k=3, threshold=0.0, nodes=12, keep=0),
+}
 
 
 def by_place(ids: Tensor, scores: Tensor) -> Tensor:
@@ -33,7 +43,7 @@ def by_place(ids: Tensor, scores: Tensor) -> Tensor:
     return scores.masked_fill(tokens % CLASSES != ids.shape[-1] % CLASSES, -torch.inf)
 
 
-RULED = SamplingParams(processors=(by_place,))
+RULED, SAMPLED = (SamplingParams(temperature=t, processors=(by_place,)) for t in (0.0, 0.6))
 
 
 class ByPlace:
@@ -78,11 +88,59 @@ def test_feature_trees_of_a_greedy_request_follow_its_rules(family: Any) -> None
     assert len(tree) == 9 and follows_rule(tree, len(PROMPT))
 
 
+@pytest.mark.parametrize("name", ON_THE_DRAFT_MODEL)
+def test_siblings_of_a_greedy_request_follow_its_rules(name: str) -> None:
+    """They once were the likeliest tokens whatever the rules say, of which none is ever accepted."""
+    model, draft = llamas()
+    drafter: Drafter = ON_THE_DRAFT_MODEL[name](model, draft)
+    tree, length = next_draft(model, drafter, Budget(3, 12))
+    assert len(tree) > 7 and len(tree.children[0]) > 2 and follows_rule(tree, length)
+
+
+@pytest.mark.parametrize("name", ON_THE_DRAFT_MODEL)
+def test_a_stop_rule_judges_a_draft_among_the_allowed_tokens(name: str) -> None:
+    model, draft = llamas()
+    seen: list[Tensor | None] = []
+
+    def never(distribution: Tensor | None, probability: float) -> bool:
+        seen.append(distribution)
+        return False
+
+    next_draft(model, ON_THE_DRAFT_MODEL[name](model, draft), Budget(2, 9, stop=never))
+    allowed = [{t % CLASSES for t in torch.nonzero(row)[:, 0].tolist()} for row in seen if row is not None]
+    assert allowed and all(len(classes) == 1 for classes in allowed)
+
+
+def next_draft(model: Any, drafter: Drafter, budget: Budget) -> tuple[TokenTree, int]:
+    """The draft of a greedy request with a rule, and the number of its tokens."""
+    speculative = engine(model, drafter)
+    speculative.add(Request(PROMPT, RULED, 60, ignore_eos=True))
+    speculative.step()
+    (run,) = speculative.requests.running
+    return drafter.propose(run.context, budget), len(run.context.tokens)
+
+
 def test_lattices_of_a_greedy_request_follow_its_rules() -> None:
     model = target()
     drafter = DflashDrafter.of(random_net(DflashDrafter, model), TargetParts(model), model, nodes=6, width=2)
     tree = drafter.propose(started(drafter, model, PROMPT, RULED), Budget(3, 6))
     assert len(tree) == 7 and follows_rule(tree, len(PROMPT))
+
+
+@pytest.mark.parametrize("noise", [True, False])
+@pytest.mark.parametrize("family", [*FAMILIES, "dflash"])
+def test_the_likeliest_drafts_of_a_request_that_samples_follow_its_rules(family: Any, noise: bool) -> None:
+    """With ``draw=greedy`` its noise has no influence, and its rules do."""
+    model, options = target(), {"nodes": 8, "width": 3, "draw": "greedy"}
+    drafter: Any
+    if family == "dflash":
+        drafter = DflashDrafter.of(random_net(DflashDrafter, model), TargetParts(model), model, **options)
+    else:
+        drafter = new_drafter(family, model, depth=3, **options)
+    trees = [
+        drafter.propose(begun(drafter, model, SAMPLED, n), Budget(3, 8)) for n in (Noise(4) if noise else None, None)
+    ]
+    assert trees[0] == trees[1] and len(trees[0]) == 9 and follows_rule(trees[0], len(PROMPT))
 
 
 def test_pair_drafters_ask_the_rules_of_requests_with_noise_alone() -> None:
@@ -138,6 +196,14 @@ def test_a_bias_counts_everywhere_and_penalties_alone_nowhere() -> None:
     logits[:, 5] = 1.0
     ranking, _ = raced_ahead(logits, [context, context], [0, 2])
     assert ranking[:, 5].tolist() == [-99.0, -99.0]
-    assert is_ranked(banned) and not is_ranked(Sampler(SamplingParams(repetition_penalty=1.3)))
-    assert is_ranked(Sampler(SamplingParams(temperature=1.0), noise=Noise(1)))
-    assert not is_ranked(Sampler(SamplingParams(temperature=1.0), noise=Noise(1)), likeliest=True)
+    assert ranker(banned) is banned and ranker(Sampler(SamplingParams(repetition_penalty=1.3))) is None
+
+
+def test_who_ranks_the_candidates_of_requests_that_sample() -> None:
+    seeded, unseeded = (Sampler(SamplingParams(temperature=1.0), noise=noise) for noise in (Noise(1), None))
+    assert ranker(seeded) is seeded and ranker(unseeded) is None
+    assert ranker(seeded, likeliest=True) is None and ranker(unseeded, likeliest=True) is None
+    ruled = [Sampler(SAMPLED, noise=noise) for noise in (Noise(1), None)]
+    assert ranker(ruled[0]) is ruled[0] and ranker(ruled[1]) is None
+    by_rules = [ranker(sampler, likeliest=True) for sampler in ruled]
+    assert by_rules[1] is ruled[1] and by_rules[0] is not None and by_rules[0].noise is None

@@ -179,6 +179,28 @@ def test_a_running_request_helps_the_others() -> None:
     assert draft(drafter, [9, 4, 5]) == [6]
 
 
+def test_a_prompt_is_read_at_the_first_draft_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others use only outputs, and a request may never be drafted for."""
+    read: list[int] = []
+    append = Automaton.append
+
+    def watched(self: Automaton, last: int, token: int) -> int:
+        read.append(token)
+        return append(self, last, token)
+
+    monkeypatch.setattr(Automaton, "append", watched)
+    drafter = SuffixDrafter()
+    finished(drafter, [1, 2, 3], [4, 5])
+    assert read == [4, 5]
+    request = context([1, 2, 3], 3)
+    drafter.start(request)
+    assert read == [4, 5]
+    drafter.propose(request, Budget(4))
+    request.tokens.append(6)
+    drafter.propose(request, Budget(4))
+    assert read == [4, 5, 1, 2, 3, 6, 6]  # the last one for the request and for the others
+
+
 def test_the_own_text_wins_ties() -> None:
     drafter = SuffixDrafter()
     finished(drafter, [1], [4, 5, 6])

@@ -87,6 +87,18 @@ def drafted_logits(target: HuggingFaceModel, net: UnoNet, tokens: list[int], noi
     return logits
 
 
+def ban_even(ids: Tensor, scores: Tensor) -> Tensor:
+    return scores.masked_fill(torch.arange(scores.shape[-1]) % 2 == 0, -torch.inf)
+
+
+def test_a_sampled_requests_first_token_is_not_certain_under_its_rules() -> None:
+    target = HuggingFaceModel(llama())
+    drafter = drafter_for(target, draw="greedy", nodes=6)
+    context = context_on(target, PROMPTS[0], SamplingParams(temperature=1.0, processors=(ban_even,)))
+    tree = drafter.propose(context, Budget(2, 6))
+    assert len(tree.children[0]) > 1 and all(token % 2 for token in tree.tokens[1:])
+
+
 # -- the gate ----------------------------------------------------------------------------------------------------------
 
 

@@ -50,8 +50,10 @@ def rule_named(name: str) -> Callable[[TokenTree, Scores, Coins], Verdict]:
     return decide
 
 
-def stopped(tables: Tables, budget: Budget, view: View, shape: tuple[int, ...], drops: bool, coins: Coins) -> TokenTree:
-    """A draft of at most three levels; ``drops`` takes the token that ends it away."""
+def stopped(
+    tables: Tables, budget: Budget, view: View, shape: tuple[int, ...], drops: bool, most: int, coins: Coins
+) -> TokenTree:
+    """A draft of at most three levels and ``most`` nodes; ``drops`` takes the token that ends it away."""
     kind = Kind.IID if max(shape) == 1 else Kind.WITHOUT_REPLACEMENT
     tokens, parents, q_rows, distributions = [0], [-1], [-1], []
     level: list[tuple[int, tuple[int, ...]]] = [(0, ())]
@@ -59,7 +61,7 @@ def stopped(tables: Tables, budget: Budget, view: View, shape: tuple[int, ...], 
         following = []
         for node, prefix in level:
             distribution = tables.q(prefix)
-            for token in DRAWS[kind](distribution, width, coins):
+            for token in DRAWS[kind](distribution, min(width, most + 1 - len(tokens)), coins):
                 stops = budget.stops_after(*view(distribution, token))
                 if stops and drops:
                     continue
@@ -80,9 +82,9 @@ def stopped(tables: Tables, budget: Budget, view: View, shape: tuple[int, ...], 
 
 
 def trees_of(
-    tables: Tables, spec: str, view: View, shape: tuple[int, ...] = (1, 1, 1), drops: bool = False
+    tables: Tables, spec: str, view: View, shape: tuple[int, ...] = (1, 1, 1), drops: bool = False, most: int = 64
 ) -> list[tuple[TokenTree, float]]:
-    return list(outcomes(partial(stopped, tables, budget_of(spec), view, shape, drops)))
+    return list(outcomes(partial(stopped, tables, budget_of(spec), view, shape, drops, most)))
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "traversal"])
@@ -102,6 +104,17 @@ def test_trees_that_a_rule_ends_are_exact(spec: str, view: View, verifier: str) 
     tables = Tables(3, seed=14)
     trees = trees_of(tables, spec, view, (2, 1, 1))
     assert len({len(tree) for tree, _ in trees}) > 1, "the rule never had a choice"
+    assert bias(rule_named(verifier), tables, trees, 3) < EXACT
+
+
+@pytest.mark.parametrize("verifier", ["without_replacement", "traversal"])
+@pytest.mark.parametrize("most", [3, 4, 5])
+def test_nodes_that_a_stop_elsewhere_left_room_for_are_exact(most: int, verifier: str) -> None:
+    """With a limit on nodes, a tree by levels has more of them in one subtree where another one stopped."""
+    tables = Tables(3, seed=14)
+    trees = trees_of(tables, RULES["draft_verify"], without_distribution, (2, 2, 1), most=most)
+    full = {tuple(map(len, tree.children[1:3])) for tree, _ in trees if tree.num_drafts == most}
+    assert len(full) > 1, "a stop never left room"
     assert bias(rule_named(verifier), tables, trees, 3) < EXACT
 
 

@@ -142,7 +142,7 @@ class BlockDrafter(OnePassDrafter):
         return [self.predictions(*each, guessing) for each in zip(contexts, blocks, strict=True)]
 
     def predictions(self, context: Context, block: BlockRows, guessing: range) -> Predictions:
-        return Predictions(context, block.logits, self.head, self._races(context), block.best)
+        return Predictions(context, block.logits, self.head, self._ranker(context), block.best)
 
 
 def block_model(net: BlockNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> BlockModel:

@@ -104,7 +104,7 @@ def _behind(tree: Growing, draft: Sequence[Next], row: Tensor) -> Next:
     if tree.draws:
         distribution = distribution_of(tree.sampler, row[0], prefix)
         return (None, None) if distribution is None else (draw_iid(distribution, 1, tree.context)[0], distribution)
-    ranking = ranked(tree.sampler, row, [len(prefix)], [prefix])
+    ranking = ranked(tree.ranker or tree.sampler, row, [len(prefix)], [prefix])
     (token,), _ = argmaxes(ranking)
     return (token if float(ranking[0, token]) > -torch.inf else None), None
 

@@ -50,16 +50,20 @@ def ranked(
     return torch.cat([row.to(wide) for row in rows])
 
 
-def is_ranked(sampler: Sampler, likeliest: bool = False) -> bool:
-    """Whether :func:`ranked` chooses the candidates: for requests with noise by the race, and for greedy requests whose
-    rules exclude tokens among the allowed ones, because no others are ever accepted.
+def ranker(sampler: Sampler, likeliest: bool = False) -> Sampler | None:
+    """The sampler by which :func:`ranked` chooses the candidates; ``None`` where the draft's logits alone do, or where
+    tokens are drawn.
 
-    Penalties alone are no reason: a draft is flatter than the target, so they change far more of its ranks.
+    Requests with noise get the winners of the race.  Greedy requests whose rules exclude tokens get allowed ones,
+    because no others are ever accepted.  Penalties alone are no reason: a draft is flatter than the target, so they
+    change far more of its ranks.
 
     Args:
-        likeliest: whether requests with noise get the likeliest tokens instead.
+        likeliest: whether requests that sample get the likeliest tokens instead (``draw=greedy``), as greedy ones do.
     """
-    return not likeliest if sampler.noise is not None else sampler.greedy and sampler.restricts
+    if likeliest or sampler.noise is None:
+        return sampler.noiseless if sampler.restricts and (likeliest or sampler.greedy) else None
+    return sampler
 
 
 def distribution_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
@@ -77,9 +81,9 @@ def distribution_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int]) -> 
 
 
 def probabilities_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int], length: int) -> Tensor | None:
-    """Distribution [V] of the token after ``length`` tokens, by draft logits [V]: with noise by its race, else by the
-    request's sampler; ``None`` if the request allows no token."""
-    if sampler.noise is None:
+    """Distribution [V] of the token after ``length`` tokens, by draft logits [V]: with noise by its race, for a greedy
+    request with rules among the allowed tokens, else by its sampler; ``None`` if the request allows no token."""
+    if ranker(sampler) is None:
         return distribution_of(sampler, logits, prefix)
     ranking = ranked(sampler, logits[None], [length], [prefix])[0]
     return torch.softmax(ranking, -1) if bool(ranking.max() > -torch.inf) else None
@@ -112,7 +116,7 @@ def raced_ahead(
         # A grammar is not applied further ahead: it allows other tokens there than right after the committed ones.
         knows_text = not count or context.constraint is None
         sampler = context.sampler if knows_text else context.sampler.unprocessed
-        if is_ranked(sampler):
+        if ranker(sampler) is not None:
             pipelines[id(sampler)] = sampler
             rows_of.setdefault(id(sampler), []).append(row)
     if rows_of:

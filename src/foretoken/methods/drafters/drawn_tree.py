@@ -1,8 +1,9 @@
 """Trees whose siblings are drawn without replacement, for requests that sample without noise.
 
-The number of a node's children is fixed before any of them is drawn, by a static tree of ranks and by stop rules that
-depend on the tokens above.  Tokens below a node are drawn for that node alone and never shared: traversal verification
-moves from one subtree to the next, and is exact only if it has not seen the next one.
+The number of a node's children is fixed before any of them is drawn, by a static tree and by stop rules that depend on
+the tokens above.  Where a limit on nodes cuts a shape by levels, it also depends on where earlier nodes stopped, which
+leaves the rules exact, as enumeration shows.  Tokens below a node are drawn for that node alone and never shared:
+traversal verification moves from one subtree to the next, and is exact only if it has not seen the next one.
 
 Limits on nodes: a drafter passes its own as ``most``, :class:`DrawnTree` takes the smaller of it and the budget's, the
 static tree plans the children within that, and :meth:`DrawnTree.width` holds it where a shape by levels does not.
@@ -69,7 +70,7 @@ def traits_of(draw: str, points_branch: bool, drawn_branch: bool) -> Traits:
 
 
 class DrawnTree:
-    """A tree or chain under construction whose shape is fixed before its tokens; node 0 is the root.
+    """A tree or chain under construction in a static shape; node 0 is the root.
 
     Args:
         shape: the static tree.

@@ -112,7 +112,7 @@ class DsparkDrafter(PairDrafter):
         self.temperatures = temperatures
 
     def predictions(self, context: Context, block: BlockRows, guessing: range) -> Predictions:
-        predictions = SparkPredictions(context, block, guessing, self.head, self._races(context), self.net)
+        predictions = SparkPredictions(context, block, guessing, self.head, self._ranker(context), self.net)
         predictions.stop, predictions.by_path = self.stop, predictions.by_path or self.stop > 0
         predictions.temperatures = self.temperatures
         return predictions

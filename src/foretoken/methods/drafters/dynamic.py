@@ -119,11 +119,12 @@ class DynamicTree:
 
 
 def beliefs(tree: Growing, logits: Tensor) -> Tensor:
-    """Log-probabilities [n, V] after the frontier's nodes from their logits [n, V], with noise those of the race."""
-    if not tree.sampler.fixed:
+    """Log-probabilities [n, V] after the frontier's nodes from their logits [n, V], with noise those of the race (not
+    with ``draw=greedy``)."""
+    if tree.ranker is None and not tree.sampler.greedy:
         return log_beliefs(logits.float())  # the likeliest tokens of a request that samples (draw=greedy)
     lengths = [tree.length(node) for node in tree.frontier]
-    return log_beliefs(ranked(tree.sampler, logits, lengths, tree.prefixes(tree.frontier)))
+    return log_beliefs(ranked(tree.ranker or tree.sampler, logits, lengths, tree.prefixes(tree.frontier)))
 
 
 def best_of(sure: Tensor, width: int, head: DraftHead | None = None) -> tuple[list[list[int]], list[list[float]]]:

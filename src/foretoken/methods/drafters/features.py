@@ -15,7 +15,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import WIDTH_ONE, BatchDrafter, share_of_bytes
-from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
+from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked, ranker
 from foretoken.methods.drafters.drawn_tree import check_draw, drawn_shape, paying_static_tree, traits_of
 from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, best_of
 from foretoken.methods.drafters.growing import Growing
@@ -146,8 +146,8 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         return drafts
 
     def _begin(self, context: Context, budget: Budget, batch: int) -> Growing:
-        fixed = context.sampler.fixed
-        draws, races = self.draw != "greedy" and not fixed, is_ranked(context.sampler, self.draw == "greedy")
+        fixed, likeliest = context.sampler.fixed, self.draw == "greedy"
+        draws = not (fixed or likeliest)
         return Growing(
             context,
             self.shape,
@@ -155,7 +155,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
             self.max_nodes,
             context.state[self],
             draws=draws,
-            races=races,
+            ranker=ranker(context.sampler, likeliest),
             candidates=None if draws else Candidates([context.root]),
             sharing=batch if fixed else 1,
         )
@@ -194,10 +194,10 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
 
     def _sure(self, tree: Growing, nodes: Sequence[int], logits: Tensor) -> Tensor:
         """Log-probabilities [n, V'] of every token after each node, with noise those of the race."""
-        if not tree.races:
+        if tree.ranker is None:
             return log_beliefs(logits.float())
         lengths = [tree.length(node) for node in nodes]
-        return log_beliefs(self.narrowed(ranked(tree.sampler, self.widened(logits), lengths, tree.prefixes(nodes))))
+        return log_beliefs(self.narrowed(ranked(tree.ranker, self.widened(logits), lengths, tree.prefixes(nodes))))
 
     def _best(self, sure: Tensor) -> tuple[list[list[int]], list[list[float]]]:
         return best_of(sure, self.dynamic.width, self.head)

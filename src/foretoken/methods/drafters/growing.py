@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from foretoken.core import Budget, Context
+from foretoken.core.sampling import Sampler
 from foretoken.methods.drafters.drawn_tree import DrawnTree
 from foretoken.methods.trees.base import Candidates
 from foretoken.methods.trees.counts import StaticTree
@@ -23,12 +25,13 @@ class Growing(DrawnTree):
         most: the drafter's maximum number of nodes.
         sequence: the model's, whose scratch holds the nodes that it has read.
         draws: whether tokens are drawn, with their distributions recorded; otherwise the best ones are taken.
-        races: whether the best tokens are the winners of the race on the request's noise.
+        ranker: the sampler by which the best tokens are chosen (:func:`foretoken.methods.drafters.drawing.ranker`).
         tokens: the committed tokens in the model's ids.
         candidates: candidates of a tree that grows by confidence; ``tokens`` and ``parents`` are theirs.
         sharing: requests whose nodes are scored by the same call, as far as the tree may depend on that.
 
     Attributes:
+        races: whether there is such a sampler: candidates win the race on the request's noise, or follow its rules.
         frontier: nodes whose children come next.
         states: features that the model reads with them, if any.
         scratch_of: a node's index in the sequence's scratch.
@@ -47,13 +50,14 @@ class Growing(DrawnTree):
         sequence: SequenceState,
         *,
         draws: bool,
-        races: bool,
+        ranker: Sampler | None = None,
         tokens: Sequence[int] = (),
         candidates: Candidates | None = None,
         sharing: int = 1,
     ) -> None:
         super().__init__(context, shape, budget, most)
-        self.sequence, self.draws, self.races, self.committed = sequence, draws, races, tokens
+        self.sequence, self.draws, self.committed = sequence, draws, tokens
+        self.ranker, self.races = ranker, ranker is not None
         self.candidates, self.sharing = candidates, sharing
         if candidates is not None:  # the same lists: both grow together
             self.tokens, self.parents = candidates.tokens, candidates.parents
@@ -99,6 +103,32 @@ def cut_back(model: LanguageModel, sequence: SequenceState | None, length: int) 
 def readable(tokens: list[int], size: int, wide: int) -> list[int]:
     """Tokens over ``wide`` ids for a model that has ``size``, with 0 in place of ids that it lacks."""
     return tokens if size >= wide else [token if token < size else 0 for token in tokens]
+
+
+class NarrowText(Sequence[int]):
+    """A long text as by :func:`readable`, which translates only the tokens that are asked for: few of them are new."""
+
+    def __init__(self, tokens: Sequence[int], size: int) -> None:
+        self.tokens, self.size = tokens, size
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [token if token < self.size else 0 for token in self.tokens[index]]
+        return self.tokens[index] if self.tokens[index] < self.size else 0
+
+
+def readable_text(tokens: Sequence[int], size: int, wide: int) -> Sequence[int]:
+    """All tokens of a request, for a model that has ``size`` of ``wide`` ids."""
+    return tokens if size >= wide else NarrowText(tokens, size)
 
 
 def widened(logits: Tensor, wide: int) -> Tensor:

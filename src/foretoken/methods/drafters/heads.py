@@ -16,7 +16,7 @@ from foretoken.core.costs import TargetCost
 from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import WIDTH_ONE, BatchDrafter, BuildContext, Traits, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
-from foretoken.methods.drafters.drawing import best_tokens, distribution_of, is_ranked, raced_ahead
+from foretoken.methods.drafters.drawing import best_tokens, distribution_of, raced_ahead, ranker
 from foretoken.methods.drafters.drawn_tree import DrawnTree, traits_of
 from foretoken.methods.drafters.nets.store import load_net
 from foretoken.methods.trees.cost_aware import paying_count
@@ -272,7 +272,7 @@ class HeadsDrafter(BatchDrafter):
         """
         if self._native:
             best = self._native[head](inputs, count)
-            races = any(is_ranked(context.sampler) for context in contexts)
+            races = any(ranker(context.sampler) for context in contexts)
             looked_at = races or any(budget.asks_for_confidence for budget in budgets)
             if best.tokens and not looked_at:
                 return best.tokens, None

@@ -80,10 +80,8 @@ class JumpDrafter(OwnLayersDrafter):
         return super().cost_beside(target_bytes) + (share_of_bytes(size, target_bytes) if target_bytes else 0.0)
 
     def _level(self, contexts: Sequence[Context], sequences: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether the state of the token before the root is available.
-
-        It is missing for a prompt of one token, or if the whole prompt's KV cache came from another request.
-        """
+        """Whether the state of the token before the root is available, as it is except for a prompt of one token: a
+        prompt whose keys and values are copied from another request comes with its states."""
         for context in contexts:
             if context.sequence.scratch_tokens:  # scratch of a draft that was never verified
                 self.model.commit(context.sequence, ())

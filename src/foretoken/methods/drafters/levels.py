@@ -71,7 +71,7 @@ def choose_together(trees: Sequence[Growing], logits: Sequence[Tensor], width_of
     noises = [
         (part.tree.sampler.noise, [length - part.tree.sampler.prompt_length for length in sorted(set(part.lengths))])
         for part in level
-        if _races(part.tree) and part.tree.sampler.noise is not None
+        if part.tree.races and part.tree.sampler.noise is not None
     ]
     if noises:
         send_together(noises, level[0].logits)
@@ -101,7 +101,7 @@ def _alike(level: Sequence[_Rows]) -> list[list[_Rows]]:
     for part in level:
         tree = part.tree
         groups.setdefault(
-            (tree.draws, _races(tree), tree.candidates is None, tree.sampler.greedy, tree.sampler.recipe), []
+            (tree.draws, tree.races, tree.candidates is None, tree.sampler.greedy, tree.sampler.recipe), []
         ).append(part)
     return list(groups.values())
 
@@ -109,7 +109,7 @@ def _alike(level: Sequence[_Rows]) -> list[list[_Rows]]:
 def _rank(group: Sequence[_Rows]) -> None:
     """Set the rankings: distributions where tokens are drawn, else scores whose largest entries are the best tokens."""
     first, logits = group[0].tree, [part.logits for part in group]
-    if _races(first):
+    if first.races:
         rows = race([part.tree.sampler for part in group], logits, [part.lengths for part in group])
     elif first.sampler.greedy or first.candidates is not None:
         rows = torch.cat(logits)
@@ -118,11 +118,6 @@ def _rank(group: Sequence[_Rows]) -> None:
         rows = first.sampler.distributions(torch.cat(logits), None)
     for part, ranking in zip(group, rows.split([*map(len, logits)]), strict=True):
         part.ranking = log_beliefs(ranking) if first.candidates is not None else ranking
-
-
-def _races(tree: Growing) -> bool:
-    """Whether the tree follows its request's noise; one that grows by confidence always does."""
-    return tree.races or (tree.candidates is not None and tree.sampler.noise is not None)
 
 
 # -- the best ones -----------------------------------------------------------------------------------------------------

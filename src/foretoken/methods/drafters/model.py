@@ -19,9 +19,25 @@ from foretoken.core import Budget, Context, Kind, TokenTree, check_least, is_lar
 from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.methods.drafters.chains import following, grow_chains
-from foretoken.methods.drafters.drawing import best, distribution_of, draw_iid, draw_without_replacement, ranked
+from foretoken.methods.drafters.drawing import (
+    best,
+    distribution_of,
+    draw_iid,
+    draw_without_replacement,
+    ranked,
+    ranker,
+)
 from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, beliefs, best_of, is_dynamic
-from foretoken.methods.drafters.growing import Growing, check_growth, cut_back, ends_path, follow, readable, widened
+from foretoken.methods.drafters.growing import (
+    Growing,
+    check_growth,
+    cut_back,
+    ends_path,
+    follow,
+    readable,
+    readable_text,
+    widened,
+)
 from foretoken.methods.drafters.levels import choose_together
 from foretoken.methods.drafters.narrowed import bytes_read, described, light_head, projected, reduced_head
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
@@ -102,6 +118,9 @@ class ModelDrafter(BatchDrafter):
         self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=shape.branches, sorts=frozenset())
         if isinstance(shape, Ranks):
             self.max_nodes = len(shape.choices)
+        elif isinstance(shape, Levels):
+            # Not below the usual limit, because an ensemble divides the sum of its members' limits.
+            self.max_nodes = max(type(self).max_nodes, shape.size)
 
     def reshaped(self, choices: Sequence[Choice]) -> Self:
         """A copy of this drafter that fills another tree, with distinct siblings if it branches.
@@ -243,7 +262,7 @@ class ModelDrafter(BatchDrafter):
 
     def read(self, context: Context) -> Sequence[int]:
         """The committed tokens in the draft model's ids."""
-        return self._readable(context.tokens)
+        return readable_text(context.tokens, self.model.vocab_size, self.vocab_size)
 
     def _readable(self, tokens: list[int]) -> list[int]:
         """The tokens with 0 in place of ids that only the target has."""
@@ -255,7 +274,7 @@ class ModelDrafter(BatchDrafter):
 
     def _begin(self, context: Context, budget: Budget, tokens: Sequence[int]) -> Growing:
         sampler, likeliest = context.sampler, self.draw == "greedy"
-        draws, races = not (sampler.fixed or likeliest), sampler.noise is not None and not likeliest
+        draws = not (sampler.fixed or likeliest)
         confident = self.dynamic is not None and not draws
         return Growing(
             context,
@@ -264,7 +283,7 @@ class ModelDrafter(BatchDrafter):
             self.max_nodes if confident else budget.max_nodes,
             context.state[self],
             draws=draws,
-            races=races,
+            ranker=ranker(sampler, likeliest),
             tokens=tokens,
             candidates=Candidates([context.root]) if confident else None,
         )
@@ -322,8 +341,8 @@ class ModelDrafter(BatchDrafter):
         if not tree.draws and not tree.races and width == 1 and sampler.context_free and not confident:
             return None, [int(logits.argmax())]
         prefix = tree.prefix(parent)
-        if tree.races:
-            ranking = ranked(sampler, logits[None], [tree.length(parent)], [prefix])[0]
+        if tree.ranker is not None:
+            ranking = ranked(tree.ranker, logits[None], [tree.length(parent)], [prefix])[0]
             return torch.softmax(ranking, -1) if confident else None, best(ranking, width)
         distribution = distribution_of(sampler, logits, prefix)
         if distribution is None:
@@ -337,11 +356,11 @@ class ModelDrafter(BatchDrafter):
         return distribution, draw_without_replacement(distribution, width, tree.context)
 
     def _stops_after(self, tree: Growing, token: int, distribution: Tensor | None, logits: Tensor) -> bool:
-        """Whether a stop rule ends the path after a token, by the distribution [V] that it was drawn from, or by the
-        untempered softmax for greedy drafts."""
+        """Whether a stop rule ends the path after a token, by the distribution [V] that it was chosen from, or by the
+        untempered softmax for greedy drafts without rules."""
         if distribution is None or not tree.budget.asks_for_confidence:
             return False
-        probabilities = torch.softmax(logits.float(), -1) if tree.sampler.greedy else distribution
+        probabilities = torch.softmax(logits.float(), -1) if tree.sampler.greedy and not tree.races else distribution
         return tree.budget.stops_after(probabilities, float(probabilities[token]))
 
     def _finished(self, tree: Growing) -> TokenTree:

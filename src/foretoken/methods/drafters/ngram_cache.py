@@ -87,10 +87,10 @@ class _Saving:
             saving._drafters.add(drafter)
             return saving
 
-    def learn(self, drafter: int, cache: NgramCache, tokens: Sequence[int]) -> None:
-        """Let the cache of a drafter remember a text."""
+    def learn(self, drafter: int, cache: NgramCache, tokens: Sequence[int], counted: NgramCache | None = None) -> None:
+        """Let the cache of a drafter remember a text; ``counted`` as for :meth:`NgramCache.remember`."""
         with self.lock:
-            cache.remember(tokens)
+            cache.remember(tokens, counted)
             self._learned[drafter], self._has_more = cache, True
             if monotonic() >= self._due_s:
                 self.write()
@@ -132,13 +132,15 @@ class _CacheSource(NgramSource):
         super().__init__()
         self.drafter, self.salt = drafter, salt
         self.current, self.past = NgramCache(), drafter.tenants.of(salt)
+        self._num_counted = 0
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        start = len(self.text)
-        self.text.extend(tokens)
+    def read(self) -> None:
+        """Count the request's own text, which no other request uses before its end."""
+        start, self._num_counted = self._num_counted, len(self.text)
         self.current.count(self.text, start)
 
     def propose(self, budget: Budget) -> SourceDraft:
+        self.read()
         tokens: list[int] = []
         scores: list[float] = []
         tail, sure = self.text[-SIZES[-1] :], 1.0
@@ -153,7 +155,9 @@ class _CacheSource(NgramSource):
         return SourceDraft(tokens, range(-1, len(tokens) - 1), scores, counted=True)
 
     def close(self) -> None:
-        self.drafter.remember(self.text, self.salt)
+        if self._num_counted:
+            self.read()
+        self.drafter.remember(self.text, self.salt, self.current if self._num_counted else None)
 
 
 class NgramCacheDrafter(SourceDrafter):
@@ -233,13 +237,14 @@ class NgramCacheDrafter(SourceDrafter):
                 best = token, count / static.total
         return best
 
-    def remember(self, tokens: Sequence[int], salt: str = "") -> None:
-        """Add a finished request's tokens to the tenant's dynamic cache."""
+    def remember(self, tokens: Sequence[int], salt: str = "", counted: NgramCache | None = None) -> None:
+        """Add a finished request's tokens to the tenant's dynamic cache; ``counted`` as for
+        :meth:`NgramCache.remember`."""
         if self.traits.shares_state:
             if self.save_always and self.path is not None and not salt:
-                self._saving_to(self.path).learn(id(self), self.tenants.of(salt), tokens)
+                self._saving_to(self.path).learn(id(self), self.tenants.of(salt), tokens, counted)
             else:
-                self.tenants.of(salt).remember(tokens)
+                self.tenants.of(salt).remember(tokens, counted)
 
     def _saving_to(self, path: Path) -> _Saving:
         if self._saving is None:

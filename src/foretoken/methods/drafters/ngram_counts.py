@@ -35,6 +35,12 @@ class _RowCounts:
     most: int = 0
     counts: dict[int, int] = field(default_factory=dict)
 
+    def add(self, other: _RowCounts) -> None:
+        for token, more in other.counts.items():
+            count = self.counts[token] = self.counts.get(token, 0) + more
+            self.most = max(self.most, count)
+        self.total += other.total
+
 
 class FollowerCounts:
     """Counts of the tokens after one n-gram, from new rows and a table's rows, added up on demand.
@@ -157,13 +163,23 @@ class NgramCache:
         """Number of tokens whose counts are kept, without the table's."""
         return self._num_new + self._num_old
 
-    def remember(self, tokens: Sequence[int]) -> None:
-        """Count a whole text, and drop old ones if there are too many."""
+    def remember(self, tokens: Sequence[int], counted: NgramCache | None = None) -> None:
+        """Count a whole text, and drop old ones if there are too many.
+
+        Args:
+            counted: the counts of this text alone, if there are any; they are not used elsewhere afterwards.
+        """
         if self.most and self._num_new and self._num_new + len(tokens) > self.most // 2:
             self.old, self.new = self.new, {}
             self._num_old, self._num_new = self._num_new, 0
         self._num_new += len(tokens)
-        self.count(tokens)
+        if counted is None or counted.sizes != self.sizes:
+            self.count(tokens)
+            return
+        for key, row in counted.new.items():
+            mine = self.new.setdefault(key, row)
+            if mine is not row:
+                mine.add(row)
 
     def forget_older(self) -> bool:
         """Drop the earlier counts; false if there are none."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foretoken.core import Context
 from foretoken.core.largest import largest
+from foretoken.core.sampling import Sampler
 from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
 from foretoken.methods.drafters.parallel import BestTable, PositionScores, Predictions
@@ -24,9 +25,9 @@ class PairPredictions(Predictions):
     """
 
     def __init__(
-        self, context: Context, block: BlockRows, guessing: range, head: DraftHead, races: bool, net: PairNet
+        self, context: Context, block: BlockRows, guessing: range, head: DraftHead, ranker: Sampler | None, net: PairNet
     ) -> None:
-        super().__init__(context, block.logits, head, races)
+        super().__init__(context, block.logits, head, ranker)
         self.net, self.states = net, block.taps["state"][guessing.start : guessing.stop].float()  # [k, D]
         best = largest(self.logits, min(net.config.top, self.logits.shape[-1])) if block.best is None else block.best
         self.values, self.ids = best  # [k, K]
@@ -75,13 +76,14 @@ class PairDrafter(BlockDrafter):
     def _candidates(self) -> int:
         return self.net.config.top
 
-    def _races(self, context: Context) -> bool:
-        """Whether candidates are ranked by noise; a greedy request's rules are ignored.
+    def _ranker(self, context: Context) -> Sampler | None:
+        """The sampler of requests that race on their noise; the rules of others are ignored.
 
         Applying them after every path would take longer than the few rounds that it saves, because a position's
         candidates were chosen without them.
         """
-        return context.sampler.noise is not None and super()._races(context)
+        chosen = super()._ranker(context)
+        return None if chosen is None or chosen.noise is None else chosen
 
     def predictions(self, context: Context, block: BlockRows, guessing: range) -> Predictions:
-        return PairPredictions(context, block, guessing, self.head, self._races(context), self.net)
+        return PairPredictions(context, block, guessing, self.head, self._ranker(context), self.net)

@@ -19,8 +19,9 @@ from torch import Tensor
 from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.core.costs import TargetCost
 from foretoken.core.largest import largest
+from foretoken.core.sampling import Sampler
 from foretoken.methods.drafters.base import WIDTH_ONE, BatchDrafter
-from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
+from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked, ranker
 from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_shape, paying_static_tree, traits_of
 from foretoken.methods.drafters.dynamic import MOST_NODES
 from foretoken.methods.trees.cost_aware import PayingNodes
@@ -90,7 +91,7 @@ class Predictions:
     Args:
         logits: [k, V_d] of the predicting rows.
         ids: mapping of the logits to the target's ids.
-        races: whether candidates are ranked by the race on the request's noise.
+        ranker: the sampler by which candidates are chosen (:func:`foretoken.methods.drafters.drawing.ranker`).
         best: log-probabilities and draft ids, each [k, C], of the best tokens, best first, if known.
     """
 
@@ -98,9 +99,15 @@ class Predictions:
     """Whether a position's scores depend on more of the path than :meth:`_row_of` returns."""
 
     def __init__(
-        self, context: Context, logits: Tensor, ids: DraftIds, races: bool, best: tuple[Tensor, Tensor] | None = None
+        self,
+        context: Context,
+        logits: Tensor,
+        ids: DraftIds,
+        ranker: Sampler | None,
+        best: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self.context, self.logits, self.head, self.races, self._best = context, logits, ids, races, best
+        self.context, self.logits, self.head, self._best = context, logits, ids, best
+        self.ranker, self.races = ranker, ranker is not None
         self._tables: dict[int, BestTable] = {}  # by width
 
     def row(self, path: Sequence[int], state: Any) -> tuple[PositionScores, Any]:
@@ -170,7 +177,7 @@ class Predictions:
         return () if chances is None else chances
 
     def _ranking(self, path: Sequence[int], row: PositionScores) -> Tensor:
-        tokens, sampler = self.context.tokens, self.context.sampler
+        tokens, sampler = self.context.tokens, self.ranker or self.context.sampler
         prefixes = None if sampler.context_free else [[*tokens, *path]]
         return ranked(sampler, self._spread(row), [len(tokens) + len(path)], prefixes)
 
@@ -232,8 +239,8 @@ class ParallelDrafter(BatchDrafter):
         """Keep as many nodes of every tree as pay off by the costs of the target's calls."""
         self.costs, self.shape = costs, paying_static_tree(self.shape, costs)
 
-    def _races(self, context: Context) -> bool:
-        return is_ranked(context.sampler, self.draw == "greedy")
+    def _ranker(self, context: Context) -> Sampler | None:
+        return ranker(context.sampler, self.draw == "greedy")
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One pass for the whole batch; a request whose tokens are not read yet or leave no room gets no draft."""

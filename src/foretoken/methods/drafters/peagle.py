@@ -88,7 +88,7 @@ class PeagleDrafter(MaskedReader, OnePassDrafter):
         ready = [i for i in range(len(contexts)) if level[i] and depths[i] > 0]
         logits = self.logits_of([contexts[i] for i in ready], [depths[i] for i in ready])
         guessed = ((i, contexts[i], logits.get(id(contexts[i]))) for i in ready)
-        return {i: Predictions(c, rows, self.head, self._races(c)) for i, c, rows in guessed if rows is not None}
+        return {i: Predictions(c, rows, self.head, self._ranker(c)) for i, c, rows in guessed if rows is not None}
 
     def mask_states(self, count: int, last: Tensor | None) -> Tensor:
         return self.model.mask_states(count)

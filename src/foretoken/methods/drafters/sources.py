@@ -87,7 +87,10 @@ class NgramSource(ABC):
 
     Attributes:
         text: the request's tokens so far, the root last.
+        has_read: whether the text before the first proposal was read.
     """
+
+    has_read: bool = False
 
     def __init__(self) -> None:
         self.text: list[int] = []
@@ -95,6 +98,9 @@ class NgramSource(ABC):
     def extend(self, tokens: Sequence[int]) -> None:
         """Append new tokens of the request."""
         self.text.extend(tokens)
+
+    def read(self) -> None:  # noqa: B027
+        """Read what :meth:`extend` only stored, before the first proposal."""
 
     @abstractmethod
     def propose(self, budget: Budget) -> SourceDraft:
@@ -130,13 +136,18 @@ class SourceDrafter(Drafter):
         return source
 
     def start(self, context: Context) -> None:
-        """Read the prompt if other requests may use it; otherwise the first proposal does."""
+        """Open the source if other requests may use its tokens; otherwise the first proposal does."""
         if self.traits.shares_state:
             self.source(context)
 
     def draft(self, context: Context, budget: Budget) -> SourceDraft:
         """The draft of :meth:`propose`, with the estimates that a router compares."""
-        return self.source(context).propose(budget).within(budget)
+        source = self.source(context)
+        if not source.has_read:
+            with reading(context):
+                source.read()
+            source.has_read = True
+        return source.propose(budget).within(budget)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         return self.draft(context, budget).tree(context.root)

@@ -195,13 +195,17 @@ class _SuffixSource(NgramSource):
     def extend(self, tokens: Sequence[int]) -> None:
         start = len(self.text)
         self.text.extend(tokens)
-        self.document.extend(tokens)
         if self.others is not None and len(self.text) > self.prompt_length:
             if self.output is None:
                 self.output = self.others.open()
             self.output.extend(self.text[max(start, self.prompt_length) :])
 
+    def read(self) -> None:
+        """Count the request's own text, which no other request uses."""
+        self.document.extend(self.text[len(self.document.automaton.text) :])
+
     def propose(self, budget: Budget) -> SourceDraft:
+        self.read()
         limits = self.drafter.limits_for(budget)
         document = self.document
         best = speculate_from(document.automaton, document.end, document.automaton.length[document.end], limits)

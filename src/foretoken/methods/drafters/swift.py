@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.largest import largest
-from foretoken.methods.drafters.drawing import probabilities_of
+from foretoken.methods.drafters.drawing import probabilities_of, ranker
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.methods.drafters.skip_search import SkipSearch
@@ -136,7 +136,8 @@ class SwiftDrafter(OwnLayersDrafter):
         if distribution is None:
             return
         # A one-hot distribution names the best token, penalties included, but ranks no others.
-        ranking = torch.softmax(logits.float(), -1) if tree.sampler.greedy else distribution
+        is_one_hot = tree.sampler.greedy and ranker(tree.sampler) is None
+        ranking = torch.softmax(logits.float(), -1) if is_one_hot else distribution
         token = int(distribution.argmax())
         (node,) = tree.add(parent, [token], ranking)
         confidence = float(ranking[token])

@@ -57,11 +57,12 @@ class UnoPredictions(Predictions):
 
     def continuations(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
         """The ``width`` best candidates after a path; at the first position the target's token."""
-        certain = not path and (self.races or self.context.sampler.greedy)
+        races = self.ranker is not None and self.ranker.fixed
+        certain = not path and (races or self.context.sampler.greedy)
         if not certain or self.head.vocab_size != self.logits.shape[-1]:
             return super().continuations(path, state, width, budget)
         row, after = self.row(path, state)
-        if self.races:
+        if races:
             tokens = best(self._ranking(path, row)[0], 1)
         else:
             one_hot = self.distribution(path, row)
@@ -186,7 +187,7 @@ class UnoDrafter(ParallelDrafter):
             for context in contexts:
                 context.sequence.clear_scratch()
         each = ((i, contexts[i], row.logits) for i, row in zip(ready, rows, strict=True))
-        return {i: UnoPredictions(context, logits, self.ids, self._races(context)) for i, context, logits in each}
+        return {i: UnoPredictions(context, logits, self.ids, self._ranker(context)) for i, context, logits in each}
 
     def _depth(self, context: Context, budget: Budget) -> int:
         """Rows of the pass; 0 unless the target has read all tokens but the root."""

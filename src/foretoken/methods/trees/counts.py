@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
 from foretoken.methods.trees.shapes import Choice, choice_parents, fitting_nodes
@@ -42,6 +44,11 @@ class Levels:
         self.widths = tuple(widths)
         self.max_depth = len(self.widths)
         self.branches = any(width > 1 for width in self.widths)
+
+    @property
+    def size(self) -> int:
+        """Number of nodes."""
+        return sum(accumulate(self.widths, mul))
 
     def within(self, max_depth: int, max_nodes: int) -> Counts:
         """The counts within ``max_depth``; the drafter enforces ``max_nodes`` while it draws."""
