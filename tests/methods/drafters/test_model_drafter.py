@@ -389,6 +389,7 @@ def test_one_forward_a_level_for_the_whole_batch() -> None:
         ({"draw": "sorted"}, "draw must be iid, without_replacement or greedy, not 'sorted'"),
         ({"tree": "3xx2"}, "positive child counts per level"),
         ({"tree": "0x2"}, "positive child counts per level"),
+        ({"tree": "100x100x100"}, "1,010,100 nodes, of which one call checks at most 1,024"),
         ({"tree": "a"}, "positive child counts per level"),
         ({"tree": "a"}, "expansion, medusa_tree, sequoia, eagle2, opt_tree, cost_aware with its options"),
         ({"tree": "none.json"}, "cannot read the tree none.json"),

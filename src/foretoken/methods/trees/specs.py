@@ -12,6 +12,9 @@ from foretoken.methods.trees.expansion import parse_widths
 from foretoken.methods.trees.shapes import read_tree
 from foretoken.registry import make, parse_spec, rows
 
+MOST_NODES = 1024
+"""Nodes of the largest tree given by levels; larger ones are slips, and would take a machine's memory."""
+
 
 def trees_of(sort: type[Any]) -> list[str]:
     """Names of the trees of a sort: ``Shape`` (fixed) or ``Growth`` (by the draft's confidence)."""
@@ -33,10 +36,13 @@ def static_tree_of(tree: str, name: str) -> StaticTree:
     """The static tree of an option ``tree``: child counts per level, a file, or a spec.
 
     Raises:
-        ValueError: none of these, or a file of another drafter; the message lists the choices.
+        ValueError: none of these (the message lists the choices), a file of another drafter, or too large a tree.
     """
     if tree[:1].isdigit() and not set(tree.lower()) - set("0123456789x"):
-        return Levels(parse_widths(tree))
+        levels = Levels(parse_widths(tree))
+        if levels.size > MOST_NODES:
+            raise ValueError(f"tree={tree} has {levels.size:,} nodes, of which one call checks at most {MOST_NODES:,}")
+        return levels
     if tree.partition(",")[0] in trees_of(Shape):
         return Ranks(build_tree(tree, Shape).choices())
     if tree.endswith(".json") or Path(tree).expanduser().is_file():
