@@ -37,6 +37,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+SCALED_WITHOUT_WINDOW = {
+    "full_attention": YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -88,6 +93,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3_window": ("phi3", WINDOW),
     "phi3_long": ("phi3", {"sliding_window": None, "rope_parameters": LONG, "original_max_position_embeddings": 32}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {**WINDOW, "layer_types": MIXED, "rope_parameters": SCALED_WITHOUT_WINDOW}),
     "granite": ("granite", {**SHARED, "logits_scaling": 2.0}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "moe_intermediate_size": 32, "norm_topk_prob": True}),

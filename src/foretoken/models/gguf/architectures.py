@@ -32,6 +32,13 @@ SANDWICH = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+OLMO = {
+    **ATTENTION,
+    **HEAD_NORMS,
+    **MLP,
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 LLAMA = {**ATTENTION, **MLP, **NORMS}
 EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 """Stacked experts: parameter below ``experts`` -> the tensors that it concatenates."""
@@ -128,10 +135,29 @@ def _gemma3(file: GgufFile) -> Options:
     }
 
 
+def _olmo3(file: GgufFile) -> Options:
+    return {
+        "sliding_window": file.need("attention.sliding_window"),
+        "layer_types": _windows(file, 4),
+        # Only layers with full attention scale their positions.
+        "rope_parameters": {
+            "full_attention": _rope_of(file),
+            "sliding_attention": {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", 10000.0)},
+        },
+    }
+
+
 def _windows(file: GgufFile, every: int) -> list[str]:
-    """Layer types; one layer in ``every`` has full attention."""
-    every = int(file.get("attention.sliding_window_pattern", every))
-    count = int(file.need("block_count"))
+    """Layer types, stored as a list that says which layers have windows, or as a number: one in ``every`` has none."""
+    count, pattern = int(file.need("block_count")), file.get("attention.sliding_window_pattern", every)
+    if isinstance(pattern, list):
+        if len(pattern) != count:
+            key = f"{file.architecture}.attention.sliding_window_pattern"
+            raise GgufError(
+                f"{file.path} has {key} of {len(pattern)} values for {count} layers: convert the model again"
+            )
+        return ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+    every = int(pattern)
     return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
 
 
@@ -165,16 +191,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         _phi3,
     ),
     "granite": Architecture("granite", LLAMA, _granite, permuted=True),
-    "olmo2": Architecture(
-        "olmo2",
-        {
-            **ATTENTION,
-            **HEAD_NORMS,
-            **MLP,
-            "post_attention_layernorm": "post_attention_norm",
-            "post_feedforward_layernorm": "post_ffw_norm",
-        },
-    ),
+    "olmo2": Architecture("olmo2", OLMO),
+    "olmo3": Architecture("olmo3", OLMO, _olmo3),
     "mixtral": Architecture("mixtral", {**ATTENTION, **NORMS}, _experts, permuted=True, router="mlp.gate"),
     "qwen3moe": Architecture("qwen3_moe", {**ATTENTION, **HEAD_NORMS, **NORMS}, _qwen3_moe, router="mlp.gate"),
     "olmoe": Architecture("olmoe", {**ATTENTION, **HEAD_NORMS, **NORMS}, _olmoe, router="mlp.gate"),
@@ -182,7 +200,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "granitemoe", {**ATTENTION, **NORMS}, _granite_moe, permuted=True, router="block_sparse_moe.router"
     ),
 }
-"""Architectures by name in the header; ``mixtral`` is called ``llama`` there."""
+UNNAMED = ("mixtral", "olmo3")
+"""Architectures that have another name in the header: ``llama`` with experts, and ``olmo2`` with windows."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -191,8 +210,10 @@ def architecture_of(file: GgufFile) -> Architecture:
     with header_faults(file):
         if name == "llama" and int(file.get("expert_count", 0)):
             name = "mixtral"
+        if name == "olmo2" and file.get("attention.sliding_window"):
+            name = "olmo3"
     if name not in ARCHITECTURES:
-        covered = ", ".join(key for key in ARCHITECTURES if key != "mixtral")
+        covered = ", ".join(key for key in ARCHITECTURES if key not in UNNAMED)
         raise UncoveredError(f"{file.path} has the architecture {name!r}, and only {covered} are supported here")
     return ARCHITECTURES[name]
 
