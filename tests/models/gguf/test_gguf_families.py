@@ -3,6 +3,7 @@ llama.cpp where it is installed, so that the files are not judged by their own w
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from checkpoints import VOCAB, new_model, plain_logits, prompt_of
 from torch import Tensor
 
 import foretoken as ft
-from foretoken.loading import load_model
+from foretoken.loading import LoadError, load_model
 from foretoken.loading.gguf import has_llama_cpp
 from foretoken.models.base import Feed
 from foretoken.models.gguf.architectures import ARCHITECTURES
 from foretoken.models.huggingface import HuggingFaceModel
-from gguf_writer import Stored, write_model
+from gguf_writer import Stored, header_of, write_model
 
 ROUNDING = 1e-5
 """Of float32, as a fraction of the largest logit."""
@@ -132,6 +133,14 @@ def near(logits: Tensor, expected: Tensor) -> bool:
     return bool((logits - expected).abs().max() < ROUNDING * expected.abs().max())
 
 
+def gguf_key(model: Any, key: str) -> str:
+    return f"{header_of(model)['general.architecture']}.{key}"
+
+
+def with_entry(key: str, value: Any, header: dict[str, Any], tensors: Any) -> None:
+    header[key] = value
+
+
 def test_every_architecture_is_tried() -> None:
     tried = {model_type for model_type, _ in FAMILIES.values()}
     assert {architecture.model_type for architecture in ARCHITECTURES.values()} <= tried
@@ -178,6 +187,25 @@ def test_older_keys_and_numbers_of_rotary_embeddings(tmp_path: Path) -> None:
     assert near(plain_logits(read.model, text), plain_logits(yarn, text))
     without = load_model(write_model(tmp_path / "w.gguf", yarn), backend="native", dtype="float32")
     assert not near(plain_logits(without.model, text), plain_logits(yarn, text)), "they make a difference"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_windows_by_layer_or_by_their_period(tmp_path: Path, name: str) -> None:
+    model = original(name)
+    types = model.config.layer_types
+    text, key = prompt_of(45, seed=1), gguf_key(model, "attention.sliding_window_pattern")
+    patterns: list[Any] = [[kind == "sliding_attention" for kind in types], types.index("full_attention") + 1]
+    for pattern in patterns:
+        change = partial(with_entry, key, pattern)
+        read = load_model(write_model(tmp_path / "m.gguf", model, change=change), backend="native", dtype="float32")
+        assert near(plain_logits(read.model, text), plain_logits(model, text)), pattern
+    for pattern, words in (
+        ([True], f"m.gguf has 1 values in {key} for {len(types)} layers: convert the model again"),
+        (0, f"m.gguf has {key} 0, which is not supported here: "),
+    ):
+        file = write_model(tmp_path / "m.gguf", model, change=partial(with_entry, key, pattern))
+        with pytest.raises(LoadError, match=words):
+            load_model(file, backend="native")
 
 
 @pytest.mark.skipif(not has_llama_cpp(), reason="llama-cpp-python is an extra (pip install 'foretoken[gguf]')")

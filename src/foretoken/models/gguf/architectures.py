@@ -149,15 +149,18 @@ def _olmo3(file: GgufFile) -> Options:
 
 def _windows(file: GgufFile, every: int) -> list[str]:
     """Layer types, stored as a list that says which layers have windows, or as a number: one in ``every`` has none."""
-    count, pattern = int(file.need("block_count")), file.get("attention.sliding_window_pattern", every)
+    key = "attention.sliding_window_pattern"
+    count, pattern = int(file.need("block_count")), file.get(key, every)
     if isinstance(pattern, list):
         if len(pattern) != count:
-            key = f"{file.architecture}.attention.sliding_window_pattern"
             raise GgufError(
-                f"{file.path} has {key} of {len(pattern)} values for {count} layers: convert the model again"
+                f"{file.path} has {len(pattern)} values in {file.architecture}.{key} for {count} layers: convert the "
+                "model again"
             )
         return ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
     every = int(pattern)
+    if every < 1:
+        raise UncoveredError(f"{file.path} has {file.architecture}.{key} {every}, which is not supported here")
     return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
 
 
