@@ -43,6 +43,9 @@ LLAMA = {**ATTENTION, **MLP, **NORMS}
 EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 """Stacked experts: parameter below ``experts`` -> the tensors that it concatenates."""
 
+YARN = {"attn_factor": 1, "ext_factor": 1, "log_multiplier": 0}
+"""Numbers of YaRN that are read with one value only."""
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -245,6 +248,11 @@ def header_faults(file: GgufFile) -> Iterator[None]:
 def _config(file: GgufFile, architecture: Architecture) -> Any:
     from transformers import AutoConfig
 
+    if file.get("attention.causal") is False:
+        raise GgufError(
+            f"{file.path} ({file.architecture}) is not a causal language model: give one that generates from left to "
+            "right"
+        )
     count = int(file.need("block_count"))
     if count < 1 or not any(name.startswith(f"blk.{count - 1}.") for name in file.tensors):
         raise GgufError(f"{file.path} lacks tensors of layer {count} of {count}: it is incomplete, copy it again")
@@ -272,11 +280,12 @@ def _config(file: GgufFile, architecture: Architecture) -> Any:
         "_name_or_path": str(file.path),
     }
     values.update(architecture.options(file))
-    rotated = int(file.get("rope.dimension_count", width))
-    if rotated != width and "partial_rotary_factor" not in values["rope_parameters"]:
-        raise UncoveredError(
-            f"{file.path} rotates {rotated} of {width} dimensions of a head, which is not supported here"
-        )
+    for kind in ("", "_swa"):
+        rotated = int(file.get(f"rope.dimension_count{kind}", width))
+        if rotated != width and (kind or "partial_rotary_factor" not in values["rope_parameters"]):
+            raise UncoveredError(
+                f"{file.path} rotates {rotated} of {width} dimensions of a head, which is not supported here"
+            )
     return AutoConfig.for_model(architecture.model_type, **values)
 
 
@@ -300,6 +309,7 @@ def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opt
             rope[f"{name}_factor"] = numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
         original = int(file.need("rope.scaling.original_context_length"))
         return {**rope, "rope_type": "longrope", "original_max_position_embeddings": original}
+    _check_usual(file, {"rope.scaling.attn_factor": 1})
     # Older files use another name for the factor, without a type, which is linear.
     factor = _positive(file, "rope.scaling.factor", _positive(file, "rope.scale_linear", 1.0))
     kind = file.get("rope.scaling.type", "linear")
@@ -317,14 +327,17 @@ def _yarn_of(file: GgufFile) -> Options:
     """YaRN parameters that differ from the defaults."""
     keys = {name: f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow")}
     overrides = {name: _positive(file, key) for name, key in keys.items() if file.get(key)}
-    usual = {"rope.scaling.yarn_attn_factor": 1, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_ext_factor": 1}
-    usual["rope.scaling.yarn_log_multiplier"] = 0
+    _check_usual(file, {f"rope.scaling.yarn_{name}": usual for name, usual in YARN.items()})
+    return overrides
+
+
+def _check_usual(file: GgufFile, usual: Mapping[str, float]) -> None:
+    """Refuse other values of keys below the architecture's name."""
     for key, value in usual.items():
         if float(file.get(key, value)) != value:
             raise UncoveredError(
                 f"{file.path} has {file.architecture}.{key} {file.get(key)}, which is not supported here"
             )
-    return overrides
 
 
 def _positive(file: GgufFile, key: str, usual: float | None = None) -> float:
