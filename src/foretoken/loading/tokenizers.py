@@ -59,8 +59,8 @@ def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
     limit = tokenizer.model_max_length
     if not isinstance(limit, int | float):  # every text is compared with it
         raise LoadError(
-            f"cannot load a tokenizer from {path}: tokenizer_config.json has model_max_length {ascii(limit)[:40]}, which "
-            "is not a number: copy it again"
+            f"cannot load a tokenizer from {path}: tokenizer_config.json has model_max_length {ascii(limit)[:40]}, "
+            "which is not a number: copy it again"
         )
     return tokenizer
 
