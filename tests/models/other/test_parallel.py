@@ -20,6 +20,7 @@ import torch
 from checkpoints import checkpoint, new_model, save
 
 import foretoken as ft
+from foretoken import llm
 from foretoken.core.io.checkpoints import ZOO
 from foretoken.engine.background import AsyncLlm
 from foretoken.engine.errors import EngineDead
@@ -188,6 +189,19 @@ def test_a_follower_that_is_gone_is_noticed(tmp_path: Path) -> None:
 
 
 # -- what cannot be split ----------------------------------------------------------------------------------------------
+
+
+def test_a_load_that_fails_ends_the_processes_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, listener = in_memory(tmp_path)
+    with pytest.raises(CapabilityError, match="hidden states"):
+        ft.load(model, "eagle3:anything")
+    assert listener.ends == 0, "the caller's own"
+    monkeypatch.setattr(llm, "load_model", lambda *args, **options: model)
+    with pytest.raises(CapabilityError, match="hidden states"):
+        ft.load(tmp_path / "model", "eagle3:anything")
+    assert listener.ends == 1
+    with pytest.raises(PartLost, match="the model was closed"):
+        model.open()
 
 
 def test_what_cannot_be_split_says_why(tmp_path: Path) -> None:
