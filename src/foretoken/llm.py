@@ -301,7 +301,7 @@ def load(
         tensor_parallel: processes on this machine (CUDA: devices) that the target is split over
             (:mod:`foretoken.models.other.parallel`), for drafters that do not use its layers.
         generation_config: ``"auto"``: sampling options that a request leaves out are those of the model's
-            ``generation_config.json``, if any (``llm.defaults``); ``None``: greedy and without limits.
+            ``generation_config.json`` or GGUF header, if any (``llm.defaults``); ``None``: greedy and without limits.
         backend: runtime of a GGUF file: ``"auto"`` (our own reader if it supports the file, else llama.cpp),
             ``"native"`` or ``"llama.cpp"``.
 
