@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "granite": gguf.MODEL_ARCH.GRANITE,
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
 }
 """``model_type`` of Transformers -> the architecture's name in GGUF."""
@@ -164,8 +165,10 @@ def _special(config: Any) -> dict[str, Any]:
             llm.RESIDUAL_SCALE: float(config.residual_multiplier),
             llm.LOGIT_SCALE: float(config.logits_scaling),
         }
-    if kind in ("gemma2", "gemma3_text", "phi3"):
+    if kind in ("gemma2", "gemma3_text", "olmo3", "phi3"):
         fields[attention.SLIDING_WINDOW] = config.sliding_window
+    if kind == "olmo3":
+        fields[attention.SLIDING_WINDOW_PATTERN] = [t == "sliding_attention" for t in config.layer_types]
     if kind == "gemma2":
         fields[llm.ATTN_LOGIT_SOFTCAPPING] = float(config.attn_logit_softcapping)
         fields[llm.FINAL_LOGIT_SOFTCAPPING] = float(config.final_logit_softcapping)

@@ -38,6 +38,7 @@ from foretoken.loading.generation_defaults import GenerationDefaults, read_defau
 from foretoken.loading.measured.calibration import calibrated
 from foretoken.loading.measured.profile import costs_for
 from foretoken.loading.memory import explains_full_memory
+from foretoken.loading.models import closed_on_error
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.verifiers.base import Verifier
@@ -300,7 +301,7 @@ def load(
         tensor_parallel: processes on this machine (CUDA: devices) that the target is split over
             (:mod:`foretoken.models.other.parallel`), for drafters that do not use its layers.
         generation_config: ``"auto"``: sampling options that a request leaves out are those of the model's
-            ``generation_config.json``, if any (``llm.defaults``); ``None``: greedy and without limits.
+            ``generation_config.json`` or GGUF header, if any (``llm.defaults``); ``None``: greedy and without limits.
         backend: runtime of a GGUF file: ``"auto"`` (our own reader if it supports the file, else llama.cpp),
             ``"native"`` or ``"llama.cpp"``.
 
@@ -322,29 +323,27 @@ def load(
     check_tokenizer(tokenizer)
     check_specs(allow_lossy=allow_lossy, drafter=drafter, verifier=verifier, controller=controller)
     defaults = GenerationDefaults() if generation_config is None else read_defaults(target)
-    weights: dict[str, Any] = {
-        "inflate": inflate,
-        "pack": pack,
-        "quantize": quantize,
-        "tensor_parallel": tensor_parallel,
-    }
-    model = load_model(target, dtype=dtype, device=device, exact=exact, backend=backend, **weights)
-    if model is not target or graphs != "auto":  # a passed language model stays unchanged
-        model = with_graphs(model, graphs)
-    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target, backend)
-    if model is not target:
-        model.eos_token_ids |= frozenset(end for end in turn_ends(tokenizer) if end < model.vocab_size)
-    spec = default_drafter(model, target) if _is_auto(drafter) else drafter
-    beside = None if str(device) == "auto" else device  # the target's own device
-    built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside, known=known)
-    cache_bytes = 64 * 2**20 if prefix_cache else 0
-    with blaming():
-        llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=cache_bytes)
-        llm.defaults = defaults
-        if profile is not None:
-            _start_from(llm, tuned, profile)
-        elif model is not target and isinstance(target, str | Path):
-            _calibrate(llm)
+    extra: dict[str, Any] = {"inflate": inflate, "pack": pack, "quantize": quantize, "tensor_parallel": tensor_parallel}
+    model = load_model(target, dtype=dtype, device=device, exact=exact, backend=backend, **extra)
+    with closed_on_error(model, target):
+        if model is not target or graphs != "auto":  # a passed language model stays unchanged
+            model = with_graphs(model, graphs)
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target, backend)
+        if model is not target:
+            model.eos_token_ids |= frozenset(end for end in turn_ends(tokenizer) if end < model.vocab_size)
+        spec = default_drafter(model, target) if _is_auto(drafter) else drafter
+        beside = None if str(device) == "auto" else device  # the target's own device
+        built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside, known=known)
+        cache_bytes = 64 * 2**20 if prefix_cache else 0
+        with blaming():
+            llm = assemble(
+                model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=cache_bytes
+            )
+            llm.defaults = defaults
+            if profile is not None:
+                _start_from(llm, tuned, profile)
+            elif model is not target and isinstance(target, str | Path):
+                _calibrate(llm)
     return llm
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 import foretoken as ft
 from fake_cuda import fake_cuda
 from foretoken.loading import LoadError, load_model, parse_device
+from foretoken.loading.draft_models import build_draft_model
 
 
 @pytest.fixture
@@ -71,6 +74,17 @@ def test_a_draft_model_stays_where_it_was_asked_for(tmp_path: Path) -> None:
         drafts = [build_draft_model(None, near, "builtin", None, device) for device in (None, "cpu")]
         assert [m.device.type for m in drafts] == ["cuda", "cpu"]  # type: ignore[attr-defined]
         assert build_draft_model(None, own, "builtin", None, None).device.type == "cpu"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_gguf_draft_stays_on_the_cpu(device: str | None) -> None:
+    """A target's device is nothing that the caller gave for the draft model, so it is not blamed."""
+    target: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    words = (
+        r"the draft model d\.gguf is a GGUF file, which runs on the cpu, and the target is on cuda:0: give the draft"
+    )
+    with pytest.raises(LoadError, match=words):
+        build_draft_model("d.gguf", target, "folder", None, device)
 
 
 def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,62 @@ def test_the_models_own_limit_is_cut_to_its_context(folder: Path) -> None:
         llm.generate("return n", max_new_tokens=100_000)
 
 
+# -- GGUF files --------------------------------------------------------------------------------------------------------
+
+
+def gguf_file(folder: Path, **sampling: Any) -> Path:
+    pytest.importorskip("gguf", reason="gguf writes the file (pip install 'foretoken[gguf]')")
+    from gguf_writer import write_model
+
+    def state(header: dict[str, Any], tensors: Any) -> None:
+        header.update({f"general.sampling.{name}": value for name, value in sampling.items()})
+
+    return write_model(folder / "m.gguf", LlamaForCausalLM.from_pretrained(folder).float(), change=state)
+
+
+@pytest.mark.parametrize(
+    ("stated", "kept", "named"),
+    [
+        ({}, {}, ""),
+        ({"temp": 0.8, "top_p": 0.95}, {"temperature": 0.8, "top_p": 0.95}, ""),
+        (
+            {"top_k": 20, "min_p": 0.05, "penalty_repeat": 1.1},
+            {"temperature": 1.0, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1},
+            "",
+        ),
+        ({"penalty_repeat": 1.1, "penalty_last_n": 64}, {"repetition_penalty": 1.1}, "penalty_last_n 64"),
+        ({"penalty_repeat": 1.1, "penalty_last_n": 0, "mirostat": 0, "mirostat_tau": 5.0}, {}, ""),
+        (
+            {"mirostat": 2, "mirostat_tau": 5.0, "xtc_probability": 0.5, "xtc_threshold": 0.1},
+            {},
+            "xtc_probability 0.5, xtc_threshold 0.1, mirostat 2, mirostat_tau 5.0",
+        ),
+    ],
+    ids=str,
+)
+def test_a_gguf_file_brings_its_own(
+    stated: dict[str, Any], kept: dict[str, Any], named: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = gguf_file(folder, **stated)
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        llm = ft.load(file, drafter=None)
+    assert llm.defaults.sampling == kept
+    assert llm.defaults.source == ("the GGUF file" if kept else "")
+    lines = [line for line in caplog.messages if "not applied here" in line]
+    assert len(lines) == bool(named)
+    assert not named or lines[0].startswith(f"{file} has {named}, not applied here: pass logits_processor=[...]")
+    assert ft.load(file, drafter=None, generation_config=None).defaults == GenerationDefaults()
+
+
+def test_an_impossible_value_in_a_gguf_file_is_refused_by_name(folder: Path) -> None:
+    file = gguf_file(folder, temp=-1.0)
+    with pytest.raises(LoadError, match=r"m\.gguf: temperature is -1.0, which is not valid: .*generation_config=None"):
+        ft.load(file, drafter=None)
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(LoadError, match=r"m\.gguf is cut off or damaged"):
+        ft.load(file, drafter=None)
+
+
 # -- ends of turn ------------------------------------------------------------------------------------------------------
 
 

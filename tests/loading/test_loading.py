@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -159,6 +160,11 @@ def wrong_shape(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
 
 
+def wrong_kind(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": "x"}))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -179,6 +185,7 @@ def wrong_shape(folder: Path) -> None:
             missing_weights,
             r"lacks 1 weights \(first: model.layers.1.mlp.up_proj.weight\): the checkpoint is incomplete",
         ),
+        (wrong_kind, "load a model from .*: Validation error for field 'rms_norm_eps': .* expected float, got str"),
         (wrong_shape, r"config.json that does not fit its weights: model.layers.0.mlp.*\[32, 32\].*\[32, 48\]"),
     ],
 )
@@ -374,6 +381,17 @@ def test_a_tokenizer_without_its_tokens_is_named(good: Path, content: str | None
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("limit", ["x", [], {}])
+def test_a_length_that_is_no_number_is_named(good: Path, limit: Any) -> None:
+    save_tokenizer(good, WORDS)
+    file = good / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": limit}))
+    words = re.escape(f"tokenizer_config.json has model_max_length {limit!r}, which is not a number: copy it again")
+    with pytest.raises(LoadError, match=f"cannot load a tokenizer from .*good: {words}") as caught:
+        ft.load(str(good), None)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_chat_template_with_a_syntax_error_does_not_keep_a_model_from_loading(good: Path, inside: bool) -> None:
     save_tokenizer(good, WORDS)
@@ -415,6 +433,8 @@ def test_quantised_checkpoints_without_their_package_name_both(
 def test_a_package_that_is_not_there_is_named() -> None:
     error = ModuleNotFoundError("No module named 'torchao'", name="torchao")
     assert cause_of(error) == "it needs the package torchao (pip install torchao)"
+    assert cause_of(RuntimeError("Validation error for field 'a':\n    TypeError: b")).endswith("'a': TypeError: b")
+    assert cause_of(RuntimeError("a cause:")) == "a cause:"
     assert cause_of(RuntimeError("one\ntwo")) == "one" and cause_of(RuntimeError()) == "RuntimeError"
 
 

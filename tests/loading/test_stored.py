@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,46 @@ def test_what_changes_no_weight_is_left_out(good: Path, harmless: Weights) -> No
     expected = ft.load(str(good), None).generate([3, 4, 5], max_new_tokens=6).token_ids
     rewrite(good, lambda weights: weights.update(harmless))
     assert ft.load(str(good), None).generate([3, 4, 5], max_new_tokens=6).token_ids == expected
+
+
+def test_a_weight_in_a_layer_that_has_no_place_for_it(good: Path) -> None:
+    """As of a Qwen3 whose configuration says Llama."""
+    names = [f"model.layers.{i}.self_attn.{part}_norm.weight" for i in range(2) for part in "qk"]
+    rewrite(good, lambda weights: weights.update({name: torch.ones(16) for name in names}))
+    message = refusal_of(str(good))
+    assert "good has a config.json that does not fit its weights: 4 of them (first: model.layers.0.self_a" in message
+    assert "without them the output would differ; copy both from the same checkpoint" in message
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, folder: Path) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        load_model(str(folder))
+    return [message for message in caplog.messages if "left out" in message]
+
+
+def test_layers_beyond_the_configuration_are_told(good: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert lines_of(caplog, good) == []
+    settings(good, num_hidden_layers=1)
+    (line,) = lines_of(caplog, good)
+    assert "good has 9 weights that the model of config.json does not have (first: model.layers.1.input_layern" in line
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"model.layers.2.eh_proj.weight": torch.ones(32, 64), "model.layers.2.mlp.up_proj.weight": torch.ones(32, 32)},
+        {"mtp.layers.0.mlp.up_proj.weight": torch.ones(32, 32)},
+        {"visual.blocks.0.attn.qkv.weight": torch.ones(32, 32)},
+        {"model.vision_tower.layers.0.mlp.fc1.weight": torch.ones(32, 32)},
+        {"score.weight": torch.ones(2, 32)},
+        {"model.layers.1.self_attn.attn.k_scale": torch.ones(1)},
+        {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+    ],
+)
+def test_what_is_beside_the_model_needs_no_line(good: Path, caplog: pytest.LogCaptureFixture, beside: Weights) -> None:
+    rewrite(good, lambda weights: weights.update(beside))
+    assert lines_of(caplog, good) == []
 
 
 def test_a_model_whose_method_was_passed_over_when_it_was_loaded() -> None:

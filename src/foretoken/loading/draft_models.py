@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from foretoken.core.io.checkpoints import BUILTIN, is_builtin, resolve
+from foretoken.core.io.checkpoints import BUILTIN, LoadError, is_builtin, is_gguf, resolve
 from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.models import load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
@@ -119,6 +119,11 @@ def _load_draft_model(
     # gets a packed draft model.
     device = target.device if device is None else device
     on_cpu = device is None or str(device) == "cpu"
+    if is_gguf(path) and not on_cpu:
+        raise LoadError(
+            f"the draft model {path} is a GGUF file, which runs on the cpu, and the target is on {target.device}: give "
+            "the draft model as a folder"
+        )
     small = on_cpu and _is_small(path)
     alike = target.dtype == torch.bfloat16 and getattr(target, "exact", "") == "distribution"
     half = small and packed and alike and _steps_faster_in_bfloat16(path)

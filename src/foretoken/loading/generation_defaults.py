@@ -1,4 +1,4 @@
-"""Sampling defaults from a model's ``generation_config.json``, for requests that leave options out.
+"""Sampling defaults from a model's ``generation_config.json`` or GGUF header, for requests that leave options out.
 
 Each field is taken as vLLM takes it.  Transformers' rule for ``do_sample`` applies: without it a model is greedy.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from foretoken.core.io.checkpoints import LoadError, is_adapter, is_builtin, location_of, resolve
 from foretoken.loading.adapters import read_adapter
-from foretoken.loading.gguf import is_gguf
+from foretoken.loading.gguf import is_gguf, sampling_of
 from foretoken.loading.handed import unwrapped
 from foretoken.models.base import LanguageModel
 from foretoken.options import FIELDS, FILTERS
@@ -42,9 +42,18 @@ NOT_APPLIED: Mapping[str, Any] = {
     "force_words_ids": None, "constraints": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None, "watermarking_config": None, "dola_layers": None,
     "stop_strings": None, "max_time": None, "token_healing": False,
+    "sequence": None, "xtc_probability": 0, "xtc_threshold": None, "penalty_last_n": -1,
+    "mirostat": 0, "mirostat_tau": None, "mirostat_eta": None,
 }  # fmt: skip
-"""Fields that change the output of ``generate`` and are not applied here, with their neutral values.  ``None`` and
-empty values are neutral too."""
+"""Fields that change the output of ``generate``, or of llama.cpp, and are not applied here, with their neutral values.
+``None`` and empty values are neutral too."""
+GGUF_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+"""Names in a GGUF header of fields that have another name here."""
+GGUF_SWITCHES = {
+    "xtc_threshold": "xtc_probability", "mirostat_tau": "mirostat", "mirostat_eta": "mirostat",
+    "penalty_last_n": "repetition_penalty",
+}  # fmt: skip
+"""Fields of a GGUF header that only matter with another one."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +74,16 @@ class GenerationDefaults:
 
 
 def read_defaults(source: Any) -> GenerationDefaults:
-    """The defaults of a source of :func:`foretoken.load`: a folder, a hub id or a model object.
+    """The defaults of a source of :func:`foretoken.load`: a folder, a GGUF file, a hub id or a model object.
 
     An adapter has those of its base model.  Raises ``LoadError`` if the file is damaged, a value is impossible or the
     hub does not answer.
     """
     source = unwrapped(source)
-    if isinstance(source, LanguageModel) or is_gguf(source):
+    if isinstance(source, LanguageModel):
         return GenerationDefaults()
+    if is_gguf(source):
+        return _defaults(_in_header(sampling_of(source)), str(source), "the GGUF file")
     if not isinstance(source, str | Path):
         from transformers import GenerationConfig
 
@@ -93,6 +104,23 @@ def read_defaults(source: Any) -> GenerationDefaults:
             f"{file} is damaged (it is not a JSON object): copy it again, or load with generation_config=None"
         )
     return _defaults(values, str(file), FILE)
+
+
+def _in_header(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling defaults of a GGUF header as fields of a ``generation_config.json``."""
+    values: dict[str, Any] = {
+        # Headers hold float32: 0.8 is read as 0.800000011920929.
+        GGUF_NAMES.get(name, name): float(f"{value:.7g}") if isinstance(value, float) else value
+        for name, value in stated.items()
+    }
+    if values.get("penalty_last_n") == 0:  # switches the penalty off
+        values.pop("repetition_penalty", None)
+    if isinstance(values.get("top_k"), int):
+        values["top_k"] = max(values["top_k"], 0)  # negative numbers keep all tokens, too
+    for name, switch in GGUF_SWITCHES.items():
+        if values.get(switch) in (None, NEUTRAL.get(switch, 0)):
+            values.pop(name, None)
+    return {**values, "do_sample": any(name in values for name in SAMPLED)}
 
 
 def _file_of(source: str) -> Path | None:

@@ -34,6 +34,8 @@ OWN_REASONS = {
     "quantize": "its weights keep their bits; use a file with fewer",
 }
 """The same for our own reader."""
+SAMPLING = "general.sampling."
+"""Beginning of the header keys of sampling defaults."""
 USUAL = (None, "", "auto", False)
 """Values that leave an option unset."""
 
@@ -74,6 +76,18 @@ def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
         return LlamaCppModel(path)
     except GgufError as error:
         raise LoadError(str(error)) from None
+
+
+def sampling_of(path: str | Path) -> dict[str, Any]:
+    """The sampling defaults in a file's header, by llama.cpp's names; empty also for a file that cannot be read, which
+    loading reports."""
+    from foretoken.models.gguf.file import GgufError, read_gguf
+
+    try:
+        metadata = read_gguf(resolve(path), header_only=True).metadata
+    except GgufError:
+        return {}
+    return {key.removeprefix(SAMPLING): value for key, value in metadata.items() if key.startswith(SAMPLING)}
 
 
 def has_llama_cpp() -> bool:

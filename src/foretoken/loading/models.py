@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,18 @@ def load_model(
         quantise_linears(network, quantize, wide=exact != "bitwise")
     in_place = packs and (not is_object or pack is True)
     return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(source))
+
+
+@contextmanager
+def closed_on_error(model: LanguageModel, source: Any) -> Iterator[None]:
+    """End the processes of a split model if what uses it cannot be built; the error would keep them, and only one model
+    can be split at a time.  A model that was the caller's ``source`` stays open."""
+    try:
+        yield
+    except BaseException:
+        if model is not source and hasattr(model, "close"):
+            model.close()
+        raise
 
 
 def _check_finite(network: Any, source: str | Path, role: str) -> None:

@@ -11,7 +11,7 @@ from foretoken.core.io import hub_ids
 from foretoken.core.io.checkpoints import LoadError, cause_of, check_no_drafter
 from foretoken.core.io.quiet import ERRORS_ONLY, NO_BARS
 from foretoken.loading.memory import moved
-from foretoken.loading.stored import check_method, check_storage, quantisation_of
+from foretoken.loading.stored import check_method, check_storage, check_unread, quantisation_of
 from foretoken.models.network.alone import BUILDING
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,6 +73,8 @@ def from_pretrained(
         raise LoadError(
             f"{label} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
         )
+    unread = info.get("unexpected_keys", ())
+    check_unread(model, label, [name for name in unread if not quantisation or name.endswith(".weight")])
     return moved(model, device, path)
 
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 import torch
 from torch import distributed
 
-from foretoken.core.io.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, location_of, resolve
+from foretoken.core.io.checkpoints import BUILTIN, LoadError, cause_of, check_folder, is_adapter, location_of, resolve
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
@@ -183,7 +183,7 @@ def _check_source(source: Any, count: int, others: dict[str, Any]) -> str:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
-        raise LoadError(f"cannot read the configuration of {path}: {str(error).splitlines()[0]}") from None
+        raise LoadError(f"cannot read the configuration of {path}: {cause_of(error)}") from None
     check_split(config.get_text_config(), count)
     return path
 

@@ -6,6 +6,7 @@ which the model has no parameter.  Each gives a model that runs and writes nonse
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ from foretoken.core.io.checkpoints import LoadError, header_of, shards_of
 REMEDY = "use the full checkpoint (bfloat16 or float16), a GGUF file of it, or one with a quantization_config"
 NARROW = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2", "I8", "U8"}
 """Safetensors' names of types of 8 bits and fewer; ``BOOL`` is for masks."""
+SCALES = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_global_scale")
+"""Scales of activations and of the KV cache: weights keep their meaning without them."""
+TABLES = ("bias", "masked_bias", "inv_freq", "cos_cached", "sin_cached")
+"""Masks and tables of older files, which Transformers computes; biases of layers are checked before."""
+BESIDE = ("mtp", "vision", "visual", "audio", "image", "multi_modal")
+"""Parts of names of drafters and encoders beside a text model."""
 
 
 def quantisation_of(path: str) -> Mapping[str, Any]:
@@ -74,6 +81,53 @@ def check_storage(network: Any, path: str, unread: Iterable[str]) -> None:
             )
 
 
+def check_unread(network: nn.Module, label: str, unread: Iterable[str]) -> None:
+    """Refuse a checkpoint with weights in layers of the model that the model lacks; warn in one line about others of
+    the same network, which may be left out on purpose (the last layers).
+
+    Args:
+        unread: names of tensors in the checkpoint that the model lacks.
+    """
+    names = sorted(unread)
+    drafters = tuple(f"{name.split('.eh_proj.')[0]}." for name in names if ".eh_proj." in name)
+    left_out: dict[str, list[str]] = {"layer": [], "network": []}
+    for name in names:
+        if name.startswith(drafters) or name.endswith((*SCALES, *TABLES)) or any(part in name for part in BESIDE):
+            continue
+        place = _place(network, name)
+        if place:
+            left_out[place if name.endswith(".weight") else "network"].append(name)
+    if left_out["layer"]:
+        raise LoadError(
+            f"{label} has a config.json that does not fit its weights: {len(left_out['layer'])} of them (first: "
+            f"{left_out['layer'][0]}) are not in the model, and without them the output would differ; copy both from "
+            "the same checkpoint"
+        )
+    if left_out["network"]:
+        logging.getLogger("foretoken").warning(
+            "%s has %d weights that the model of config.json does not have (first: %s): they are left out",
+            label,
+            len(left_out["network"]),
+            left_out["network"][0],
+        )
+
+
+def _place(network: Any, name: str) -> str:
+    """Where a tensor would be: in a ``layer`` that the network has, elsewhere in its base ``network``, or outside
+    (empty).  Names of a checkpoint may omit the base's."""
+    for prefix in ("", f"{network.base_model_prefix}."):
+        module, depth, in_layer = network, 0, False
+        for part in f"{prefix}{name}".split(".")[:-1]:
+            child = dict(module.named_children()).get(part)
+            if child is None:
+                break
+            in_layer |= isinstance(module, nn.ModuleList)
+            module, depth = child, depth + 1
+        if depth > bool(prefix):
+            return "layer" if in_layer else "network"
+    return ""
+
+
 def _check_narrow(file: Path) -> None:
     """Refuse a weight of 8 bits or fewer in a checkpoint without a ``quantization_config``."""
     for name, entry in header_of(file).items():
@@ -87,8 +141,7 @@ def _check_narrow(file: Path) -> None:
 def _belongs(network: nn.Module, name: str) -> bool:
     """Whether a tensor belongs to a layer that has weights in the model."""
     owner, _, leaf = name.rpartition(".")
-    # Scales of activations and of the KV cache: weights keep their meaning without them.
-    if leaf in ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_global_scale"):
+    if leaf in SCALES:
         return False
     try:
         module = network.get_submodule(owner)

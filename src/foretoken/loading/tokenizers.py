@@ -53,9 +53,16 @@ def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
         return load_tokenizer(BUILTIN) if folder.parent == ZOO else None
     location = location_of(path)
     try:
-        return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     except Exception as error:  # damaged files fail in many ways
         raise LoadError(f"cannot load a tokenizer from {path}: {_damaged(Path(path)) or cause_of(error)}") from None
+    limit = tokenizer.model_max_length
+    if not isinstance(limit, int | float):  # every text is compared with it
+        raise LoadError(
+            f"cannot load a tokenizer from {path}: tokenizer_config.json has model_max_length {ascii(limit)[:40]}, "
+            "which is not a number: copy it again"
+        )
+    return tokenizer
 
 
 def _has_tokenizer(folder: Path) -> bool:

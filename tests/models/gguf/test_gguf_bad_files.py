@@ -180,6 +180,15 @@ def some_biases(header: Header, tensors: Tensors) -> None:
             with_value("llama.rope.scaling.type", "odd"),
             "scales rotary positions by 'odd', which is not supported here: ",
         ),
+        (
+            with_value("llama.rope.dimension_count_swa", 8),
+            "rotates 8 of 16 dimensions of a head, which is not supported here: ",
+        ),
+        (
+            with_value("llama.rope.scaling.attn_factor", 0.5),
+            "has llama.rope.scaling.attn_factor 0.5, which is not supported here: ",
+        ),
+        (with_value("llama.attention.causal", False), r"\(llama\) is not a causal language model: give one that"),
         (with_value("llama.attention.head_count", [4, 2]), "has layers with different attention.head_count"),
         (with_value("split.count", "two"), "is cut off or damaged .*split.count"),
         (with_value("general.alignment", "wide"), "is cut off or damaged .*general.alignment"),

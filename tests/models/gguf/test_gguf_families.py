@@ -3,6 +3,7 @@ llama.cpp where it is installed, so that the files are not judged by their own w
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from checkpoints import VOCAB, new_model, plain_logits, prompt_of
 from torch import Tensor
 
 import foretoken as ft
-from foretoken.loading import load_model
+from foretoken.loading import LoadError, load_model
 from foretoken.loading.gguf import has_llama_cpp
 from foretoken.models.base import Feed
 from foretoken.models.gguf.architectures import ARCHITECTURES
 from foretoken.models.huggingface import HuggingFaceModel
-from gguf_writer import Stored, write_model
+from gguf_writer import Stored, header_of, write_model
 
 ROUNDING = 1e-5
 """Of float32, as a fraction of the largest logit."""
@@ -37,6 +38,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+SCALED_WITHOUT_WINDOW = {
+    "full_attention": YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -88,6 +94,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3_window": ("phi3", WINDOW),
     "phi3_long": ("phi3", {"sliding_window": None, "rope_parameters": LONG, "original_max_position_embeddings": 32}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {**WINDOW, "layer_types": MIXED, "rope_parameters": SCALED_WITHOUT_WINDOW}),
     "granite": ("granite", {**SHARED, "logits_scaling": 2.0}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "moe_intermediate_size": 32, "norm_topk_prob": True}),
@@ -124,6 +131,14 @@ def rows(model: Any, tokens: list[int]) -> Tensor:
 
 def near(logits: Tensor, expected: Tensor) -> bool:
     return bool((logits - expected).abs().max() < ROUNDING * expected.abs().max())
+
+
+def gguf_key(model: Any, key: str) -> str:
+    return f"{header_of(model)['general.architecture']}.{key}"
+
+
+def with_entry(key: str, value: Any, header: dict[str, Any], tensors: Any) -> None:
+    header[key] = value
 
 
 def test_every_architecture_is_tried() -> None:
@@ -172,6 +187,25 @@ def test_older_keys_and_numbers_of_rotary_embeddings(tmp_path: Path) -> None:
     assert near(plain_logits(read.model, text), plain_logits(yarn, text))
     without = load_model(write_model(tmp_path / "w.gguf", yarn), backend="native", dtype="float32")
     assert not near(plain_logits(without.model, text), plain_logits(yarn, text)), "they make a difference"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_windows_by_layer_or_by_their_period(tmp_path: Path, name: str) -> None:
+    model = original(name)
+    types = model.config.layer_types
+    text, key = prompt_of(45, seed=1), gguf_key(model, "attention.sliding_window_pattern")
+    patterns: list[Any] = [[kind == "sliding_attention" for kind in types], types.index("full_attention") + 1]
+    for pattern in patterns:
+        change = partial(with_entry, key, pattern)
+        read = load_model(write_model(tmp_path / "m.gguf", model, change=change), backend="native", dtype="float32")
+        assert near(plain_logits(read.model, text), plain_logits(model, text)), pattern
+    for pattern, words in (
+        ([True], f"m.gguf has 1 values in {key} for {len(types)} layers: convert the model again"),
+        (0, f"m.gguf has {key} 0, which is not supported here: "),
+    ):
+        file = write_model(tmp_path / "m.gguf", model, change=partial(with_entry, key, pattern))
+        with pytest.raises(LoadError, match=words):
+            load_model(file, backend="native")
 
 
 @pytest.mark.skipif(not has_llama_cpp(), reason="llama-cpp-python is an extra (pip install 'foretoken[gguf]')")

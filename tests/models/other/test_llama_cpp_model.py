@@ -16,6 +16,7 @@ from toys import llama
 
 need_packages()
 
+import foretoken as ft  # noqa: E402
 from foretoken.models.base import CapabilityError, Feed, SequenceState  # noqa: E402
 from foretoken.models.other.branches import Branches, Removal  # noqa: E402
 from foretoken.models.other.llama_cpp_model import LlamaCppModel  # noqa: E402
@@ -248,6 +249,15 @@ def test_attributes(model: LlamaCppModel, file: Path) -> None:
         model.forward([Feed(model.open(), [1])], taps=("last",))
     with pytest.raises(ValueError, match="context_length must be at least 1"):
         LlamaCppModel(file, context_length=0)
+
+
+def test_a_context_below_the_models_says_why(model: LlamaCppModel, tmp_path: Path) -> None:
+    file = toy(tmp_path / "long.gguf", context=5000)
+    short = ft.load(LlamaCppModel(file), drafter=None)
+    words = r"context is 4096 \(llama.cpp's cache has room for 4096 of the model's 5000 .* context_length=N\) for more"
+    with pytest.raises(ValueError, match=words):
+        short.generate([3] * 4200, max_new_tokens=1)
+    assert LlamaCppModel(file, context_length=4500).context_why == model.context_why == ""
 
 
 def test_what_counts_as_a_tie(model: LlamaCppModel, file: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from checkpoints import checkpoint, new_model, save
 
 import foretoken as ft
+from foretoken import llm
 from foretoken.core.io.checkpoints import ZOO
 from foretoken.engine.background import AsyncLlm
 from foretoken.engine.errors import EngineDead
@@ -190,7 +191,23 @@ def test_a_follower_that_is_gone_is_noticed(tmp_path: Path) -> None:
 # -- what cannot be split ----------------------------------------------------------------------------------------------
 
 
+def test_a_load_that_fails_ends_the_processes_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, listener = in_memory(tmp_path)
+    with pytest.raises(CapabilityError, match="hidden states"):
+        ft.load(model, "eagle3:anything")
+    assert listener.ends == 0, "the caller's own"
+    monkeypatch.setattr(llm, "load_model", lambda *args, **options: model)
+    with pytest.raises(CapabilityError, match="hidden states"):
+        ft.load(tmp_path / "model", "eagle3:anything")
+    assert listener.ends == 1
+    with pytest.raises(PartLost, match="the model was closed"):
+        model.open()
+
+
 def test_what_cannot_be_split_says_why(tmp_path: Path) -> None:
+    odd = save(new_model("llama"), tmp_path / "odd")
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps({**config, "rms_norm_eps": "x"}))
     refused: list[tuple[Any, dict[str, Any], str]] = [
         ("builtin", {"tensor_parallel": 3}, "does not divide the 2 key-value heads of this model: choose 2"),
         ("builtin", {"tensor_parallel": 0}, "at least 1, not 0"),
@@ -201,6 +218,8 @@ def test_what_cannot_be_split_says_why(tmp_path: Path) -> None:
         (str(tmp_path / "model.gguf"), {}, "GGUF"),
         (str(save(new_model("opt"), tmp_path / "opt")), {}, "no plan for splitting opt"),
         (str(tmp_path / "nowhere"), {}, "nowhere"),
+        (str(odd), {}, "read the configuration of"),
+        (str(odd), {}, "'rms_norm_eps': TypeError: Field 'rms_norm_eps' expected float, got str"),
     ]
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for source, options, words in refused:

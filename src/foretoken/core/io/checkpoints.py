@@ -26,8 +26,8 @@ def cause_of(error: Exception) -> str:
     """Another library's error in one line; a missing package is named with its install command."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"it needs the package {error.name} (pip install {error.name})"
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {others[0].strip()}" if others and first.endswith(":") else first
 
 
 def location_of(path: str) -> str:

@@ -32,9 +32,19 @@ SANDWICH = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+OLMO = {
+    **ATTENTION,
+    **HEAD_NORMS,
+    **MLP,
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 LLAMA = {**ATTENTION, **MLP, **NORMS}
 EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 """Stacked experts: parameter below ``experts`` -> the tensors that it concatenates."""
+
+YARN = {"attn_factor": 1, "ext_factor": 1, "log_multiplier": 0}
+"""Numbers of YaRN that are read with one value only."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +138,32 @@ def _gemma3(file: GgufFile) -> Options:
     }
 
 
+def _olmo3(file: GgufFile) -> Options:
+    return {
+        "sliding_window": file.need("attention.sliding_window"),
+        "layer_types": _windows(file, 4),
+        # Only layers with full attention scale their positions.
+        "rope_parameters": {
+            "full_attention": _rope_of(file),
+            "sliding_attention": {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", 10000.0)},
+        },
+    }
+
+
 def _windows(file: GgufFile, every: int) -> list[str]:
-    """Layer types; one layer in ``every`` has full attention."""
-    every = int(file.get("attention.sliding_window_pattern", every))
-    count = int(file.need("block_count"))
+    """Layer types, stored as a list that says which layers have windows, or as a number: one in ``every`` has none."""
+    key = "attention.sliding_window_pattern"
+    count, pattern = int(file.need("block_count")), file.get(key, every)
+    if isinstance(pattern, list):
+        if len(pattern) != count:
+            raise GgufError(
+                f"{file.path} has {len(pattern)} values in {file.architecture}.{key} for {count} layers: convert the "
+                "model again"
+            )
+        return ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+    every = int(pattern)
+    if every < 1:
+        raise UncoveredError(f"{file.path} has {file.architecture}.{key} {every}, which is not supported here")
     return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
 
 
@@ -165,16 +197,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         _phi3,
     ),
     "granite": Architecture("granite", LLAMA, _granite, permuted=True),
-    "olmo2": Architecture(
-        "olmo2",
-        {
-            **ATTENTION,
-            **HEAD_NORMS,
-            **MLP,
-            "post_attention_layernorm": "post_attention_norm",
-            "post_feedforward_layernorm": "post_ffw_norm",
-        },
-    ),
+    "olmo2": Architecture("olmo2", OLMO),
+    "olmo3": Architecture("olmo3", OLMO, _olmo3),
     "mixtral": Architecture("mixtral", {**ATTENTION, **NORMS}, _experts, permuted=True, router="mlp.gate"),
     "qwen3moe": Architecture("qwen3_moe", {**ATTENTION, **HEAD_NORMS, **NORMS}, _qwen3_moe, router="mlp.gate"),
     "olmoe": Architecture("olmoe", {**ATTENTION, **HEAD_NORMS, **NORMS}, _olmoe, router="mlp.gate"),
@@ -182,7 +206,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "granitemoe", {**ATTENTION, **NORMS}, _granite_moe, permuted=True, router="block_sparse_moe.router"
     ),
 }
-"""Architectures by name in the header; ``mixtral`` is called ``llama`` there."""
+UNNAMED = ("mixtral", "olmo3")
+"""Architectures that have another name in the header: ``llama`` with experts, and ``olmo2`` with windows."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -191,8 +216,10 @@ def architecture_of(file: GgufFile) -> Architecture:
     with header_faults(file):
         if name == "llama" and int(file.get("expert_count", 0)):
             name = "mixtral"
+        if name == "olmo2" and file.get("attention.sliding_window"):
+            name = "olmo3"
     if name not in ARCHITECTURES:
-        covered = ", ".join(key for key in ARCHITECTURES if key != "mixtral")
+        covered = ", ".join(key for key in ARCHITECTURES if key not in UNNAMED)
         raise UncoveredError(f"{file.path} has the architecture {name!r}, and only {covered} are supported here")
     return ARCHITECTURES[name]
 
@@ -221,6 +248,11 @@ def header_faults(file: GgufFile) -> Iterator[None]:
 def _config(file: GgufFile, architecture: Architecture) -> Any:
     from transformers import AutoConfig
 
+    if file.get("attention.causal") is False:
+        raise GgufError(
+            f"{file.path} ({file.architecture}) is not a causal language model: give one that generates from left to "
+            "right"
+        )
     count = int(file.need("block_count"))
     if count < 1 or not any(name.startswith(f"blk.{count - 1}.") for name in file.tensors):
         raise GgufError(f"{file.path} lacks tensors of layer {count} of {count}: it is incomplete, copy it again")
@@ -248,11 +280,12 @@ def _config(file: GgufFile, architecture: Architecture) -> Any:
         "_name_or_path": str(file.path),
     }
     values.update(architecture.options(file))
-    rotated = int(file.get("rope.dimension_count", width))
-    if rotated != width and "partial_rotary_factor" not in values["rope_parameters"]:
-        raise UncoveredError(
-            f"{file.path} rotates {rotated} of {width} dimensions of a head, which is not supported here"
-        )
+    for kind in ("", "_swa"):
+        rotated = int(file.get(f"rope.dimension_count{kind}", width))
+        if rotated != width and (kind or "partial_rotary_factor" not in values["rope_parameters"]):
+            raise UncoveredError(
+                f"{file.path} rotates {rotated} of {width} dimensions of a head, which is not supported here"
+            )
     return AutoConfig.for_model(architecture.model_type, **values)
 
 
@@ -276,6 +309,7 @@ def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opt
             rope[f"{name}_factor"] = numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
         original = int(file.need("rope.scaling.original_context_length"))
         return {**rope, "rope_type": "longrope", "original_max_position_embeddings": original}
+    _check_usual(file, {"rope.scaling.attn_factor": 1})
     # Older files use another name for the factor, without a type, which is linear.
     factor = _positive(file, "rope.scaling.factor", _positive(file, "rope.scale_linear", 1.0))
     kind = file.get("rope.scaling.type", "linear")
@@ -293,14 +327,17 @@ def _yarn_of(file: GgufFile) -> Options:
     """YaRN parameters that differ from the defaults."""
     keys = {name: f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow")}
     overrides = {name: _positive(file, key) for name, key in keys.items() if file.get(key)}
-    usual = {"rope.scaling.yarn_attn_factor": 1, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_ext_factor": 1}
-    usual["rope.scaling.yarn_log_multiplier"] = 0
+    _check_usual(file, {f"rope.scaling.yarn_{name}": usual for name, usual in YARN.items()})
+    return overrides
+
+
+def _check_usual(file: GgufFile, usual: Mapping[str, float]) -> None:
+    """Refuse other values of keys below the architecture's name."""
     for key, value in usual.items():
         if float(file.get(key, value)) != value:
             raise UncoveredError(
                 f"{file.path} has {file.architecture}.{key} {file.get(key)}, which is not supported here"
             )
-    return overrides
 
 
 def _positive(file: GgufFile, key: str, usual: float | None = None) -> float:

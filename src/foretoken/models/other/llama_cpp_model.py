@@ -26,6 +26,8 @@ from foretoken.models.other.llama_context import CACHE_TYPES, MOST_IDS, PIECE, L
 from foretoken.models.other.llama_cpp import GgufError, Weights
 from foretoken.models.runner import check_distinct
 
+DEFAULT_CONTEXT = 4096
+"""Most tokens of a sequence by default, because the cache allocates its memory at once."""
 NO_LAYERS = "llama.cpp runs a file's layers as a whole and returns logits only"
 
 
@@ -75,9 +77,13 @@ class LlamaCppModel(LanguageModel):
         self.path = self.weights.path
         self.capabilities = _capabilities_of(self.weights)
         c, handle = self.weights.library.c, self.weights.handle
-        # at most 4096 by default, because the cache allocates its memory at once
-        trained = int(c.llama_model_n_ctx_train(handle)) or 4096
-        self.context_length = context_length or min(trained, 4096)
+        trained = int(c.llama_model_n_ctx_train(handle)) or DEFAULT_CONTEXT
+        self.context_length = context_length or min(trained, DEFAULT_CONTEXT)
+        if context_length is None and trained > DEFAULT_CONTEXT:
+            self.context_why = (
+                f"llama.cpp's cache has room for {DEFAULT_CONTEXT} of the model's {trained} by default; load "
+                "foretoken.models.other.llama_cpp_model.LlamaCppModel(PATH, context_length=N) for more"
+            )
         vocab = self.weights.vocab
         self.vocab_size = int(c.llama_vocab_n_tokens(vocab))
         self.eos_token_ids = frozenset(token for token in range(self.vocab_size) if c.llama_vocab_is_eog(vocab, token))
