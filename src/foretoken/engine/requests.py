@@ -157,6 +157,7 @@ class Requests:
         self.running.remove(run)
         run.note_unread()
         with ExitStack() as last_first:
+            last_first.callback(run.drop_tensors)
             last_first.callback(self._tell_left, run)
             if self.controller is not None:
                 last_first.callback(self._tell_end, "controller", self.controller.finish, run)
