@@ -307,6 +307,33 @@ def test_return_dict(model: Any) -> None:
     assert [stats.num_new_tokens for stats in out.stats] == [6, 6, 6]
 
 
+@pytest.mark.parametrize("by", ["eos", "criterion"])
+def test_statistics_end_where_the_row_ends(model: Any, by: str) -> None:
+    """Nothing that was drafted and accepted behind the end counts, and drafters learn nothing from it."""
+    learned: list[list[int]] = []
+
+    class Perfect(ScriptedDrafter):
+        def finish(self, context: Context) -> None:
+            learned.append(list(context.tokens))
+
+    class Long(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.tensor([input_ids.shape[1] >= 5 + 8])
+
+    plain = model.generate(ONE, max_new_tokens=24, eos_token_id=None)[0, 5:].tolist()
+    kept = plain.index(plain[7]) + 1 if by == "eos" else 8
+    end = {"eos_token_id": [plain[7], VOCAB + 1]} if by == "eos" else {"stopping_criteria": [Long()]}
+    out = model.generate(
+        ONE, max_new_tokens=24, custom_generate=ft.custom_generate, return_dict_in_generate=True,
+        drafter=Perfect(script=plain, as_output=True), controller="constant,k=11", **{"eos_token_id": None, **end},
+    )  # fmt: skip
+    assert out.sequences[0, 5:].tolist() == plain[:kept]
+    (stats,) = out.stats
+    assert (stats.num_drafts, stats.num_new_tokens, stats.num_accepted_tokens) == (1, kept, kept)
+    assert stats.num_accepted_tokens_per_pos == [1] * kept
+    assert by == "criterion" or learned == [[*ONE[0].tolist(), *plain[:kept]]]
+
+
 @pytest.mark.parametrize(
     "setting",
     [{"verifier": "greedy"}, {"controller": "constant"}, {"exact": "bitwise"}, {"profile": "x"}, {"allow_lossy": True}],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -331,10 +331,11 @@ def _run(
     holds."""
     eos = {int(t) for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten().tolist()}
     others = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
+    ends = frozenset(token for token in eos if 0 <= token < llm.target.vocab_size)  # drafters learn nothing behind them
     by_id: dict[int, _BatchRow] = {}
     try:
         for request, row in zip(requests, rows, strict=True):
-            by_id[llm.engine.add(request)] = row
+            by_id[llm.engine.add(replace(request, stop_token_ids=ends))] = row
             if row.streamer is not None and not row.shown:
                 row.streamer.put(torch.tensor([row.full]))
         while llm.engine.busy:
@@ -344,6 +345,7 @@ def _run(
                 row = by_id[run.id]
                 row.stats = run.stats
                 new = _kept(row, emission.token_ids, eos, others, device)
+                run.stats.cut_round(emission.origins, len(new))
                 if row.streamer is not None and new:
                     row.streamer.put(torch.tensor(new))
                 if row.is_done:

@@ -190,7 +190,7 @@ class Llm:
         request = make_request(prompt, self.tokenizer, **{**defaults, **options})
         room = self.target.context_length - len(request.prompt)
         unasked = self.defaults.sampling.keys() - options.keys()
-        if "max_new_tokens" in unasked and 0 < room < request.max_new_tokens:
+        if "max_new_tokens" not in options and 0 < room < request.max_new_tokens:
             request = replace(request, max_new_tokens=room)  # the default, not the user, exceeds the context
         if "min_tokens" in unasked:  # the model's own is limited to the request's maximum, as in generate
             check_whole("max_new_tokens", request.max_new_tokens)

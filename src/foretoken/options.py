@@ -128,7 +128,7 @@ class CommonOptions(TypedDict, total=False):
     """Options of a generation that a batch of prompts shares.
 
     Attributes:
-        max_new_tokens: most output tokens (64).
+        max_new_tokens: most output tokens (64, or what the context leaves).
         temperature: 0 is greedy, the default.
         top_k: keep the k most likely tokens (0: all).
         top_p: nucleus mass in (0, 1].

@@ -227,3 +227,12 @@ def test_members_of_a_group_get_the_states_of_their_rounds() -> None:
     runs = serve(engine(target, group, controller=InTurn(), max_batch=2), requests)
     assert [run.context.tokens for run in runs] == expected
     assert set().union(*(run.stats.drafters for run in runs)) == {"eagle3", "medusa"}
+
+
+def test_ended_requests_hold_no_states_and_no_noise() -> None:
+    """A call keeps its requests until all have ended, for their outputs."""
+    target = llamas()[0]
+    runs = serve(engine(target, eagle3(target), max_batch=2, prefix_bytes=1 << 24), load((9, 20, 12), True))
+    for run in runs:
+        assert run.context.hidden == {} and run.states.count == 0
+        assert run.context.sampler.noise is not None and not run.context.sampler.noise._cached

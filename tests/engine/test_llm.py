@@ -224,6 +224,18 @@ def test_a_forked_process_is_told_to_load_for_itself(monkeypatch: pytest.MonkeyP
     assert llm.generate([0, 1], max_new_tokens=4).token_ids == expected
 
 
+def test_an_answer_of_the_usual_length_ends_with_the_context() -> None:
+    target, _ = tables(context_length=60)
+    llm = Llm(target, None, None, None, None)
+    short, long = llm.generate([[0] * 50, [0] * 3])
+    assert (len(short.token_ids), short.finish_reason) == (10, "length")
+    assert len(long.token_ids) == 57
+    with pytest.raises(ValueError, match="max_new_tokens=64 exceeds the model's context"):
+        llm.generate([0] * 50, max_new_tokens=64)
+    with pytest.raises(ValueError, match="the prompt has 60 tokens and the model's context is 60"):
+        llm.generate([0] * 60)
+
+
 def test_an_empty_text_is_refused() -> None:
     target, _ = tables()
     llm = Llm(target, None, None, None, tokenizer())

@@ -369,6 +369,32 @@ def test_the_cache_holds_no_more_than_it_may() -> None:
     assert computed(serve_one(runner, Request([0, *LONG], max_new_tokens=1)))[0] == 61
 
 
+@pytest.mark.parametrize(("room", "copies"), [(0.9, []), (1.05, ["target"]), (2.5, ["target", "draft"])])
+def test_what_cannot_fit_is_not_copied(room: float, copies: list[str]) -> None:
+    """Keys and values alone are too large, these and the hidden states are, or everything fits."""
+    target, draft = models()
+    copied: list[str] = []
+
+    class Tapped(ModelDrafter):
+        taps = ("last",)
+
+    def noted(name: str, model: HuggingFaceModel) -> None:
+        snapshot = model.snapshot
+
+        def snapshot_of(*arguments: Any) -> Snapshot | None:
+            copied.append(name)
+            return snapshot(*arguments)
+
+        model.snapshot = snapshot_of  # type: ignore[method-assign]
+
+    noted("target", target)
+    noted("draft", draft)
+    runner = engine(target, Tapped(draft, k=3), prefix_bytes=int(room * (60 + 7) * target.kv_bytes_per_token))
+    serve_one(runner, Request(LONG, max_new_tokens=8))
+    assert copied == copies
+    assert len(runner.requests.prefix_cache.prefixes) == (room > 2)
+
+
 def test_llamas_are_float64() -> None:
     """The comparisons above rest on this: sums in another order do not change a token."""
     assert llamas()[0].dtype == torch.float64

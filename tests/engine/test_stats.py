@@ -6,12 +6,15 @@ import json
 
 import pytest
 
+from foretoken.core import Context, StepRecord
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stats import SpecStats
+from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.prediction import PredictionDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.models.base import Refusal
 from toys import engine, serve, tables
@@ -54,13 +57,44 @@ def test_positions_add_up(drafter: str) -> None:
         assert all(0 < count <= run.stats.num_drafts for count in positions)
 
 
-def test_tokens_behind_an_eos_are_accepted_but_not_emitted() -> None:
+def test_tokens_behind_an_eos_do_not_count() -> None:
+    """At most the bonus token of the last round is missing."""
     runs = some_runs("chain", eos=frozenset({2}))
-    assert any(run.finish_reason == "eos" for run in runs)
+    assert any(run.finish_reason == "eos" and run.origins[-1] == "accepted" for run in runs)
     for run in runs:
         cut = run.stats.num_drafts + run.stats.num_accepted_tokens - run.stats.num_new_tokens
-        assert 0 <= cut <= 4
+        assert cut == (run.origins[-1] == "accepted")
+        assert run.stats.num_accepted_tokens == run.origins.count("accepted")
         assert run.stats.num_new_tokens == len(run.output) == len(run.origins)
+
+
+def test_the_controller_is_told_of_right_drafts_behind_an_eos() -> None:
+    class Watching(ConstantController):
+        def observe(self, context: Context, record: StepRecord) -> None:
+            records.append(record.num_accepted_tokens)
+
+    target, _ = tables()
+    plain = serve(engine(target), [Request([0, 1, 2, 3, 0], SamplingParams(1.0), 25, seed=1)])[0].output
+    target, _ = tables(eos_token_ids=frozenset({plain[2]}))
+    end = plain.index(plain[2]) + 1
+    records: list[int] = []
+    right = engine(target, PredictionDrafter(k=12), controller=Watching(k=12))
+    (run,) = serve(right, [Request([0, 1, 2, 3, 0], SamplingParams(1.0), 25, seed=1, prediction=plain)])
+    assert run.output == plain[:end] and run.finish_reason == "eos" and records == [12]
+    assert (run.stats.num_accepted_tokens, run.stats.num_accepted_tokens_per_pos) == (end, [1] * end)
+    assert run.stats.num_accepted_prediction_tokens == run.stats.num_accepted_prediction_places == end
+
+
+def test_a_round_that_is_cut_later_counts_as_one_that_was_cut_at_once() -> None:
+    origins = ["accepted", "accepted", "accepted", "bonus"]
+    for kept in range(1, 5):
+        late, at_once = SpecStats(), SpecStats()
+        for stats in (late, at_once):
+            stats.add_round(3, 1, 2)
+        late.add_round(3, 3, 4)
+        late.cut_round(origins, kept)
+        at_once.add_round(3, min(3, kept), kept)
+        assert late == at_once
 
 
 def test_a_plain_run_drafts_nothing() -> None:

@@ -148,9 +148,9 @@ class Noise:
             del self._cached[min(self._cached, key=lambda key: key[0])]  # already committed
         self._cached[position, len(numbers), numbers.device] = numbers
 
-    def forget(self, position: int) -> None:
-        """Drop the noise of positions before this one, which are committed."""
-        for key in [k for k in self._cached if k[0] < position]:
+    def forget(self, position: int | None = None) -> None:
+        """Drop the noise of positions before this one, which are committed; ``None``: of all, at the end."""
+        for key in [k for k in self._cached if position is None or k[0] < position]:
             del self._cached[key]
 
 

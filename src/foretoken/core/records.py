@@ -43,6 +43,7 @@ class StepRecord(NamedTuple):
     Attributes:
         num_nodes: nodes of this request's tree, the root included; ``round_nodes`` are the rows that the target
             computed for the whole batch, with any padding.
+        num_accepted_tokens: accepted draft tokens, those behind the end of the text included: they were right, too.
         member: index of the group member that drafted; -1 without a group or draft.
         depth: levels of the draft.
         allowed: most levels that the request and its remaining room allowed.

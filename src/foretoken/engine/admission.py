@@ -187,7 +187,7 @@ def kept_back(slots: int) -> int:
 
 
 def first_in_turn(
-    waiting: Sequence[Running], running: Sequence[Running], slots: int, kept_places: int
+    waiting: Sequence[Running], running: Sequence[Running], slots: int, kept_places: int, has_owners: bool = True
 ) -> Running | None:
     """The next request to join: by priority, then by its owner's number of running requests, then by arrival.
 
@@ -195,6 +195,7 @@ def first_in_turn(
         waiting: by priority, then in order of arrival.
         running: requests in the batch.
         kept_places: slots for owners without a running request.
+        has_owners: whether any of those waiting may have an owner; else no other can join before the first.
 
     Returns:
         ``None`` if no request may join now.
@@ -203,7 +204,7 @@ def first_in_turn(
     is_short = slots - len(running) <= kept_places
     may = [
         run
-        for run in waiting
+        for run in (waiting if has_owners else waiting[:1])
         if not _is_at_limit(run, num_running) and not (is_short and num_running[run.request.owner])
     ]
     return min(may, key=lambda run: (run.request.priority, num_running[run.request.owner]), default=None)

@@ -99,8 +99,9 @@ class Delivery:
             counts: requests of the round, and the rows that the target ran for them.
         """
         run, tree = turn.run, turn.tree
-        accepted = len(turn.verdict.path)
-        run.stats.add_round(tree.num_drafts, accepted, len(run.origins) - run.stats.num_new_tokens, turn.was_asked)
+        emitted = len(run.origins) - run.stats.num_new_tokens
+        accepted = min(len(turn.verdict.path), emitted)  # an end inside the draft cut the others away
+        run.stats.add_round(tree.num_drafts, accepted, emitted, turn.was_asked)
         run.stats.add_times(times)
         if run.request.explain:
             run.rounds[-1] = run.rounds[-1].timed(times)
@@ -115,7 +116,7 @@ class Delivery:
                 run.id,
                 len(tree),
                 tree.num_drafts,
-                accepted,
+                len(turn.verdict.path),
                 batch,
                 *times,
                 nodes,

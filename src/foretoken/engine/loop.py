@@ -235,10 +235,11 @@ class Engine:
     def _admit(self) -> None:
         """Admit requests with a free batch slot and enough memory; end those past their deadline."""
         waiting, running, budget = self.requests.waiting, self.requests.running, self.requests.budget
-        for run in [run for run in (*waiting, *running) if run.is_late]:
+        for run in self.requests.late:
             self.requests.end(run, "deadline")
         while len(running) < self.max_batch:
-            first = first_in_turn(waiting, running, self.max_batch, self.kept_places)
+            has_owners = self.requests.has_owners
+            first = first_in_turn(waiting, running, self.max_batch, self.kept_places, has_owners)
             if first is None or not budget.admits(first):
                 break
             waiting.remove(first)

@@ -95,11 +95,15 @@ class PrefixCache:
         return None if snapshot is None else (snapshot, length)
 
     def keep(self, run: Running) -> None:
-        """Cache the sequence of a request that leaves."""
-        if self.keeps and run.request.prompt_logprobs is None and not run.open_sequence.scratch_tokens:
-            copied = self._copy_of(run, len(run.open_sequence.tokens))
-            if copied is not None:
-                self.prefixes.keep(replace(copied, drafts=_drafts_of(run)))
+        """Cache the sequence of a request that leaves, if it fits; no larger one is copied."""
+        if not self.keeps or run.request.prompt_logprobs is not None or run.open_sequence.scratch_tokens:
+            return
+        length, limit = len(run.open_sequence.tokens), self.prefixes.limit
+        if length < SHORTEST or length * self.target.kv_bytes_per_token > limit:  # 0 if unknown
+            return
+        copied = self._copy_of(run, length)
+        if copied is not None and copied.nbytes <= limit:
+            self.prefixes.keep(replace(copied, drafts=_drafts_of(run)))
 
     def _copy_of(self, run: Running, length: int) -> CachedPrefix | None:
         if length < SHORTEST:

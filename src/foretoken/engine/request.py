@@ -181,6 +181,12 @@ class Running:
         if hidden:
             self.states.add(HiddenStates.of(hidden))
 
+    def drop_tensors(self) -> None:
+        """Drop hidden states and noise, which no output needs: a call keeps its ended requests until all have ended."""
+        self.context.hidden, self.states = {}, HiddenText()
+        if self.context.sampler.noise is not None:
+            self.context.sampler.noise.forget()
+
     @property
     def is_late(self) -> bool:
         """Whether its deadline has passed."""

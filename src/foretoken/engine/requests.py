@@ -7,9 +7,11 @@ those that fail alone end (:meth:`Requests.together`).
 from __future__ import annotations
 
 import logging
+from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 from foretoken.core import Context, NonFiniteLogitsError
@@ -42,6 +44,7 @@ class Requests:
     Attributes:
         taps: hidden states of the target that the drafter needs.
         waiting: by priority, then in order of arrival.
+        has_owners: whether some of those in the queue may have owners; else they join in its order.
         budget: memory for requests.
         on_leave: called for every request that has left, waiting or running, for any reason; a cancelled one has no
             finish reason.
@@ -61,6 +64,8 @@ class Requests:
         self.taps: Sequence[str] = drafter.taps if drafter is not None else ()
         self.waiting: list[Running] = []
         self.running: list[Running] = []
+        self.has_owners = False
+        self._with_deadline: dict[int, Running] = {}  # by id
         self._ended: list[tuple[Running, Emission]] = []
         self._logged_faults: set[str] = set()
         self._weights_version = target.weights_version
@@ -83,12 +88,22 @@ class Requests:
 
     def holds(self, request_id: int) -> bool:
         """Whether a request waits, runs, or has ended without being reported."""
-        return request_id in self.ids
+        ended = (run for run, _ in self._ended)
+        return any(run.id == request_id for run in chain(self.running, ended, self.waiting))
 
     def queue(self, run: Running) -> None:
         """Queue a request."""
-        self.waiting.append(run)
-        self.waiting.sort(key=lambda r: r.request.priority)  # stable: in order of arrival within a priority
+        request = run.request
+        if request.deadline_s is not None:
+            self._with_deadline[run.id] = run
+        has_owner = bool(request.owner or request.owner_running)
+        self.has_owners = has_owner or (self.has_owners and bool(self.waiting))
+        insort(self.waiting, run, key=lambda r: r.request.priority)  # in order of arrival within a priority
+
+    @property
+    def late(self) -> list[Running]:
+        """Requests that have passed their deadline."""
+        return [run for run in self._with_deadline.values() if run.is_late]
 
     def started(self) -> list[Running]:
         """Requests with a complete prompt, which take part in rounds."""
@@ -103,10 +118,11 @@ class Requests:
 
     def cancel(self, request_id: int) -> None:
         """Drop a waiting or running request."""
-        for run in [r for r in self.waiting if r.id == request_id]:
-            self._leave_queue(run)
-        for run in [r for r in self.running if r.id == request_id]:
+        run = next((run for run in chain(self.running, self.waiting) if run.id == request_id), None)
+        if run in self.running:
             self.drop(run)
+        elif run is not None:
+            self._leave_queue(run)
 
     def close(self) -> None:
         """Drop all requests, and the remains of an interrupted round."""
@@ -129,6 +145,7 @@ class Requests:
                 run.finish_reason = "error"
         if run in self.waiting:
             self._leave_queue(run)
+        self._with_deadline.pop(run.id, None)  # also if an interrupt lost it between queue and batch
         self._ended.append((run, Emission(run.id, finish_reason=run.finish_reason, error=run.error)))
 
     @cached_property
@@ -157,6 +174,7 @@ class Requests:
         self.running.remove(run)
         run.note_unread()
         with ExitStack() as last_first:
+            last_first.callback(run.drop_tensors)
             last_first.callback(self._tell_left, run)
             if self.controller is not None:
                 last_first.callback(self._tell_end, "controller", self.controller.finish, run)
@@ -208,6 +226,7 @@ class Requests:
         self._tell_left(run)
 
     def _tell_left(self, run: Running) -> None:
+        self._with_deadline.pop(run.id, None)
         if self.on_leave is not None:
             self.on_leave(run)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ class SpecStats:
         num_drafts: rounds (target calls that verified a tree, empty drafts included), ``num_drafted_rounds`` rounds
             with a draft, ``num_asked_rounds`` rounds that called the drafter.
         num_draft_tokens: proposed draft tokens.
-        num_accepted_tokens: accepted draft tokens.
+        num_accepted_tokens: accepted draft tokens that were emitted, without those behind the end of the text.
         num_accepted_tokens_per_pos: accepted tokens at each draft position (depth 1 first).
         num_new_tokens: emitted tokens.
         num_prediction_tokens: proposed tokens of the caller's prediction, ``num_accepted_prediction_tokens`` the
@@ -78,7 +78,7 @@ class SpecStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per round, the bonus or recovered token included."""
+        """Accepted draft tokens per round, plus one: the bonus or recovered token, which the last round may lack."""
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
 
     @property
@@ -104,6 +104,17 @@ class SpecStats:
         positions.extend([0] * (accepted - len(positions)))
         for i in range(accepted):
             positions[i] += 1
+
+    def cut_round(self, origins: Sequence[str], kept: int) -> None:
+        """Count only the first ``kept`` tokens of the last round, whose tokens have these origins."""
+        accepted, remaining = origins.count("accepted"), origins[:kept].count("accepted")
+        self.num_new_tokens -= len(origins) - kept
+        self.num_accepted_tokens -= accepted - remaining
+        positions = self.num_accepted_tokens_per_pos
+        for i in range(remaining, accepted):
+            positions[i] -= 1
+        while positions and not positions[-1]:
+            positions.pop()
 
     def add_times(self, times: RoundTimes) -> None:
         """Add the times of one round."""

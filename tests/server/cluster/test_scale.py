@@ -17,7 +17,7 @@ from running_server import make_llm
 from foretoken.server.cluster.fleet_metrics import labelled
 from foretoken.server.cluster.gateway import Fleet, ReplicaLost, create_gateway
 from foretoken.server.cluster.replica import Replica
-from foretoken.server.cluster.routing import asked_of, order, ranked, session_of
+from foretoken.server.cluster.routing import asked_of, choices_of, order, ranked, session_of
 from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
 from foretoken.server.lifecycle import _drained
@@ -463,6 +463,38 @@ def test_a_key_cannot_hold_all_places_of_a_replica() -> None:
             slot.close()
         async with gateway(SETTINGS) as (_, replicas, _):
             assert replicas._replica.serving.slots.reserved == replicas._replica.serving.llm.engine.kept_places == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "count"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 3}, 6),
+        ("/v1/completions", {"prompt": [1, 2]}, 1),
+        ("/v1/chat/completions", {"n": 3, "prompt": ["a", "b"]}, 3),
+        ("/v1/chat/completions", {"n": True}, 1),
+        ("/v1/messages", {"n": 3, "prompt": ["a", "b"]}, 1),
+        ("/v1/responses", {"n": 3}, 1),
+    ],
+)
+def test_choices_are_those_that_a_replica_admits(path: str, fields: dict[str, Any], count: int) -> None:
+    assert choices_of(path, fields) == count
+
+
+def test_a_quota_counts_the_one_answer_of_messages_and_responses() -> None:
+    """Fields that have no effect there cost nothing."""
+
+    async def run() -> None:
+        settings = ServerSettings(dtype="float32", api_keys=("one",), key_running=1, key_queued=0)
+        async with gateway(settings) as (client, _, _):
+            key = {"X-Api-Key": "one"}
+            asked = {"model": "builtin", "n": 2, "max_tokens": 2, "messages": [user("hello")]}
+            assert (await client.post("/v1/messages", json=asked, headers=key)).status_code == 200
+            asked = {"model": "builtin", "n": 2, "max_output_tokens": 2, "input": "hello"}
+            assert (await client.post("/v1/responses", json=asked, headers=key)).status_code == 200
+            answer = await client.post("/v1/completions", json={**ASKED, "n": 2}, headers=key)
+            check_error(answer, 400, "too_many_choices")
 
     asyncio.run(run())
 

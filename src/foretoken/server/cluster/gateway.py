@@ -275,7 +275,7 @@ class Gateway:
         body = await _body(receive)
         slot, fields = slot_of(scope), asked_of(body)
         if writes:
-            slot.take(choices_of(fields))
+            slot.take(choices_of(scope["path"], fields))
         inner_scope = {**{name: scope[name] for name in CARRIED if name in scope}, "root_path": ""}
         request_id = scope.get("state", {}).get("request_id", "")
         dropped = (b"authorization", b"x-api-key", b"x-request-id")  # the gateway checks keys and sets ids

@@ -27,9 +27,13 @@ def asked_of(body: bytes) -> Mapping[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def choices_of(fields: Mapping[str, Any]) -> int:
-    """Number of choices of a request: its prompts times ``n``; invalid numbers count as one."""
-    prompt, count = fields.get("prompt"), fields.get("n")
+def choices_of(path: str, fields: Mapping[str, Any]) -> int:
+    """Number of choices of a request: ``n``, for each prompt of a completion; invalid numbers count as one. Messages
+    and responses have a single answer, and a replica ignores both fields there."""
+    if not path.endswith("/completions"):
+        return 1
+    prompt = None if path.endswith("/chat/completions") else fields.get("prompt")
+    count = fields.get("n")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
     return prompts * (count if type(count) is int and 0 < count < 2**31 else 1)
 
