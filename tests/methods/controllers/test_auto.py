@@ -12,11 +12,13 @@ from worlds import Fixed, Member, World, best_fixed, contexts
 
 from foretoken.core import Context, Limits
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.methods.controllers.acceptance_model import DraftCounts
 from foretoken.methods.controllers.auto import CREDIT, EARNED, ENDING, KEPT, AutoController
 from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.controllers.goodput import GoodputController
 from foretoken.methods.controllers.plan import RoundPlan
+from foretoken.methods.controllers.prefix import PrefixController
 
 WORLDS = {
     "good draft": [Member(0.01, 0.8)],
@@ -180,6 +182,36 @@ def test_a_request_learns_from_others() -> None:
     world.play(controller, contexts(1, start=3), 400)
     depths = [controller.budgets(contexts(1, start=start))[0].max_depth for start in range(9, 19)]
     assert max(depths) <= 1 and len(set(depths)) == 1
+
+
+class GreedyAcceptsAll(World):
+    """Requests from 1000 on are greedy and accept whole drafts; the others sample and accept nothing."""
+
+    def accepted(self, member: Member, request: int, depth: int) -> int:
+        return depth if request >= 1000 else 0
+
+
+def mixed_batch(sampled: int, greedy: int, greedy_first: bool) -> list[Context]:
+    some, others = contexts(sampled), contexts(greedy, start=1000)
+    for context in others:
+        context.sampler = Sampler(SamplingParams())
+    return [*others, *some] if greedy_first else [*some, *others]
+
+
+@pytest.mark.parametrize("kind", [AutoController, GoodputController, PrefixController])
+@pytest.mark.parametrize("greedy_first", [True, False])
+@pytest.mark.parametrize(("sampled", "greedy", "least", "most"), [(7, 1, 0.0, 0.2), (1, 7, 7.5, 8.0)])
+def test_a_batch_of_greedy_and_sampled_requests_is_weighed_as_a_whole(
+    sampled: int, greedy: int, least: float, most: float, greedy_first: bool, kind: type[AutoController]
+) -> None:
+    """Once its first request decided for all."""
+    world = GreedyAcceptsAll([Member(0.01, 0.0)], node_s=0.004, noise=0.0)
+    controller = kind()
+    controller.attach(world.limits.members[0])
+    running = mixed_batch(sampled, greedy, greedy_first)
+    depths_of(controller, world, running, 200)
+    depths = depths_of(controller, world, running, 200)
+    assert least <= sum(depths) / len(depths) <= most
 
 
 # -- first answers ---------------------------------------------------------------------------------------------------

@@ -169,9 +169,9 @@ class AutoController(Controller):
         return True
 
     def _drafts(self, index: int, contexts: Sequence[Context]) -> list[Draft]:
-        batch, counts = len(contexts), DraftCounts.pooled([self.state(context)[index] for context in contexts])
-        depths = self._open_depths(index, contexts)
-        outlook = self.acceptance.outlook(contexts[0].sampler.greedy, index, counts, depths[-1], batch)
+        batch, depths = len(contexts), self._open_depths(index, contexts)
+        requests = [(context.sampler.greedy, self.state(context)[index]) for context in contexts]
+        outlook = self.acceptance.batch_outlook(index, requests, depths[-1])
         drafts, tokens, squares, first = [], 1.0, 0.0, 0
         for depth in depths:
             for position in range(first, depth):
