@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from worlds import Fixed, Member, World, best_fixed, contexts
 
-from foretoken.core import Context, Limits
+from foretoken.core import Context, Limits, StepRecord
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.methods.controllers.acceptance_model import DraftCounts
@@ -372,6 +372,21 @@ def test_what_costs_is_measured_first_at_two_lengths(deepest: int, long: int) ->
     assert depths_of(controller, world, contexts(1), 11) == [0] * 5 + [1, long] * 3  # two to warm up
     assert depths_of(controller, world, contexts(4, start=5), 4) == [0, 0, 1, long]  # another size: once
     assert depths_of(controller, world, contexts(5, start=15), 4) != [0, 0, 1, long]
+
+
+@pytest.mark.parametrize("kind", [AutoController, PrefixController])
+def test_drafts_are_still_to_be_measured_after_a_request_that_wants_none(kind: type[AutoController]) -> None:
+    """``max_draft_tokens=0`` once used up the calibration; plain decoding is measured in its rounds."""
+    world = World([Member(0.02, 0.9)])
+    controller = kind()
+    controller.attach(world.limits.members[0])
+    (request,) = contexts(1)
+    for _ in range(20):
+        controller.budgets([request])
+        controller.observe(request, StepRecord(0, 1, 0, 0, 1, 0.0, 0.1, 0.0, 0.1, 1, -1, 0)._replace(allowed=0))
+    controller.finish(request)
+    assert controller._to_measure[1] == [(0, 1), (0, 4)] * 3
+    assert [controller.budgets(contexts(1, start=7))[0].max_depth for _ in range(3)] == [1, 4, 1]
 
 
 @pytest.mark.parametrize("again", [True, False])
