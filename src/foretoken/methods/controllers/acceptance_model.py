@@ -118,7 +118,7 @@ class AcceptanceModel:
 
     def batch_outlook(self, member: int, requests: Sequence[tuple[bool, DraftCounts]], depth: int) -> _Outlook:
         """Expected acceptance in a batch of (greedy, counts): the mean over its greedy and its sampled requests."""
-        outlooks, parts = [], []
+        outlooks, parts = list[_Outlook](), list[float]()
         for greedy in (True, False):
             if own := [counts for kind, counts in requests if kind is greedy]:
                 outlooks.append(self.outlook(greedy, member, DraftCounts.pooled(own), depth, len(own)))

@@ -220,8 +220,8 @@ class AutoController(Controller):
             return
         records, self._records = self._records, []
         if self._measured is not None and not any(record.allowed for _, record in records):
-            todo, draft = self._measured  # no request could draft
-            todo.insert(0, draft)
+            todo, pair = self._measured  # no request could draft
+            todo.insert(0, pair)
         self._measured = None
         self.acceptance.tick()
         num_asked: dict[tuple[int, int], int] = {}
