@@ -185,6 +185,20 @@ def test_arms_that_a_request_always_cuts_short_are_not_played_for_ever(share: bo
     assert controller.budget(request, 1).max_depth == 4
 
 
+def test_short_texts_do_not_play_arms_for_which_they_have_no_room() -> None:
+    """Otherwise the first round of every text would play the one that is never finished."""
+    controller, played = BanditController(c="0.1"), list[int]()
+    controller.attach(EIGHT)
+    for number in range(20):
+        request = context(number)
+        request.max_length = 4  # one token is there, and one is the target's
+        played.append(controller.budget(request, 1).max_depth)
+        controller.observe(request, record(played[-1], 0)._replace(allowed=2))
+    assert played[:3] == [0, 1, 2] and max(played) == 2
+    request.tokens = [0] * 4
+    assert controller.budget(request, 1).max_depth == 0
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_an_arm_is_paid_for_its_own_round_where_others_of_the_batch_were_not_asked_about(share: bool) -> None:
     """One of the two requests of a round brings its own tree; the other once kept its first arm to the end."""

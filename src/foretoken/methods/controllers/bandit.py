@@ -124,7 +124,7 @@ class BanditController(Controller):
         return tables[size]
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The best arm's budget, without arms that are longer than the request's last round allowed."""
+        """The best arm's budget, without arms that the request would cut short."""
         return self._play(context, batch_size, self._allowed(context))
 
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
@@ -136,9 +136,10 @@ class BanditController(Controller):
         return [self._play(context, len(contexts), most) for context, most in zip(contexts, allowed, strict=True)]
 
     def _allowed(self, context: Context) -> int:
-        """Most levels of a draft that the request's last round allowed."""
+        """Most levels of a draft that the request's last round and its remaining room allow."""
         allowed: int = context.state.get((self, "allowed"), max(arm.max_depth for arm in self.arms))
-        return allowed
+        room = context.max_length - len(context.tokens) - 1  # one token of every round is the target's
+        return max(min(allowed, room), 0) if context.max_length else allowed
 
     def _play(self, context: Context, batch_size: int, allowed: int) -> Budget:
         table = context.state[self, "table"] = self._table(context, batch_size)
