@@ -135,3 +135,21 @@ def test_one_copied_text_promises_no_other_text_long_drafts() -> None:
     own.tries, own.hits = [8.0], [0.0]
     survival = model.outlook(True, 0, own, 8).survival
     assert survival == pytest.approx([4 * 0.5 / 12] * 8, rel=0.02)
+
+
+def test_a_batch_of_both_kinds_has_the_mean_of_their_outlooks() -> None:
+    model, greedy, sampled = AcceptanceModel(members(1), keep=1.0), DraftCounts(), [DraftCounts() for _ in range(3)]
+    for _ in range(20):
+        model.add(True, 0, greedy, 2, 2)
+        for counts in sampled:
+            model.add(False, 0, counts, 2, 0)
+    one = model.outlook(True, 0, greedy, 2)
+    three = model.outlook(False, 0, DraftCounts.pooled(sampled), 2, 3)
+    both = [(True, greedy), *((False, counts) for counts in sampled)]
+    for batch in (both, both[::-1]):
+        outlook = model.batch_outlook(0, batch, 2)
+        means = [0.25 * a + 0.75 * b for a, b in zip(one.survival, three.survival, strict=True)]
+        assert outlook.survival == pytest.approx(means)
+        assert outlook.share == pytest.approx(0.25 * one.share + 0.75 * three.share)
+        assert outlook.drafts == pytest.approx(1 / (1 / 16 / 21 + 9 / 16 / 61) - 1)
+    assert model.batch_outlook(0, both[:1], 2) == one and model.batch_outlook(0, both[1:], 2) == three

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from worlds import Fixed, Member, World, best_fixed, contexts
 
-from foretoken.core import Context, Limits
+from foretoken.core import Context, Limits, StepRecord
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.methods.controllers.acceptance_model import DraftCounts
 from foretoken.methods.controllers.auto import CREDIT, EARNED, ENDING, KEPT, AutoController
 from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.controllers.goodput import GoodputController
 from foretoken.methods.controllers.plan import RoundPlan
+from foretoken.methods.controllers.prefix import PrefixController
 
 WORLDS = {
     "good draft": [Member(0.01, 0.8)],
@@ -182,6 +184,36 @@ def test_a_request_learns_from_others() -> None:
     assert max(depths) <= 1 and len(set(depths)) == 1
 
 
+class GreedyAcceptsAll(World):
+    """Requests from 1000 on are greedy and accept whole drafts; the others sample and accept nothing."""
+
+    def accepted(self, member: Member, request: int, depth: int) -> int:
+        return depth if request >= 1000 else 0
+
+
+def mixed_batch(sampled: int, greedy: int, greedy_first: bool) -> list[Context]:
+    some, others = contexts(sampled), contexts(greedy, start=1000)
+    for context in others:
+        context.sampler = Sampler(SamplingParams())
+    return [*others, *some] if greedy_first else [*some, *others]
+
+
+@pytest.mark.parametrize("kind", [AutoController, GoodputController, PrefixController])
+@pytest.mark.parametrize("greedy_first", [True, False])
+@pytest.mark.parametrize(("sampled", "greedy", "least", "most"), [(7, 1, 0.0, 0.2), (1, 7, 7.5, 8.0)])
+def test_a_batch_of_greedy_and_sampled_requests_is_weighed_as_a_whole(
+    sampled: int, greedy: int, least: float, most: float, greedy_first: bool, kind: type[AutoController]
+) -> None:
+    """Once its first request decided for all."""
+    world = GreedyAcceptsAll([Member(0.01, 0.0)], node_s=0.004, noise=0.0)
+    controller = kind()
+    controller.attach(world.limits.members[0])
+    running = mixed_batch(sampled, greedy, greedy_first)
+    depths_of(controller, world, running, 200)
+    depths = depths_of(controller, world, running, 200)
+    assert least <= sum(depths) / len(depths) <= most
+
+
 # -- first answers ---------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +372,21 @@ def test_what_costs_is_measured_first_at_two_lengths(deepest: int, long: int) ->
     assert depths_of(controller, world, contexts(1), 11) == [0] * 5 + [1, long] * 3  # two to warm up
     assert depths_of(controller, world, contexts(4, start=5), 4) == [0, 0, 1, long]  # another size: once
     assert depths_of(controller, world, contexts(5, start=15), 4) != [0, 0, 1, long]
+
+
+@pytest.mark.parametrize("kind", [AutoController, PrefixController])
+def test_drafts_are_still_to_be_measured_after_a_request_that_wants_none(kind: type[AutoController]) -> None:
+    """``max_draft_tokens=0`` once used up the calibration; plain decoding is measured in its rounds."""
+    world = World([Member(0.02, 0.9)])
+    controller = kind()
+    controller.attach(world.limits.members[0])
+    (request,) = contexts(1)
+    for _ in range(20):
+        controller.budgets([request])
+        controller.observe(request, StepRecord(0, 1, 0, 0, 1, 0.0, 0.1, 0.0, 0.1, 1, -1, 0)._replace(allowed=0))
+    controller.finish(request)
+    assert controller._to_measure[1] == [(0, 1), (0, 4)] * 3
+    assert [controller.budgets(contexts(1, start=7))[0].max_depth for _ in range(3)] == [1, 4, 1]
 
 
 @pytest.mark.parametrize("again", [True, False])

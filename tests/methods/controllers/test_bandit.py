@@ -157,6 +157,49 @@ def test_batch_sizes_are_told_apart_within_a_factor_of_two() -> None:
 
 
 @pytest.mark.parametrize("share", [True, False])
+def test_rounds_that_allow_no_draft_of_its_length_teach_an_arm_nothing(share: bool) -> None:
+    """A request without drafts once taught every arm that its drafts are wrong, and the end of each text did."""
+    controller, requests = BanditController("4", c="0.1", share=share), [context(0), context(1)]
+    controller.attach(EIGHT)
+    for _ in range(20):
+        for request, budget, allowed in zip(requests, controller.budgets(requests), (0, 9), strict=True):
+            depth = min(budget.max_depth, allowed)
+            controller.observe(request, record(depth, depth, batch=2)._replace(allowed=allowed))
+    first, second = (controller._table(request, 2).arms for request in requests)
+    assert second[1].rate == pytest.approx(5 / 1.4) and second[1].rounds > 10
+    assert first[1].rounds == (second[1].rounds if share else 0)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_arms_that_a_request_always_cuts_short_are_not_played_for_ever(share: bool) -> None:
+    """Of useless drafts a request allows two: plain decoding is best, although longer arms were never played."""
+    controller, request, played = BanditController(c="0.3", share=share), context(), Counter[int]()
+    controller.attach(EIGHT)
+    for _ in range(300):
+        depth = controller.budget(request, 1).max_depth
+        played[depth] += 1
+        controller.observe(request, record(min(depth, 2), 0)._replace(allowed=2))
+    assert played[0] > 150 and played[4] + played[8] <= 1
+    assert controller.budget(request, 1).max_depth <= 2
+    controller.observe(request, record(0, 0)._replace(allowed=9))  # past a length that the target treats apart
+    assert controller.budget(request, 1).max_depth == 4
+
+
+def test_short_texts_do_not_play_arms_for_which_they_have_no_room() -> None:
+    """Otherwise the first round of every text would play the one that is never finished."""
+    controller, played = BanditController(c="0.1"), list[int]()
+    controller.attach(EIGHT)
+    for number in range(20):
+        request = context(number)
+        request.max_length = 4  # one token is there, and one is the target's
+        played.append(controller.budget(request, 1).max_depth)
+        controller.observe(request, record(played[-1], 0)._replace(allowed=2))
+    assert played[:3] == [0, 1, 2] and max(played) == 2
+    request.tokens = [0] * 4
+    assert controller.budget(request, 1).max_depth == 0
+
+
+@pytest.mark.parametrize("share", [True, False])
 def test_an_arm_is_paid_for_its_own_round_where_others_of_the_batch_were_not_asked_about(share: bool) -> None:
     """One of the two requests of a round brings its own tree; the other once kept its first arm to the end."""
     controller, request = BanditController("4", explore=0.0, c="0.1", share=share), context()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
 from functools import cache
 
 import pytest
@@ -143,6 +145,28 @@ def test_the_threshold_that_separates_best() -> None:
     assert best_threshold(seen) == 0.3
     assert best_threshold([*seen[:2], (0.3, True), (0.35, False)]) == 0.8, "of equals (1 both) the larger one"
     assert best_threshold([(0.9, True), (0.2, False)]) == 0.9
+
+
+def test_the_best_threshold_is_that_of_a_search_and_takes_memory_for_each_outcome_only() -> None:
+    """A matrix of thresholds and outcomes took 10 ms after every round."""
+
+    def errors(threshold: float) -> float:
+        reached = [accepted for probability, accepted in seen if probability >= threshold]
+        hits, accepts = sum(reached), sum(accepted for _, accepted in seen)
+        return (len(reached) - hits) / (len(seen) - accepts) + 3.0 * ((accepts - hits) / accepts)
+
+    rng = random.Random(0)
+    for count in (2, 9, 40, 200):
+        chances = [rng.choice([rng.random(), round(rng.random(), 1)]) for _ in range(count)]
+        seen = [(0.5, True), (0.6, False), *((chance, rng.random() < chance) for chance in chances)]
+        thresholds = sorted({probability for probability, _ in seen}, reverse=True)
+        assert best_threshold(seen) == min(thresholds, key=errors)
+    seen = [(rng.random(), bool(i % 2)) for i in range(1000)]
+    tracemalloc.start()
+    best_threshold(seen)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 300 * len(seen)
 
 
 def test_the_threshold_follows_what_is_accepted() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import mul
 from typing import NamedTuple
 
 from foretoken.core import Limits
@@ -114,6 +115,21 @@ class AcceptanceModel:
         share = (everyone.covered + 1.0) / (everyone.covered + everyone.bare + 1.0)
         share = (counts.covered + weight * share) / (counts.covered + counts.bare + weight)
         return _Outlook(survival, share, everyone.tries[0] if everyone.tries else 0.0)
+
+    def batch_outlook(self, member: int, requests: Sequence[tuple[bool, DraftCounts]], depth: int) -> _Outlook:
+        """Expected acceptance in a batch of (greedy, counts): the mean over its greedy and its sampled requests."""
+        outlooks, parts = list[_Outlook](), list[float]()
+        for greedy in (True, False):
+            if own := [counts for kind, counts in requests if kind is greedy]:
+                outlooks.append(self.outlook(greedy, member, DraftCounts.pooled(own), depth, len(own)))
+                parts.append(len(own) / len(requests))
+        if len(outlooks) == 1:
+            return outlooks[0]
+        survival = [sum(map(mul, parts, column)) for column in zip(*(each.survival for each in outlooks), strict=True)]
+        share = sum(map(mul, parts, (each.share for each in outlooks)))
+        # The variance of a weighted mean is that of its parts times the squares of their weights.
+        drafts = 1.0 / sum(part**2 / (each.drafts + 1.0) for part, each in zip(parts, outlooks, strict=True)) - 1.0
+        return _Outlook(survival, share, drafts)
 
 
 def mixed(counts: DraftCounts, others: Sequence[float], weight: float) -> list[float]:

@@ -74,6 +74,7 @@ class AutoController(Controller):
         self._weighed: list[Draft] = []
         self._budget, self._requests, self._keep = Budget(0, 0), frozenset[int](), 0
         self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
+        self._measured: tuple[list[tuple[int, int]], tuple[int, int]] | None = None  # taken from one of these
         self._credit = CREDIT
         self._waited, self._again = 0, False  # choices since plain decoding was measured, and whether to measure again
         self._repeats: dict[int, int] = {}  # number of these measurements, by batch size
@@ -113,12 +114,13 @@ class AutoController(Controller):
             times, cold = (1, 1) if self._to_measure else (3, self.costs.SKIPPED)  # from cold rounds nothing is learned
             drafts = [(index, depth) for index in models for depth in lengths[index]]
             todo = self._to_measure[size] = plain * (cold + times) + drafts * times
-        batch = len(contexts)
+        batch, self._measured = len(contexts), None
         while todo and max(map(remaining, contexts)) > ENDING:
             member, depth = todo.pop(0)
             if member < 0:
                 return RoundPlan()
             if self.costs.draft_s(member, depth, batch) < depth * self.costs.round_s(batch, batch):  # else none pays
+                self._measured = todo, (member, depth)
                 return RoundPlan((Draft(member, depth, 1.0, 1.0 + depth, 0.0, 1.0),))
         return None
 
@@ -169,9 +171,9 @@ class AutoController(Controller):
         return True
 
     def _drafts(self, index: int, contexts: Sequence[Context]) -> list[Draft]:
-        batch, counts = len(contexts), DraftCounts.pooled([self.state(context)[index] for context in contexts])
-        depths = self._open_depths(index, contexts)
-        outlook = self.acceptance.outlook(contexts[0].sampler.greedy, index, counts, depths[-1], batch)
+        batch, depths = len(contexts), self._open_depths(index, contexts)
+        requests = [(context.sampler.greedy, self.state(context)[index]) for context in contexts]
+        outlook = self.acceptance.batch_outlook(index, requests, depths[-1])
         drafts, tokens, squares, first = [], 1.0, 0.0, 0
         for depth in depths:
             for position in range(first, depth):
@@ -217,6 +219,10 @@ class AutoController(Controller):
         if not self._records:
             return
         records, self._records = self._records, []
+        if self._measured is not None and not any(record.allowed for _, record in records):
+            todo, pair = self._measured  # no request could draft
+            todo.insert(0, pair)
+        self._measured = None
         self.acceptance.tick()
         num_asked: dict[tuple[int, int], int] = {}
         for context, record in records:

@@ -6,6 +6,7 @@ UCBSpec of BanditSpec, Hou et al. 2025 (arXiv 2505.15141).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foretoken.core import Budget, Context, Limits, StepRecord
@@ -15,8 +16,8 @@ from foretoken.methods.controllers.base import Controller
 
 @dataclass
 class BudgetArm:
-    """One arm: a budget (depth 0: plain decoding), its rounds, their tokens, and their cost in seconds or target
-    steps."""
+    """One arm: a budget (depth 0: plain decoding), the rounds that allowed drafts of its depth, their tokens, and their
+    cost in seconds or target steps."""
 
     budget: Budget
     rounds: int = 0
@@ -25,7 +26,7 @@ class BudgetArm:
 
     @property
     def rate(self) -> float:
-        """Tokens per cost over all its rounds, which is the real rate; a mean of rates is not."""
+        """Tokens per cost over all these rounds, which is the real rate; a mean of rates is not."""
         return self.tokens / self.cost if self.cost else 0.0
 
 
@@ -123,10 +124,29 @@ class BanditController(Controller):
         return tables[size]
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The best arm's budget. Nothing is learned within a round, so requests that share a table get the same."""
+        """The best arm's budget, without arms that the request would cut short."""
+        return self._play(context, batch_size, self._allowed(context))
+
+    def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
+        """Nothing is learned within a round, so requests that share a table get the same arm, which suits the one that
+        may draft most."""
+        allowed = [self._allowed(context) for context in contexts]
+        if self.share:
+            allowed = [max(allowed)] * len(contexts)
+        return [self._play(context, len(contexts), most) for context, most in zip(contexts, allowed, strict=True)]
+
+    def _allowed(self, context: Context) -> int:
+        """Most levels of a draft that the request's last round and its remaining room allow."""
+        allowed: int = context.state.get((self, "allowed"), max(arm.max_depth for arm in self.arms))
+        room = context.max_length - len(context.tokens) - 1  # one token of every round is the target's
+        return max(min(allowed, room), 0) if context.max_length else allowed
+
+    def _play(self, context: Context, batch_size: int, allowed: int) -> Budget:
         table = context.state[self, "table"] = self._table(context, batch_size)
         scores = table.scores(self.explore, self.delta)
-        table.playing = scores.index(max(scores))
+        # An arm that is always cut short would stay without rounds, and so be played for ever.
+        possible = [index for index, arm in enumerate(table.arms) if arm.budget.max_depth <= allowed]
+        table.playing = max(possible, key=scores.__getitem__)
         return table.arms[table.playing].budget
 
     def observe(self, context: Context, record: StepRecord) -> None:
@@ -134,7 +154,10 @@ class BanditController(Controller):
         # an arm of another batch size would get this one's cost.
         table: Table | None = context.state.get((self, "table"))
         table = table or self._table(context, record.batch_size)
+        context.state[self, "allowed"] = record.allowed
         arm = table.arms[table.playing]
+        if record.allowed < arm.budget.max_depth:  # the arm was not played: the request's limit or end cut it short
+            return
         arm.rounds += 1
         arm.tokens += 1 + record.num_accepted_tokens
         arm.cost += self._cost(arm.budget, record)

@@ -65,12 +65,10 @@ def best_threshold(outcomes: Iterable[tuple[float, bool]]) -> float:
         outcomes: probabilities of draft tokens, and whether they were accepted; must contain both outcomes.
     """
     pairs = list(outcomes)
-    probabilities, accepts = (
-        np.array([probability for probability, _ in pairs]),
-        np.array([accepted for _, accepted in pairs]),
-    )
-    thresholds = np.unique(probabilities)[::-1]
-    reached = probabilities[None, :] >= thresholds[:, None]  # [thresholds, tokens]
-    false_positive = (reached & ~accepts).sum(1) / (~accepts).sum()
-    false_negative = (~reached & accepts).sum(1) / accepts.sum()
-    return float(thresholds[int(np.argmin(false_positive + 3.0 * false_negative))])
+    accepts = np.array([accepted for _, accepted in pairs])
+    thresholds, at = np.unique([probability for probability, _ in pairs], return_inverse=True)
+    # Per threshold, the largest first, the accepted and the rejected tokens that reach it.
+    accepted = np.bincount(at[accepts], minlength=len(thresholds))[::-1].cumsum()
+    rejected = np.bincount(at[~accepts], minlength=len(thresholds))[::-1].cumsum()
+    false_positive, false_negative = rejected / rejected[-1], (accepted[-1] - accepted) / accepted[-1]
+    return float(thresholds[::-1][int(np.argmin(false_positive + 3.0 * false_negative))])
