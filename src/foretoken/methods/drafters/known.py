@@ -126,16 +126,18 @@ def _allowed(tree: TokenTree, context: Context) -> TokenTree:
 
 
 def _fitting(tree: TokenTree, rule: Rule, output: Sequence[int]) -> TokenTree:
-    """The nodes whose whole path a rule allows, and the probes below them."""
+    """The nodes whose whole path a rule allows, and the probes below them.
+
+    A rule sees no probes: their ids may lie behind the vocabulary.
+    """
+    probes = tree.probes or (False,) * len(tree)
     nodes = {0}
     for node in range(1, len(tree)):
-        if not tree.children[node]:
+        if not (tree.children[node] or probes[node]):
             path = tree.path(node)[1:]
             nodes.update(path[: rule.fits(output, [tree.tokens[n] for n in path])])
-    if tree.probes:
-        real = [node for node in nodes if not tree.probes[node]]
-        nodes = {*real, *(node for node in range(len(tree)) if tree.probes[node] and _hangs(tree, node, set(real)))}
-    return select(tree, sorted(nodes))
+    hanging = [node for node in range(1, len(tree)) if probes[node] and _hangs(tree, node, nodes)]
+    return select(tree, sorted([*nodes, *hanging]))
 
 
 def _hangs(tree: TokenTree, probe: int, real: set[int]) -> bool:
