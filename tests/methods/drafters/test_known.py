@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,15 @@ import pytest
 from foretoken.core import Budget, Context
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request, Running
+from foretoken.engine.stats import SpecStats
 from foretoken.loading import build_drafter, load_model
 from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.known import KnownDrafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
+from foretoken.models.other.table import TableModel
 from toys import engine, tables
 
 PROMPT = [0, 1, 0]
@@ -101,6 +106,59 @@ def test_a_wrong_prediction_changes_nothing_but_the_counts() -> None:
         engine(target, KnownDrafter(ModelDrafter(draft))), Request(PROMPT, T1, 12, seed=3, prediction=[1] * 12)
     )
     assert wrong.output == plain
+
+
+def answering(answer: Sequence[int]) -> TableModel:
+    """A model that is sure of every token of an answer to ``PROMPT``."""
+    return TableModel(lambda prefix: [float(token == answer[len(prefix) - len(PROMPT)]) for token in range(64)], 64)
+
+
+def rounds(answer: Sequence[int], prediction: Sequence[int] | None, inner: Drafter | None) -> SpecStats:
+    """The statistics of an answer, which must be the model's."""
+    serving = engine(answering(answer), KnownDrafter(inner))
+    run = finish(serving, Request(PROMPT, max_new_tokens=len(answer), prediction=prediction))
+    assert run.output == list(answer)
+    return run.stats
+
+
+ANSWER = random.Random(0).choices(range(2, 40), k=96)
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        [50] * 96,  # nothing in common
+        [*ANSWER[:8], *[50] * 88],  # left after a while
+        [ANSWER[i] if i % 5 == 0 else 50 for i in range(96)],  # a common word in every sentence is no agreement
+    ],
+    ids=["unrelated", "left", "common words"],
+)
+def test_the_inner_drafter_goes_on_where_the_answer_has_left_the_prediction(prediction: list[int]) -> None:
+    inner = ScriptedDrafter(script=ANSWER, as_output=True)
+    inner.max_depth = 2
+    without = rounds(ANSWER, None, inner)
+    assert without.num_drafts <= 33
+    stats = rounds(ANSWER, prediction, inner)
+    assert stats.num_drafts <= without.num_drafts + 5
+    dead = stats.num_prediction_tokens - stats.num_accepted_prediction_tokens
+    assert dead <= 5 * 8
+
+
+def test_a_place_that_is_lost_is_found_again_from_the_tokens_of_other_drafts() -> None:
+    """Thirty new tokens in the middle, written by the inner drafter or by the target alone."""
+    answer = [*ANSWER[:40], *range(40, 60), *range(40, 50), *ANSWER[40:]]
+    for inner, slow in ((None, 30), (ScriptedDrafter(script=answer, as_output=True), 30 / 9)):
+        stats = rounds(answer, ANSWER, inner)
+        assert stats.num_drafts <= slow + len(ANSWER) / 9 + 6
+        assert stats.num_accepted_prediction_tokens >= 70
+
+
+@pytest.mark.parametrize("inner", [None, "ngram"])
+def test_a_change_in_one_place_keeps_the_speed_of_a_prediction(inner: str | None) -> None:
+    for change, cost in (([], 1), ([50], 2), ([50, 51], 2), ([50, 51, 52], 5)):  # for two tokens
+        answer = [*ANSWER[:40], *change, *ANSWER[42:]]
+        stats = rounds(answer, ANSWER, None if inner is None else NgramDrafter())
+        assert stats.num_drafts <= len(answer) / 9 + cost
 
 
 def test_options_are_checked() -> None:

@@ -103,12 +103,15 @@ class KnownDrafter(GroupDrafter):
         return trees
 
     def _certain(self, context: Context) -> tuple[list[int], bool]:
-        """Known next tokens, and whether they come from the caller's prediction."""
+        """Known next tokens, and whether they come from the caller's prediction; none of one that the answer has
+        left, so that the inner drafter and the controller decide."""
         if context.constraint is not None:
             forced = context.constraint.forced(context.tokens[context.prompt_length :])
             if forced:
                 return forced[: self.k], False
         if not (self.prediction.default if context.prediction is None else context.prediction):
+            return [], False
+        if self.prediction.is_left(context):
             return [], False
         draft = self.prediction.draft(context, Budget(max_depth=self.k, max_nodes=self.k))
         return list(draft.tokens), True
