@@ -207,6 +207,7 @@ def test_draws_follow_the_distribution() -> None:
     target = llamas()[0]
     drafter, context = drafter_for(target, 1), a_context([4, 9], temperature=1.0)
     drafter.start(context)
+    drafter.propose(context, Budget(5, 64))
     state = context.state[drafter]
     counts = torch.zeros(V)
     for _ in range(4000):

@@ -119,6 +119,20 @@ def test_an_edited_text_costs_few_rounds_per_edit(seed: int) -> None:
     assert unrelated.num_accepted_tokens == 0 and unrelated.num_drafts == len(answer)
 
 
+def test_what_was_cut_off_is_no_doubt() -> None:
+    """Rejected drafts of an outer drafter are taken back, and what they said of the place with them."""
+    context, drafter = follow(TEXT, TEXT[:3])
+    assert not drafter.is_left(context)
+    for wrong in (7, 8, 9, 7):
+        context.tokens.append(wrong)
+        drafter.source(context)
+    assert drafter.is_left(context)
+    del context.tokens[-4:]
+    drafter.rewind(context, len(context.tokens))
+    assert not drafter.is_left(context)
+    assert drafter.propose(context, Budget(max_depth=2)).tokens[1:] == (103, 104)
+
+
 # -- through the engine ------------------------------------------------------------------------------------------------
 
 

@@ -357,6 +357,18 @@ def test_guesses_that_the_grammar_refuses_are_cut(plain: Llm) -> None:
     assert len(known.propose(free, Budget(max_depth=2, max_nodes=8))) == 7
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["pass_tokens", "lookahead"])
+def test_probes_are_not_shown_to_a_grammar(plain: Llm, drafter: str, temperature: float) -> None:
+    """The ids of look-ahead tokens lie behind the vocabulary, which is an error of the matcher."""
+    fast = speculative(plain, f"known,inner={drafter}")
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": temperature, "seed": 1}
+    expected = plain.generate(PROMPT, constraint=constraint(plain), **options)
+    output = fast.generate(PROMPT, constraint=constraint(plain), **options)
+    assert output.token_ids == expected.token_ids and output.finish_reason == expected.finish_reason
+    assert output.stats.num_drafts < len(output.token_ids)
+
+
 @pytest.mark.parametrize(("kind", "spec"), HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_grammars_are_answered(plain: Llm, kind: str, spec: Any) -> None:
     """Each is refused with one line or compiled, within the time that a request may take."""
