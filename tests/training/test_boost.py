@@ -146,6 +146,17 @@ def test_bad_settings(target: Path, draft: Path, data: Path, tmp_path: Path) -> 
         new_boost(target, draft, data, tmp_path, length=0)
 
 
+def test_a_draft_model_of_a_short_context_is_refused_before_the_target_writes(
+    target: Path, draft: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = shutil.copytree(draft, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    monkeypatch.setattr(Workshop, "written_rows", lambda shop: pytest.fail("the target writes"))
+    with pytest.raises(ValueError, match="--context 32 is longer than the draft model's 16"):
+        new_boost(target, short, data, tmp_path / "out")
+
+
 def test_the_command_and_the_ready_spec(
     target: Path, draft: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

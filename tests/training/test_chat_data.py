@@ -496,6 +496,28 @@ def test_the_command_lets_the_target_answer_and_trains_on_it(
     assert "--answers must be data or target, not 'mine'" in capsys.readouterr().err
 
 
+EARLY = {
+    "text": (["--text", "target"], "--answers target gives conversations, and --text target continues texts"),
+    "bits": (["--weight-bits", "7"], "weights are stored in 16 or 8 bits, not 7"),
+    "ahead": (["--set", "heads=20", "--context", "16"], "--context of 16 tokens is too short"),
+    "features": (["--set", "mode=joint", "--features", "FOLDER"], "leave --features out"),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_wrong_options_are_refused_before_the_target_writes(
+    name: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more, words = EARLY[name]
+    more = [str(tmp_path / "features") if word == "FOLDER" else word for word in more]
+    data = write_rows(tmp_path / "questions.jsonl", [{"prompt": f"say {i}"} for i in range(16)])
+    assert main(command(target, data, tmp_path / "out", "--answers", "target", "--answer-tokens", "24", *more)) == 2
+    stderr = capsys.readouterr().err
+    assert words in stderr and "for the target to answer" not in stderr
+    assert ("loading" in stderr) == (name in ("ahead", "features"))  # these depend on the target
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("row", [{"question": "say {}"}, {"turns": ["say {}", "more"]}])
 def test_questions_alone_are_answered_before_they_are_text(row: dict[str, Any], target: Path, tmp_path: Path) -> None:
     rows = [json.dumps(row).replace("{}", str(i)) for i in range(16)]
