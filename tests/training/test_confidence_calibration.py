@@ -140,6 +140,26 @@ def test_a_taught_confidence_is_the_true_acceptance_probability() -> None:
     assert len(seen) > 3 and len({round(truth[2], 3) for truth in seen.values()}) > 2
 
 
+@torch.no_grad()
+def test_with_a_draft_vocabulary_drafts_are_accepted_by_the_whole_distribution() -> None:
+    """The outcomes are ``sum_v min(p, q)`` with p over all tokens, also where the likeliest cannot be drafted."""
+    recipe = toy_recipe("dspark", {"block": "2", "from_anchor": "true"})
+    recipe.net.eval()
+    recipe.frequent = torch.tensor([3, 0, 17, 9, 30, 21])
+    batch, guesses, outside = toy_batch(recipe, 12), list[Any](), 0
+    compute = recipe._position
+    recipe._position = lambda *given: guesses.append(compute(*given)) or guesses[-1]
+    _, survived = recipe._rounds(batch)
+    first = guesses[0]
+    for index, (text, column) in enumerate((text, column) for text in range(2) for column in range(1, 11)):
+        whole = batch.teacher(torch.tensor([text]), torch.tensor([column]))[0]
+        outside += int(whole.argmax()) not in recipe.frequent
+        by_hand = torch.minimum(whole[recipe.frequent], first.log_guess[index].exp()).sum()
+        assert float(survived[index, 0]) == pytest.approx(float(by_hand), rel=1e-4)
+    assert 0 < outside < len(survived)
+    assert torch.equal(first.accepted, survived[:, 0])  # which the confidence head learns
+
+
 def test_the_recipe_measures_its_head() -> None:
     recipe = toy_recipe("dspark", {"block": "3"})
     recipe.net.eval()
