@@ -147,21 +147,22 @@ class DsparkRecipe(BlockRecipe):
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """The confidence head's temperatures, and its calibration error by position without and with them."""
+        """The confidence head's temperatures, fitted to half of the held-out blocks, and its calibration error by
+        position without and with them on the other half."""
         if not self.config.confidence or not batches:
             return {}
         parts = [self._rounds(batch) for batch in batches if batch.length > self.config.drafts]
-        log_odds = torch.cat([odds for odds, _ in parts]) if parts else torch.zeros(0, self.config.drafts)
-        survived = torch.cat([survived for _, survived in parts]) if parts else log_odds
-        if not len(log_odds):
+        parts = [part for part in parts if len(part[0])]
+        if not parts:
             return {}
-        temperatures = fit_temperatures(log_odds, survived)
+        fitted, others = _halves(parts)
+        temperatures = fit_temperatures(*fitted, others)
         return {
             "confidence_temperatures": temperatures,
             "calibration": {
-                "rounds": len(log_odds),
-                "before": calibration_errors(log_odds, survived, [1.0] * len(temperatures)),
-                "after": calibration_errors(log_odds, survived, temperatures),
+                "rounds": len(fitted[0]) + len(others[0]),
+                "before": calibration_errors(*others, [1.0] * len(temperatures)),
+                "after": calibration_errors(*others, temperatures),
             },
         }
 
@@ -187,3 +188,13 @@ class DsparkRecipe(BlockRecipe):
 
     def reported(self, measured: Mapping[str, Any]) -> dict[str, Any]:
         return {key: measured[key] for key in ("confidence_temperatures", "calibration") if key in measured}
+
+
+def _halves(parts: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The rounds of every second block, and those of the others; the halves of a single block's."""
+    if len(parts) == 1:
+        parts = list(zip(*(rounds.tensor_split(2) for rounds in parts[0]), strict=True))
+    return [
+        (torch.cat([odds for odds, _ in side]), torch.cat([survived for _, survived in side]))
+        for side in (parts[::2], parts[1::2])
+    ]
