@@ -6,6 +6,7 @@ the target or of the student, or on a mix.  No gradient flows through the drawin
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -61,6 +62,8 @@ class Distiller:
         config = shop.config
         check_student(student, config)
         self.start = weights_digest(student)  # before the mask's row is drawn
+        # Once it is taught a mask it drafts by masks, which are untrained: what it was is measured on a copy.
+        self._untaught = copy.deepcopy(student).eval() if config.places > 1 else None
         self.mask = teach_mask(student, config, len(shop.tokenizer)) if config.places > 1 else -1
         layers = config.layers
         self.states = StateRows(student, shop.parts, layers) if layers else None
@@ -92,8 +95,9 @@ class Distiller:
                 source.restore(loop.meta["text"])
             self.before = loop.meta["before"]
         elif evaluate is not None:
-            self.before = dict(evaluate(self.student))
+            self.before = dict(evaluate(self.student if self._untaught is None else self._untaught))
             loop.curve.add(0, None, self.before)
+        self._untaught = None
         loop.run(
             self._loss,
             save_every=save_every,
