@@ -42,6 +42,8 @@ class Labels:
             self.distributions[rows, columns] = torch.softmax(some.float(), -1)
             if masses:
                 self.masses[rows, columns] = (some.float().logsumexp(-1) - logits.float().logsumexp(-1)).exp()
+        if any(weight.requires_grad for weight in batch.parts.head.parameters()):
+            torch.clear_autocast_cache()  # PyTorch 2.9 and 2.10 keep casts made without gradients
 
     def of(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None]:
         """The distributions [m, V_d] after the tokens at the positions (texts, columns), both [m], and which of them
