@@ -104,7 +104,7 @@ def test_from_text_to_a_model_that_generates(
     card = (out / "README.md").read_text()
     for words in ("license: mit", "Held-out", "perplexity", "foretoken train lm --data", "--hidden 16", data.name):
         assert words.lower() in card.lower()
-    assert str(tmp_path) not in card and str(data) not in card
+    assert str(tmp_path) not in card and str(data) not in card and "follows no instructions" in card
     assert not list(out.glob(".tmp*"))
 
 
