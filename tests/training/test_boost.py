@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,13 @@ def test_a_broken_off_stage_goes_on(target: Path, draft: Path, data: Path, tmp_p
     with pytest.raises(KeyboardInterrupt):
         new_boost(target, draft, data, cut).run(2, save_every=3, on_step=stop)
     assert (cut / "1/model.safetensors").exists() and not (cut / "2/model.safetensors").exists()
+    draft_file = cut / "1" / f".tmp-{10**20}-training.json"  # no process has such a number
+    draft_file.write_text("half")
+    os.utime(draft_file, (0, 0))
     ran: list[tuple[int, int]] = []
     stages = new_boost(target, draft, data, cut).run(2, save_every=3, on_step=lambda n, p: ran.append((n, p.step)))
     assert ran == [(2, step) for step in range(4, 9)] and len(stages) == 2
+    assert draft_file.exists() == (os.name != "posix")
     for number in ("1", "2"):
         assert same(weights(whole / number), weights(cut / number))
     with pytest.raises(ValueError, match="other settings"):

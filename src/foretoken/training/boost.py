@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core.io.files import remove_abandoned
 from foretoken.training.distill import Distiller, Evaluate
 from foretoken.training.loop import Progress
 from foretoken.training.text_sources import written_text
@@ -135,6 +136,7 @@ class Boost:
         config, folder = self.shop.config, self.out / str(number)
         extra = {"stage": number, "length": self.length, "left": share}
         report_file = folder / "training.json"
+        remove_abandoned(folder)
         student = self._student(self.draft) if self._first is None else self._first
         self._first = None
         source = written_text(self.rows, self._open_weights, config.batch_size, config.seed)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken.core.io.files import replacing, write_json
+from foretoken.core.io.files import remove_abandoned, replacing, write_json
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.chat import RowBlocks
 from foretoken.training.corpus import BlockSampler
@@ -70,6 +70,7 @@ class FeatureStore:
         others = _differences(stored, json.loads(json.dumps(identity)))
         if others:
             raise ValueError(f"{folder} contains features of {' and of '.join(others)}: use another folder")
+        remove_abandoned(folder, *(place for place in folder.glob("*") if place.is_dir()))
         write_json(card, identity)
 
     def features(self, step: int, taps: Sequence[str]) -> dict[str, Tensor]:
