@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from foretoken.core.io.files import checksum, replacing, save_described, save_model, write_json, write_text
+from foretoken.core.io.files import (
+    checksum,
+    remove_abandoned,
+    replacing,
+    save_described,
+    save_model,
+    write_json,
+    write_text,
+)
 
 
 def names(folder: Path) -> set[str]:
@@ -55,6 +66,24 @@ def test_an_old_folder_comes_back_when_the_new_one_cannot_take_its_place(
         with replacing(tmp_path / "place") as draft:
             draft.mkdir()
     assert names(tmp_path) == {"place"} and (tmp_path / "place/x").read_text() == "old"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="on Windows no process is asked whether it runs")
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    """Not what a process that runs is writing, one of another machine perhaps, nor files of others."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    kept = {f".tmp-{os.getpid()}-a", ".tmp-model", ".tmp-name-b", f"{ended.pid}-c", f".tmp-{ended.pid}-fresh"}
+    left = {f".tmp-{ended.pid}-a", f".tmp-{10**20}-b"}
+    for name in kept | left:
+        (tmp_path / name).write_text("half")
+        if "fresh" not in name:
+            os.utime(tmp_path / name, (0, 0))
+    (tmp_path / f".tmp-{ended.pid}-folder").mkdir()
+    (tmp_path / f".tmp-{ended.pid}-folder/x").write_text("half")
+    os.utime(tmp_path / f".tmp-{ended.pid}-folder", (0, 0))
+    remove_abandoned(tmp_path, tmp_path / "none")
+    assert names(tmp_path) == kept
 
 
 class Saved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,13 @@ def test_a_broken_off_stage_goes_on(target: Path, draft: Path, data: Path, tmp_p
     with pytest.raises(KeyboardInterrupt):
         new_boost(target, draft, data, cut).run(2, save_every=3, on_step=stop)
     assert (cut / "1/model.safetensors").exists() and not (cut / "2/model.safetensors").exists()
+    draft_file = cut / "1" / f".tmp-{10**20}-training.json"  # no process has such a number
+    draft_file.write_text("half")
+    os.utime(draft_file, (0, 0))
     ran: list[tuple[int, int]] = []
     stages = new_boost(target, draft, data, cut).run(2, save_every=3, on_step=lambda n, p: ran.append((n, p.step)))
     assert ran == [(2, step) for step in range(4, 9)] and len(stages) == 2
+    assert draft_file.exists() == (os.name != "posix")
     for number in ("1", "2"):
         assert same(weights(whole / number), weights(cut / number))
     with pytest.raises(ValueError, match="other settings"):
@@ -144,6 +149,17 @@ def test_bad_settings(target: Path, draft: Path, data: Path, tmp_path: Path) -> 
         new_boost(target, draft, data, tmp_path, text="fixed")
     with pytest.raises(ValueError, match="length must be at least 1"):
         new_boost(target, draft, data, tmp_path, length=0)
+
+
+def test_a_draft_model_of_a_short_context_is_refused_before_the_target_writes(
+    target: Path, draft: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = shutil.copytree(draft, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    monkeypatch.setattr(Workshop, "written_rows", lambda shop: pytest.fail("the target writes"))
+    with pytest.raises(ValueError, match="--context 32 is longer than the draft model's 16"):
+        new_boost(target, short, data, tmp_path / "out")
 
 
 def test_the_command_and_the_ready_spec(

@@ -425,6 +425,32 @@ def test_a_finished_file_that_lost_its_end_is_completed(target: Path, tmp_path: 
     assert answers.file.read_text() == whole and not answers.part.exists()
 
 
+def test_a_conversation_that_fills_the_context_ends_at_its_last_answer(
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The context has 256 tokens, a token per byte: the third question of the first row has no room."""
+    rows = [{"turns": ["a" * 100, "b" * 90, "c" * 100]}, {"prompt": "d" * 300}, {"prompt": "e"}]
+    data = write_rows(tmp_path / "questions.jsonl", rows)
+    llm = load(str(target), drafter=None)
+    answers, config = answer_file(target, data, tmp_path)
+    assert answers.write(llm, config) == answers.file
+    warnings = [line for line in caplog.messages if "target's context" in line]
+    assert len(warnings) == 1 and "context of 256 tokens" in warnings[0]
+    assert f": 2, of which 1 have none and are left out; the first is {data}, line " in warnings[0]
+    written = [json.loads(line) for line in answers.file.read_text().splitlines()]
+    assert [(row["id"], [m["role"] for m in row["messages"]]) for row in written] == [
+        (0, ["user", "assistant"] * 2),
+        (2, ["user", "assistant"]),
+    ]
+    whole = answers.file.read_text()
+    answers, config = answer_file(target, data, tmp_path)
+    assert answers.write(llm, config) == answers.file and answers.file.read_text() == whole
+    only = write_rows(tmp_path / "long.jsonl", rows[1:2])
+    answers, config = answer_file(target, only, tmp_path / "none")
+    with pytest.raises(ValueError, match="no conversation fits into the target's context of 256 tokens"):
+        answers.write(llm, config)
+
+
 def test_greedy_answers_are_what_the_target_says(target: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "questions.jsonl", [{"prompt": "ab"}])
     llm = load(str(target), drafter=None)
@@ -468,6 +494,28 @@ def test_the_command_lets_the_target_answer_and_trains_on_it(
     assert "for the target to answer" not in capsys.readouterr().err
     assert main(command(target, data, tmp_path / "out", "--answers", "mine")) == 2
     assert "--answers must be data or target, not 'mine'" in capsys.readouterr().err
+
+
+EARLY = {
+    "text": (["--text", "target"], "--answers target gives conversations, and --text target continues texts"),
+    "bits": (["--weight-bits", "7"], "weights are stored in 16 or 8 bits, not 7"),
+    "ahead": (["--set", "heads=20", "--context", "16"], "--context of 16 tokens is too short"),
+    "features": (["--set", "mode=joint", "--features", "FOLDER"], "leave --features out"),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_wrong_options_are_refused_before_the_target_writes(
+    name: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more, words = EARLY[name]
+    more = [str(tmp_path / "features") if word == "FOLDER" else word for word in more]
+    data = write_rows(tmp_path / "questions.jsonl", [{"prompt": f"say {i}"} for i in range(16)])
+    assert main(command(target, data, tmp_path / "out", "--answers", "target", "--answer-tokens", "24", *more)) == 2
+    stderr = capsys.readouterr().err
+    assert words in stderr and "for the target to answer" not in stderr
+    assert ("loading" in stderr) == (name in ("ahead", "features"))  # these depend on the target
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("row", [{"question": "say {}"}, {"turns": ["say {}", "more"]}])

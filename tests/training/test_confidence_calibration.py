@@ -74,6 +74,18 @@ def test_expected_outcomes_give_the_temperatures_of_drawn_ones() -> None:
     assert fit_temperatures(log_odds * 2, expected) == [2.0, 2.0]
 
 
+def test_a_position_keeps_1_unless_other_rounds_agree() -> None:
+    """Both positions seem too sure by 4 in the fitted rounds; in the others only the second is."""
+    log_odds, survived = rounds(20_000, 2, seed=4)
+    other_odds, other_survived = rounds(20_000, 2, seed=5)
+    others = other_odds * torch.tensor([1.0, 4.0]), other_survived
+    first, second = fit_temperatures(log_odds * 4, survived, others)
+    assert first == 1.0 and second > 2.0
+    assert fit_temperatures(log_odds * 4, survived)[0] == pytest.approx(4.0, rel=0.2)
+    temperatures = fit_temperatures(log_odds * 4, survived, (other_odds * 4, other_survived))
+    assert temperatures == fit_temperatures(log_odds * 4, survived)
+
+
 def test_few_rounds_fit_nothing() -> None:
     log_odds, survived = rounds(LEAST_ROUNDS - 1, 2)
     assert fit_temperatures(log_odds * 4, survived) == [1.0, 1.0] and GRID[0] == 1.0
@@ -140,6 +152,26 @@ def test_a_taught_confidence_is_the_true_acceptance_probability() -> None:
     assert len(seen) > 3 and len({round(truth[2], 3) for truth in seen.values()}) > 2
 
 
+@torch.no_grad()
+def test_with_a_draft_vocabulary_drafts_are_accepted_by_the_whole_distribution() -> None:
+    """The outcomes are ``sum_v min(p, q)`` with p over all tokens, also where the likeliest cannot be drafted."""
+    recipe = toy_recipe("dspark", {"block": "2", "from_anchor": "true"})
+    recipe.net.eval()
+    recipe.frequent = torch.tensor([3, 0, 17, 9, 30, 21])
+    batch, guesses, outside = toy_batch(recipe, 12), list[Any](), 0
+    compute = recipe._position
+    recipe._position = lambda *given: guesses.append(compute(*given)) or guesses[-1]
+    _, survived = recipe._rounds(batch)
+    first = guesses[0]
+    for index, (text, column) in enumerate((text, column) for text in range(2) for column in range(1, 11)):
+        whole = batch.teacher(torch.tensor([text]), torch.tensor([column]))[0]
+        outside += int(whole.argmax()) not in recipe.frequent
+        by_hand = torch.minimum(whole[recipe.frequent], first.log_guess[index].exp()).sum()
+        assert float(survived[index, 0]) == pytest.approx(float(by_hand), rel=1e-4)
+    assert 0 < outside < len(survived)
+    assert torch.equal(first.accepted, survived[:, 0])  # which the confidence head learns
+
+
 def test_the_recipe_measures_its_head() -> None:
     recipe = toy_recipe("dspark", {"block": "3"})
     recipe.net.eval()
@@ -153,6 +185,28 @@ def test_the_recipe_measures_its_head() -> None:
     assert recipe.drafter({}).temperatures == [1.0] * drafts
     assert toy_recipe("dspark", {"confidence": ""}).measure([toy_batch(recipe, 40)]) == {}
     assert recipe.measure([toy_batch(recipe, drafts)]) == {}
+
+
+@pytest.mark.parametrize("blocks", [4, 1])
+def test_the_error_is_measured_on_rounds_that_were_not_fitted(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = toy_recipe("dspark", {"block": "3"})  # drafts of two tokens
+    planted = [rounds(1600 // blocks, 2, seed=seed) for seed in range(blocks)]
+    planted = [(odds * 2, survived) for odds, survived in planted]
+    given = iter(planted)
+    monkeypatch.setattr(recipe, "_rounds", lambda batch: next(given))
+    measured = recipe.measure([toy_batch(recipe, 40)] * blocks)
+    if blocks == 1:  # its first and its second half
+        planted = [
+            (odds[half], survived[half]) for odds, survived in planted for half in (slice(800), slice(800, None))
+        ]
+    fitted, others = ([torch.cat(parts) for parts in zip(*planted[i::2], strict=True)] for i in range(2))
+    temperatures = fit_temperatures(*fitted, others)
+    assert measured["confidence_temperatures"] == temperatures and all(t > 1.2 for t in temperatures)
+    assert measured["calibration"] == {
+        "rounds": 1600,
+        "before": calibration_errors(*others, [1.0, 1.0]),
+        "after": calibration_errors(*others, temperatures),
+    }
 
 
 def test_rounds_of_tokens_that_are_not_learned_are_left_out() -> None:

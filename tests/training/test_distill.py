@@ -393,6 +393,18 @@ def test_a_run_with_a_new_mask_goes_on(target: Path, draft: Path, data: Path, tm
     new_run(target, draft, data, tmp_path, steps=3, places=2).run()
 
 
+def test_before_a_mask_is_taught_the_draft_model_is_measured_as_it_was(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    """Not by the masks, which are untrained.  The target as its own draft model drafts well without them."""
+    run = new_run(target, target, data, tmp_path, steps=1, places=3)
+    measure = Alignment(run.shop.target, run.shop.held_prompts(3, 16))
+    report = run.run(evaluate=measure)
+    before, after = (report[when]["greedy"]["mean_acceptance_length"] for when in ("before", "after"))
+    assert report["before"] == measure(load_student(target, run.shop.target, run.shop.tokenizer))
+    assert before > after + 1
+
+
 @pytest.mark.parametrize("places", [1, 3])
 def test_a_batch_without_any_weight_teaches_nothing(
     places: int, target: Path, draft: Path, data: Path, tmp_path: Path
@@ -439,6 +451,7 @@ def test_from_a_draft_model_to_a_better_one(
     card = (out / "README.md").read_text()
     assert "--loss jsd" in card and "--mix" not in card and "| before | after |" in card
     assert "sampled, rounds that reach position 4" in card and str(tmp_path) not in card
+    assert "- The limits of the model that it started from apply." in card and "base model" not in card
     llm = ft.load(str(target), drafter=f"model:{out},k=4", dtype="float32", controller="constant")
     output = llm.generate("one two three", max_new_tokens=24)
     assert output.stats.num_draft_tokens > 0

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.training.config import LmConfig
 from foretoken.training.formats import export_drafter
-from foretoken.training.hybrid import build_hybrid, start_from_llama
+from foretoken.training.hybrid import build_hybrid, common_shape, start_from_llama
 from foretoken.training.lm import train_lm
 
 SHAPE: dict[str, Any] = {
@@ -64,6 +64,25 @@ def test_what_a_hybrid_cannot_start_from(llama: Path, tmp_path: Path) -> None:
         start_from_llama(build_hybrid(LmConfig(**SHAPE, layers=4), 0), llama, tokens)
     with pytest.raises(ValueError, match="not a Llama with hidden_size=16"):
         start_from_llama(build_hybrid(LmConfig(**{**SHAPE, "hidden": 16}, layers=2), 0), llama, tokens)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05, and the model to train rms_norm_eps=1e-06"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters={.*500000.*10000"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ({"attention_bias": True}, "biases in its layers, which a hybrid lacks"),
+    ],
+)
+def test_a_llama_of_another_function(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """Its weights would fit, and the hybrid would not compute what it computes."""
+    shape = LlamaConfig(**common_shape(LmConfig(**SHAPE, layers=1), 0))
+    for key, value in changes.items():
+        setattr(shape, key, value)
+    LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} has {words}"):
+        start_from_llama(build_hybrid(LmConfig(**SHAPE, layers=2), 0), tmp_path, torch.arange(8).numpy())
 
 
 def test_from_a_llama_to_a_checkpoint_with_its_own_head(data: Path, llama: Path, tmp_path: Path) -> None:

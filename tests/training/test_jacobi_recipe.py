@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import foretoken as ft
 from foretoken.cli.train_drafter import held_out
@@ -121,6 +121,41 @@ def test_a_block_that_is_fixed_from_the_start_teaches_nothing(monkeypatch: pytes
     final = torch.full((1, 2, 1, 3), 7)
     monkeypatch.setattr(recipe, "trajectory", lambda *_: (final, torch.full((2, 1, 3, 300), 1 / 300)))
     assert float(recipe.loss(Batch(texts(), {}, recipe.parts), torch.Generator()).detach()) == 0.0
+
+
+def gpt2(context: int) -> HuggingFaceModel:
+    """A target with learned positions, of which there are as many as its context has tokens."""
+    shape = GPT2Config(vocab_size=300, n_positions=context, n_embd=16, n_layer=1, n_head=2, eos_token_id=None)
+    model = wrap(GPT2LMHeadModel(shape), lean=False)
+    assert isinstance(model, HuggingFaceModel)
+    return model
+
+
+def test_blocks_end_within_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text as long as the context: there are no learned positions for blocks behind its last tokens."""
+    recipe = recipe_of({"m": "6", "blocks": "50"}, gpt2(LENGTH))
+    seen: list[Tensor] = []
+    compute = recipe.trajectory
+    monkeypatch.setattr(recipe, "trajectory", lambda *given: seen.append(given[1]) or compute(*given))  # type: ignore
+    loss = recipe.loss(Batch(texts(), {}, recipe.parts), torch.Generator().manual_seed(0))
+    assert bool(torch.isfinite(loss)) and sorted(set(seen[0].flatten().tolist())) == list(range(1, LENGTH - 6))
+    with pytest.raises(ValueError, match=r"jacobi needs a context of m \+ 2 = 21 tokens, and the target's is 20"):
+        recipe_of({"m": "19"}, gpt2(LENGTH))
+    shortest = recipe_of({"m": "18"}, gpt2(LENGTH))
+    assert bool(torch.isfinite(shortest.loss(Batch(texts(), {}, shortest.parts), torch.Generator())))
+
+
+def test_casts_of_the_trajectory_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.9 and 2.10 would give the pass with gradients those without, and no weight would learn."""
+    recipe, calls = recipe_of({"m": "3"}), list[str]()
+    compute, clear = recipe.trajectory, torch.clear_autocast_cache
+    monkeypatch.setattr(recipe, "trajectory", lambda *given: calls.append("trajectory") or compute(*given))  # type: ignore
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: calls.append("clear") or clear())  # type: ignore
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = recipe.loss(Batch(texts(), {}, recipe.parts), torch.Generator().manual_seed(0))
+        assert calls == ["trajectory", "clear"]  # the context clears at its end, too
+    loss.backward()
+    assert all(weight.grad is not None for weight in recipe.parts.network.parameters())
 
 
 @pytest.fixture(scope="module")

@@ -74,8 +74,18 @@ def test_a_call_that_the_template_writes_is_learned() -> None:
 def test_calls_are_looked_at_before_the_target_answers(target: Path, tmp_path: Path) -> None:
     messages = [CHAT[0], CALL, {"role": "tool", "content": "7"}]
     data = write_rows(tmp_path / "a.jsonl", [{"prompt": "x"}, {"messages": messages}])
-    with pytest.raises(ValueError, match="conversation 2: message 2 calls a tool"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: conversation 2: message 2 calls a tool"):
         next(answered(load(str(target), drafter=None), read_questions([data]), AnswerConfig(), lambda: False))
+
+
+def test_the_target_does_not_answer_for_a_message_of_weight_0(tmp_path: Path) -> None:
+    """Such a message is context that is not learned."""
+    unlearned = {**CHAT[1], "weight": 0}
+    data = write_rows(tmp_path / "a.jsonl", [{"messages": [CHAT[0], unlearned, *CHAT[2:]]}])
+    assert read_questions([data])[0].script == [CHAT[0], unlearned, CHAT[2], None]
+    write_rows(data, [{"messages": [CHAT[0], unlearned]}])
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: all answers of the assistant have the weight 0"):
+        read_questions([data])
 
 
 def test_a_piece_of_which_only_the_first_token_is_learned_fills_no_row() -> None:

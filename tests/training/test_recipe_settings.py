@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foretoken.cli.main import main
 from foretoken.loading import load_model
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.recipes import RECIPES, find_recipe, settings_of
+from foretoken.training.recipes.blocks import BlockRecipe
 
 
 def test_a_method_that_is_not_trained_has_none() -> None:
@@ -47,3 +50,22 @@ def test_only_who_trains_the_target_updates_it_by_a_rank(method: str, target: An
     recipe = kind(target, TargetParts(target), settings)
     assert recipe.update_rank == (4 if settings and recipe.trains_target else 0)
     assert recipe.trains_target == (method in ("medusa", "bpd", "early_exit", "jacobi"))
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_the_guide_names_the_drafters_of_frequent_tokens(method: str, target: Any) -> None:
+    kind = find_recipe(method)
+    guide = (Path(__file__).resolve().parents[2] / "docs/training.md").read_text(encoding="utf-8")
+    paragraph = guide.partition("**Vocabulary.**")[2].partition("**Optimizer")[0].partition("For targets with")[2]
+    named = f"`{method}`" in paragraph or issubclass(kind, BlockRecipe)
+    assert kind(target, TargetParts(target), {}).reduces == named and "the block drafters" in paragraph
+
+
+@pytest.mark.parametrize("method", ["medusa", "lm", "distill", "boost", "specdec_pp"])
+@pytest.mark.parametrize("seed", ["-1", str(2**31)])
+def test_a_seed_out_of_range(method: str, seed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("one two three\n" * 50)
+    command = ["train", method, "--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]
+    assert main([*command, "--seed", seed]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: Invalid value for '--seed'") and error.count("\n") == 1

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from test_chat_data import chat_tokenizer
 
 from foretoken.cli.main import main
+from foretoken.models import wrap
+from foretoken.models.forward.parts import TargetParts
+from foretoken.training.captured import FeatureStore
+from foretoken.training.chat import RowBlocks
+from foretoken.training.corpus import build_corpus
 from foretoken.training.run_folder import run_folder
+from foretoken.training.written import stored_continuations
+from toys import llama
 
 KINDS = ("uno", "distill", "boost", "specdec_pp", "lm")
 
@@ -44,6 +55,33 @@ def test_two_runs_do_not_share_a_folder(kind: str, tmp_path: Path, capsys: pytes
         assert draft.exists()
     with run_folder(out):  # which then was killed
         assert not draft.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="on Windows no process is asked whether it runs")
+@pytest.mark.parametrize("place", ["corpus", "features", "written"])
+def test_what_a_killed_run_left_in_a_shared_folder_is_removed(place: str, tmp_path: Path) -> None:
+    def left(folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".tmp-{10**20}-part"  # no process has such a number
+        draft.write_text("half")
+        os.utime(draft, (0, 0))
+        return draft
+
+    model = wrap(llama(dtype=torch.float32))
+    rows = np.zeros((2, 9), np.int64)
+    if place == "corpus":
+        (tmp_path / "a.txt").write_text("one two three")
+        drafts = [left(tmp_path / "corpus")]
+        build_corpus([tmp_path / "a.txt"], chat_tokenizer(), tmp_path / "corpus")
+    elif place == "features":
+        drafts = [left(tmp_path), left(tmp_path / "last")]
+        FeatureStore(tmp_path, TargetParts(model), RowBlocks(rows, 2, 0), {})
+    else:
+        prompts = torch.from_numpy(rows[:, :4])
+        stored_continuations(tmp_path, model, prompts, 2, 0.0, 0, writer="x")
+        drafts = [left(next(tmp_path.glob("written-*")))]
+        stored_continuations(tmp_path, model, prompts, 2, 0.0, 0, writer="x")
+    assert not any(draft.exists() for draft in drafts)
 
 
 def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

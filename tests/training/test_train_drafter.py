@@ -415,6 +415,25 @@ def test_features_of_other_text_or_another_dtype_are_not_read(data: Path, target
         new_trainer("medusa", target, data, tmp_path / "d", features=store, dtype="float32")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_features_are_the_targets_own_in_its_dtype(dtype: str, data: Path, target: Path, tmp_path: Path) -> None:
+    """The loss runs under bfloat16 autocast, and the target does not, with a folder of features as without."""
+    taps = []
+    for features in (tmp_path / "store", None):
+        run = new_trainer("medusa", target, data, tmp_path / "a", features=features, dtype=dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            taps.append(run._batch(0).taps["last"])
+    assert taps[0].dtype == taps[1].dtype and torch.equal(*taps)
+    card = tmp_path / "store" / "features.json"
+    older = {key: value for key, value in json.loads(card.read_text()).items() if key != "autocast"}
+    card.write_text(json.dumps(older))  # as a folder of an earlier version, which captured under autocast
+    if dtype == "bfloat16":  # which did not change these
+        assert new_trainer("medusa", target, data, tmp_path / "b", features=tmp_path / "store", dtype=dtype).store
+        return
+    with pytest.raises(ValueError, match="contains features of another version: use another folder"):
+        new_trainer("medusa", target, data, tmp_path / "b", features=tmp_path / "store", dtype=dtype)
+
+
 def test_a_full_disk_leaves_no_half_shard(
     data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

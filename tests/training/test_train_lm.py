@@ -104,7 +104,7 @@ def test_from_text_to_a_model_that_generates(
     card = (out / "README.md").read_text()
     for words in ("license: mit", "Held-out", "perplexity", "foretoken train lm --data", "--hidden 16", data.name):
         assert words.lower() in card.lower()
-    assert str(tmp_path) not in card and str(data) not in card
+    assert str(tmp_path) not in card and str(data) not in card and "follows no instructions" in card
     assert not list(out.glob(".tmp*"))
 
 
@@ -158,6 +158,51 @@ def test_weights_of_another_architecture(
     assert main([*command, "--init-from", str(tmp_path)]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
     assert not (tmp_path / "x/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05, and the model to train rms_norm_eps=1e-06"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings=False, and the model to train tie_word_embeddings=True"),
+        ({"head_dim": 4}, "head_dim=4, and the model to train head_dim=8"),
+        ({"model_type": "mistral"}, "model_type=mistral, and the model to train model_type=llama"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters={.*500000.*rope_para"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters={.*2.0.*rope_"),
+    ],
+)
+def test_weights_of_another_function(whole: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    """The shapes agree, so a model would start from them, and compute something else."""
+    folder = with_config(whole, tmp_path / "other", changes)
+    with pytest.raises(ValueError, match=f"{folder} has {words}"):
+        lm._load_weights(lm.build_model(TINY, 0), folder)
+
+
+def test_an_older_configuration_of_the_same_function_is_a_start(whole: Path, tmp_path: Path) -> None:
+    model = lm.build_model(TINY, 0)
+    folder = with_config(whole, tmp_path, {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": None})
+    with torch.no_grad():
+        lm._load_weights(model, folder)
+    assert torch.equal(model.model.embed_tokens.weight.bfloat16(), weights(whole)["model.embed_tokens.weight"])
+
+
+def with_config(source: Path, folder: Path, changes: dict[str, Any]) -> Path:
+    """A copy of a model with other values in its configuration; ``None`` leaves a key out."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(source / "model.safetensors", folder)
+    config = {**json.loads((source / "config.json").read_text()), **changes}
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
+def test_a_teacher_of_another_tokenizer(whole: Path, tmp_path: Path) -> None:
+    """Its vocabulary has as many tokens, and they are others."""
+    other = tmp_path / "other.txt"
+    other.write_text("zebra xylophone quixotic " * 400)
+    with pytest.raises(ValueError, match=f"the teacher {whole} has another tokenizer: use --tokenizer-from"):
+        train_lm([other], tmp_path / "out", TINY, teacher=whole)
+    assert not (tmp_path / "out/corpus").exists()
 
 
 @pytest.mark.parametrize("killed_at", [1, 2, 3, 5])

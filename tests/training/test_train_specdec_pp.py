@@ -87,6 +87,22 @@ def test_from_two_models_to_a_controller(
         ft.load(str(pair[0]), f"model:{pair[0]}", controller=f"specdec_pp:{out}")
 
 
+def test_the_loss_reads_the_states_that_drafting_reads(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
+    """The loss runs under bfloat16 autocast; the float32 draft model and target do not."""
+    run = trainer(pair, data, tmp_path / "x", dtype="float32")
+    recipe, tokens = run.recipe, run.held_tokens[0]
+    assert isinstance(recipe, SpecdecPpRecipe)
+    batch = Batch(tokens, recipe.parts.features(tokens[:, :-1], ("last",)), recipe.parts)
+    ids: list[torch.Tensor] = []
+    plain = recipe.parts.features
+    recipe.parts.features = lambda tokens, taps: ids.append(tokens) or plain(tokens, taps)  # type: ignore
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states, _ = recipe.samples(batch, torch.Generator().manual_seed(5), 0.4)
+    own = plain(ids[0], ("last",))["last"]
+    places = (torch.rand(1, tokens.shape[1] - 2, generator=torch.Generator().manual_seed(5)) < 0.4)[0].nonzero()[:, 0]
+    assert torch.equal(states, own[0, places + 1])
+
+
 def test_the_labels_are_the_chances_of_the_guesses(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
     """min(1, p/q) of the mixed text, from whole distributions in float32; unmixed places are not learnt from.
 

@@ -27,7 +27,7 @@ from foretoken.cli.train_options import (
     load_target,
 )
 from foretoken.cli.train_progress import Stop, TrainingBar, stop_on_signals, training_bar
-from foretoken.training.config import AnswerConfig, Intervals, TrainConfig, check_context
+from foretoken.training.config import AnswerConfig, Intervals, TrainConfig
 from foretoken.training.run_folder import run_folder
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ def make_command(method: str) -> Callable[..., None]:
         from foretoken.training.cards import write_drafter_card
         from foretoken.training.corpus import check_text
         from foretoken.training.recipes import find_recipe
-        from foretoken.training.trainer import Trainer
+        from foretoken.training.trainer import Trainer, check_run
 
+        _check_options(answers, config.text, weight_bits)
         kind = find_recipe(method)
         kind.read_settings(settings)  # wrong ones are refused before a model is loaded
         with json_only(as_json), stop_on_signals() as stop, run_folder(out):
@@ -80,11 +81,11 @@ def make_command(method: str) -> Callable[..., None]:
             with training_bar(config.steps, describe, brief) as bar:
                 bar.say(f"loading {chosen}")
                 recipe, served, tokenizer, dtype = _loaded(kind, chosen, device, settings, config)
-                check_context(config.context, served.context_length)
+                check_run(recipe, config, features)  # before the target writes text
                 bar.say(needs(recipe, config))
                 if answers != "data":
                     answer = replace(answer, seed=config.seed)
-                    read = [_answers(answers, answer, data, out, chosen, recipe, device, bar, stop)]
+                    read = [_answers(answer, data, out, chosen, recipe, device, bar, stop)]
                     answer_options = _as_options(answers, answer)
                 trainer = Trainer(
                     recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read
@@ -134,8 +135,18 @@ def _trial(trainer: Trainer, model: LanguageModel) -> Callable[[Drafter, Languag
     return (lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None
 
 
+def _check_options(answers: str, text: str, weight_bits: int) -> None:
+    """Raise ``ValueError`` for wrong options before a model is loaded."""
+    from foretoken.methods.drafters.nets.eight_bits import check_bits
+
+    if answers not in ("data", "target"):
+        raise ValueError(f"--answers must be data or target, not {answers!r}")
+    if answers == text == "target":
+        raise ValueError("--answers target gives conversations, and --text target continues texts: leave one out")
+    check_bits(weight_bits)
+
+
 def _answers(
-    kind: str,
     config: AnswerConfig,
     data: Sequence[Path],
     out: Path,
@@ -145,12 +156,10 @@ def _answers(
     bar: TrainingBar,
     stop: Stop,
 ) -> Path:
-    """Write or resume the file of conversations that the target answers; ``target`` is the only valid ``kind``."""
+    """Write or resume the file of conversations that the target answers."""
     from foretoken.llm import load
     from foretoken.training.answers import AnswerFile, read_questions
 
-    if kind != "target":
-        raise ValueError(f"--answers must be data or target, not {kind!r}")
     dialogues = read_questions(data)
     file = AnswerFile(out, asdict(recipe.parts.fingerprint()), config, dialogues)
     if len(file.rows()) < len(dialogues):

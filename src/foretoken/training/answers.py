@@ -44,6 +44,7 @@ class Dialogue:
     Attributes:
         number: its index in the data.
         script: its messages; ``None`` stands for an answer to generate.
+        location: its file and line; empty if unknown.
         unfinished: indices of answers cut at the length limit.
         tokens: tokens of the answer in progress.
     """
@@ -51,6 +52,7 @@ class Dialogue:
     number: int
     script: list[dict[str, Any] | None]
     tools: Any = None
+    location: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
     unfinished: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -64,6 +66,16 @@ class Dialogue:
             self.messages.append(message)
         return False
 
+    @property
+    def name(self) -> str:
+        """Its place in messages to the user."""
+        return f"{self.location}: conversation {self.number + 1}".removeprefix(": ")
+
+    def cut(self) -> None:
+        """Drop the messages after the last generated answer; all of them if there is none."""
+        answers = [index for index in range(len(self.messages)) if self.script[index] is None]
+        del self.messages[answers[-1] + 1 if answers else 0 :]
+
     def row(self) -> dict[str, Any]:
         more = {"tools": self.tools} if self.tools else {}
         more |= {"unfinished": self.unfinished} if self.unfinished else {}
@@ -74,8 +86,8 @@ def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
     """The conversations of JSONL files, without the answers that the target will generate.
 
     Rows carry ``messages`` or ``conversations``, ``turns`` (a list of the user's texts), or one question: that of
-    :func:`foretoken.core.io.documents.asked_of`, or a ``text``.  An assistant's tool calls are kept.  Raises
-    ``ValueError``, with file and line, for rows of another shape.
+    :func:`foretoken.core.io.documents.asked_of`, or a ``text``.  An assistant's tool calls and its messages of
+    ``weight`` 0 are kept.  Raises ``ValueError``, with file and line, for rows of another shape.
     """
     dialogues: list[Dialogue] = []
     for root in map(Path, paths):
@@ -93,7 +105,7 @@ def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
         for file in files:
             for location, _, row in iter_rows(file):
                 try:
-                    dialogues.append(_dialogue(len(dialogues), row))
+                    dialogues.append(_dialogue(len(dialogues), row, location))
                 except ValueError as error:
                     raise ValueError(f"{location}: {error}") from None
     if not dialogues:
@@ -101,7 +113,7 @@ def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
     return dialogues
 
 
-def _dialogue(number: int, row: Any) -> Dialogue:
+def _dialogue(number: int, row: Any, location: str = "") -> Dialogue:
     if not isinstance(row, dict):
         raise ValueError(
             "a row is an object with messages, conversations, turns, prompt, instruction, question or text"
@@ -109,14 +121,16 @@ def _dialogue(number: int, row: Any) -> Dialogue:
     messages = _messages(row)
     script: list[dict[str, Any] | None] = []
     for index, message in enumerate(messages):
-        answered = message["role"] == "assistant" and not message.get("tool_calls")
-        script.append(None if answered and index else message)
+        kept = message["role"] != "assistant" or message.get("tool_calls") or message.get("weight") == 0
+        script.append(message if kept or not index else None)
         following = messages[index + 1]["role"] if index + 1 < len(messages) else ""
         if message["role"] in ("user", "tool") and following not in ("assistant", message["role"]):
             script.append(None)
     if None not in script:
+        if any(message.get("weight") == 0 for message in messages):
+            raise ValueError("all answers of the assistant have the weight 0: leave the row out")
         raise ValueError("no message of the user to answer")
-    return Dialogue(number, script, row.get("tools"))
+    return Dialogue(number, script, row.get("tools"), location)
 
 
 def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -187,7 +201,10 @@ class AnswerFile:
         stop: Callable[[], bool] = lambda: False,
     ) -> Path | None:
         """Generate the missing answers.  Returns the file, or ``None`` if ``stop`` was true before all were done.
-        Raises ``ValueError`` without a chat template, and for a conversation longer than the target's context."""
+
+        A conversation that fills the target's context ends at its last answer, and is left out if it has none.  Raises
+        ``ValueError`` without a chat template, and if no conversation is left.
+        """
         rows = self.rows()
         open_dialogues = [dialogue for dialogue in self.dialogues if dialogue.number not in rows]
         if open_dialogues:
@@ -202,8 +219,13 @@ class AnswerFile:
         if len(rows) < len(self.dialogues):
             return None
         if open_dialogues or not self.file.exists():  # a finished file may have lost its last line
+            kept = [rows[number] for number in sorted(rows) if rows[number]["messages"]]
+            if not kept:
+                raise ValueError(
+                    f"no conversation fits into the target's context of {llm.target.context_length} tokens"
+                )
             with replacing(self.file) as draft:
-                lines = [json.dumps(rows[number], ensure_ascii=False) + "\n" for number in sorted(rows)]
+                lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
                 draft.write_text("".join(lines), encoding="utf-8")
             self.part.unlink(missing_ok=True)
         return self.file
@@ -213,7 +235,7 @@ def answered(
     llm: Llm, dialogues: Sequence[Dialogue], config: AnswerConfig, stop: Callable[[], bool]
 ) -> Iterator[tuple[dict[str, Any] | None, float]]:
     """Finished rows, with tokens per second so far.  Every engine step yields at least one item, without a row if none
-    was finished."""
+    was finished.  A row without messages is that of a conversation whose first question fills the context."""
     if not has_template(llm.tokenizer):
         raise ValueError("--answers target needs a target with a chat template")
     for candidate in dialogues:  # refuse data that cannot be learned before any answer is generated
@@ -221,52 +243,64 @@ def answered(
         try:
             check_calls(script, llm.tokenizer, candidate.tools)
         except ValueError as error:
-            raise ValueError(f"conversation {candidate.number + 1}: {error}") from None
-    waiting, running = deque(dialogues), dict[int, Dialogue]()
+            raise ValueError(f"{candidate.name}: {error}") from None
+    waiting, running, cut = deque(dialogues), dict[int, Dialogue](), list[Dialogue]()
     start_s, num_tokens = time.perf_counter(), 0
     try:
         while (waiting or running) and not stop():
+            finished: list[Dialogue] = []
             while waiting and len(running) < config.batch:
-                _ask(llm, waiting.popleft(), config, running)
-            finished: list[dict[str, Any] | None] = []
-            for run, emission in llm.engine.step():
-                dialogue = running.get(run.id)
-                if dialogue is None:
+                dialogue = waiting.popleft()
+                if not _ask(llm, dialogue, config, running):
+                    cut.append(dialogue)
+                    finished.append(dialogue)
+            for run, emission in llm.engine.step() if running else ():
+                answering = running.get(run.id)
+                if answering is None:
                     continue
-                dialogue.tokens += emission.token_ids
+                answering.tokens += emission.token_ids
                 num_tokens += len(emission.token_ids)
                 if emission.finish_reason is None:
                     continue
                 del running[run.id]
                 if emission.error is not None:
-                    raise ValueError(f"conversation {dialogue.number + 1} cannot be answered: {emission.error}")
-                _take(llm, dialogue, emission.finish_reason)
-                if dialogue.advance():
-                    _ask(llm, dialogue, config, running)
-                else:
-                    finished.append(dialogue.row())
+                    raise ValueError(f"{answering.name} cannot be answered: {emission.error}")
+                _take(llm, answering, emission.finish_reason)
+                if not answering.advance():
+                    finished.append(answering)
+                elif not _ask(llm, answering, config, running):
+                    cut.append(answering)
+                    finished.append(answering)
             rate = num_tokens / max(time.perf_counter() - start_s, 1e-9)
-            yield from ((row, rate) for row in finished or [None])
+            yield from ((dialogue.row(), rate) for dialogue in finished)
+            if not finished:
+                yield None, rate
     finally:
         for request in running:
             llm.engine.cancel(request)
+    if cut:
+        log.warning(
+            "conversations that fill the target's context of %d tokens end at their last answer: %d, of which %d have "
+            "none and are left out; the first is %s",
+            llm.target.context_length, len(cut), sum(not dialogue.messages for dialogue in cut), cut[0].name,
+        )  # fmt: skip
 
 
-def _ask(llm: Llm, dialogue: Dialogue, config: AnswerConfig, running: dict[int, Dialogue]) -> None:
-    """Submit the request for the next answer.  Raises ``ValueError`` if the prompt fills the context."""
+def _ask(llm: Llm, dialogue: Dialogue, config: AnswerConfig, running: dict[int, Dialogue]) -> bool:
+    """Submit the request for the next answer, and return true.  If the prompt fills the context, the dialogue is cut
+    instead."""
     dialogue.advance()
     more = {"tools": dialogue.tools} if dialogue.tools else {}
     prompt = render(dialogue.messages, llm.tokenizer, **more)
     room = llm.target.context_length - len(prompt)
     if room < 1:
-        raise ValueError(
-            f"conversation {dialogue.number + 1} has {len(prompt)} tokens, and the target's context holds "
-            f"{llm.target.context_length}: leave it out"
-        )
+        dialogue.cut()
+        return False
     dialogue.tokens = []
     options: dict[str, Any] = {"max_new_tokens": min(config.tokens, room), "temperature": config.temperature}
     seed = (config.seed * 1_000_003 + 1009 * dialogue.number + len(dialogue.messages)) % 2**31
     running[llm.engine.add(llm.request(prompt, **options, seed=seed))] = dialogue
+    return True
 
 
 def _take(llm: Llm, dialogue: Dialogue, reason: str) -> None:

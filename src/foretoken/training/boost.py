@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core.io.files import remove_abandoned
 from foretoken.training.distill import Distiller, Evaluate
 from foretoken.training.loop import Progress
 from foretoken.training.text_sources import written_text
-from foretoken.training.workshop import Workshop, load_student
+from foretoken.training.workshop import Workshop, check_student, load_student
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,13 @@ class Boost:
         if length < 1:
             raise ValueError(f"length must be at least 1, not {length}")
         self.shop, self.draft, self.out, self.length = shop, draft, out, length
+        self._target: Any = shop.parts.network
+        self._first: Any = self._student(draft)
+        check_student(self._first, shop.config)  # before the target writes
         self.rows = shop.written_rows()
         self.weights = shop.written_weights(self.rows)
         self.networks: list[Any] = []
         self._open_weights = self.weights.clone()
-        self._target: Any = shop.parts.network
         self._targets: Tensor | None = None
         self._held_rows = None if held_out is None else held_out[0]
         self._start = 0 if held_out is None else held_out[1] - 1
@@ -133,13 +136,18 @@ class Boost:
         config, folder = self.shop.config, self.out / str(number)
         extra = {"stage": number, "length": self.length, "left": share}
         report_file = folder / "training.json"
-        student = load_student(self.draft, self.shop.target, self.shop.tokenizer, str(self._target.device))
+        remove_abandoned(folder)
+        student = self._student(self.draft) if self._first is None else self._first
+        self._first = None
         source = written_text(self.rows, self._open_weights, config.batch_size, config.seed)
         worker = Distiller(self.shop, student, folder, source=source, name=str(self.draft), extra=extra)
         if report_file.exists() and worker.is_done():
             report: dict[str, Any] = json.loads(report_file.read_text(encoding="utf-8"))
-            return load_student(folder, self.shop.target, self.shop.tokenizer, str(self._target.device)), report
+            return self._student(folder), report
         return student, worker.run(**options)
+
+    def _student(self, draft: str | Path) -> Any:
+        return load_student(draft, self.shop.target, self.shop.tokenizer, str(self._target.device))
 
     def _cross_off(self, network: Any) -> None:
         """Set the weights of positions that this network covers to zero."""

@@ -6,6 +6,8 @@ T_j)`` over the positions j <= k.  Position by position, the temperature with th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,24 +35,35 @@ def survivals(log_odds: Tensor, temperatures: list[float]) -> Tensor:
     return torch.sigmoid(log_odds / torch.tensor(temperatures, dtype=log_odds.dtype)).cumprod(-1)
 
 
-def fit_temperatures(log_odds: Tensor, survived: Tensor) -> list[float]:
+def fit_temperatures(log_odds: Tensor, survived: Tensor, others: tuple[Tensor, Tensor] | None = None) -> list[float]:
     """One temperature for each position, in order; ones if there are too few rounds.
 
     Args:
         log_odds: [n, b] of acceptance at every position, given that those before it are accepted.
         survived: [n, b], whether, or with which probability, the draft was accepted up to each position.
+        others: the same of other rounds: a position whose error there does not shrink keeps the temperature 1.
     """
-    log_odds, survived = log_odds.double().cpu(), survived.double().cpu()
-    temperatures: list[float] = []
     if len(log_odds) < LEAST_ROUNDS:
         return [1.0] * log_odds.shape[1]
-    before = torch.ones(len(log_odds), dtype=torch.float64)
+    sides = [(log_odds, survived), *([] if others is None else [others])]
+    sides = [(odds.double().cpu(), outcomes.double().cpu()) for odds, outcomes in sides]
+    befores = [torch.ones(len(odds), dtype=torch.float64) for odds, _ in sides]
+    temperatures: list[float] = []
     for position in range(log_odds.shape[1]):
-        odds, outcome = log_odds[:, position], survived[:, position]
-        errors = {t: calibration_error(before * torch.sigmoid(odds / t), outcome) for t in GRID}
-        temperatures.append(min(GRID, key=errors.__getitem__))
-        before = before * torch.sigmoid(odds / temperatures[-1])
+        columns = [(odds[:, position], outcomes[:, position]) for odds, outcomes in sides]
+        errors = _errors(befores[0], *columns[0], GRID)
+        best = min(GRID, key=errors.__getitem__)
+        checked = _errors(befores[-1], *columns[-1], (best, 1.0))
+        temperatures.append(best if checked[best] < checked[1.0] else 1.0)
+        befores = [
+            before * torch.sigmoid(odds / temperatures[-1]) for before, (odds, _) in zip(befores, columns, strict=True)
+        ]
     return temperatures
+
+
+def _errors(before: Tensor, odds: Tensor, outcomes: Tensor, temperatures: Sequence[float]) -> dict[float, float]:
+    """A position's error by its temperature, behind the predicted survival [n] of the one before it."""
+    return {t: calibration_error(before * torch.sigmoid(odds / t), outcomes) for t in temperatures}
 
 
 def calibration_errors(log_odds: Tensor, survived: Tensor, temperatures: list[float]) -> list[float]:

@@ -18,10 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken.core.io.files import replacing, write_json
+from foretoken.core.io.files import remove_abandoned, replacing, write_json
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.chat import RowBlocks
 from foretoken.training.corpus import BlockSampler
+from foretoken.training.optimizers import autocast
 
 STEPS = 16
 """Steps per shard; rows, for text of a fixed number of rows."""
@@ -53,19 +54,23 @@ class FeatureStore:
         writing: Sequence[Any] = (),
     ) -> None:
         self.folder, self.parts, self.sampler = folder, parts, sampler
+        dtype = parts.head.weight.dtype
         identity = {
             "target": asdict(parts.fingerprint()),
-            "dtype": str(parts.head.weight.dtype),
+            "dtype": str(dtype),
             "text": dict(text),
             "blocks": [sampler.block, sampler.batch, sampler.seed],
             "steps_per_shard": STEPS,
             **({"written": list(writing), "by_row": True} if writing else {}),
+            # Earlier versions captured within bfloat16 autocast, which leaves bfloat16 targets as they are.
+            **({} if dtype == torch.bfloat16 else {"autocast": False}),
         }
         card = folder / "features.json"
         stored = json.loads(card.read_text(encoding="utf-8")) if card.exists() else identity
         others = _differences(stored, json.loads(json.dumps(identity)))
         if others:
             raise ValueError(f"{folder} contains features of {' and of '.join(others)}: use another folder")
+        remove_abandoned(folder, *(place for place in folder.glob("*") if place.is_dir()))
         write_json(card, identity)
 
     def features(self, step: int, taps: Sequence[str]) -> dict[str, Tensor]:
@@ -103,7 +108,8 @@ class FeatureStore:
         end = (number + 1) * STEPS
         if isinstance(self.sampler, RowBlocks):
             end = min(end, self.sampler.num_blocks)
-        steps = [self.parts.features(self._tokens(index), taps) for index in range(number * STEPS, end)]
+        with autocast(self.parts.device.type, "float32"):  # not the loss's: the states are the target's own
+            steps = [self.parts.features(self._tokens(index), taps) for index in range(number * STEPS, end)]
         for tap in taps:
             file = self._file(tap, number)
             file.parent.mkdir(exist_ok=True)
@@ -115,6 +121,8 @@ def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[
     """Descriptions of how the stored features differ from the run's; empty if they are the same."""
     differences = [words for key, words in NAMED.items() if stored.get(key) != present.get(key)]
     if stored.get("written") and stored.get("written") == present.get("written") and not stored.get("by_row"):
+        differences.append(NAMED["steps_per_shard"])
+    if stored.get("dtype") == present["dtype"] and stored.get("autocast") != present.get("autocast"):
         differences.append(NAMED["steps_per_shard"])
     then, blocks = stored.get("blocks", []), present["blocks"]
     pairs = zip(("--context", "--batch-size", "--seed"), then, blocks, strict=False)

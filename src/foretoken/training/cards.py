@@ -19,6 +19,7 @@ LIMITS = (
     "Its losses above were measured on documents that were held out by a hash of their content. "
     "Near-duplicates of training documents may be among them.",
 )
+"""Of a model that ``train lm`` made."""
 
 
 def front_matter(licence: str = "") -> str:
@@ -268,7 +269,7 @@ def write_alignment_card(
         f"## Training\n\n```\n{command_line}\n```\n\n{table(facts)}",
         f"## Data\n\nText of {names_of(data)}: {seen_text(report)}.\n",
         _acceptance_gained(report),
-        "\n".join(["## Limits", "", *(f"- {line}" for line in LIMITS[:2]), ""]),
+        f"## Limits\n\n- The limits of the model that it started from apply.\n- {LIMITS[1]}\n",
     ]
     return write_text(out / "README.md", "\n".join(parts))
 

@@ -36,7 +36,7 @@ class RunConfig:
     lr: float = setting(1e-3, "Peak learning rate.", 0.0)
     warmup: float = 0.05
     decay: float = 0.4
-    seed: int = setting(0, "Seed of the data order and of all random draws.")
+    seed: int = setting(0, "Seed of the data order and of all random draws.", 0, 2**31 - 1)
 
     @property
     def tokens(self) -> int:

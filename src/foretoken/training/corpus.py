@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.core.io.documents import TEXT_SUFFIXES, Record, iter_records
-from foretoken.core.io.files import checksum, files_checksum, replacing, write_json
+from foretoken.core.io.files import checksum, files_checksum, remove_abandoned, replacing, write_json
 from foretoken.core.io.locks import lock
 from foretoken.training.chat import ChatBlocks, Piece, chat_pieces, epoch_order
 
@@ -170,6 +170,7 @@ def _encode(
 ) -> dict[str, Any]:
     """Write the files of a corpus; documents whose hash is below ``limit`` are held out."""
     card, identity = out / "corpus.json", _identity(paths, tokenizer)
+    remove_abandoned(out)
     card.unlink(missing_ok=True)  # after a kill between two of the files below it would describe others
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     with ExitStack() as stack:

@@ -6,6 +6,7 @@ the target or of the student, or on a mix.  No gradient flows through the drawin
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,14 +26,14 @@ from foretoken.methods.drafters.target_states import FILE, NAME
 from foretoken.models.forward.parts import weights_digest
 from foretoken.models.network.taps import recording
 from foretoken.training.checkpoint import check_same, latest_checkpoint, read_meta
-from foretoken.training.config import DistillConfig, check_context
+from foretoken.training.config import DistillConfig
 from foretoken.training.curves import AlignmentCurve
 from foretoken.training.loop import Loop, Progress, Saving, identity_of
 from foretoken.training.mask_rows import additive, mask_ids, mask_rows, rows_mask, seeds_of, with_text
 from foretoken.training.optimizers import build_optimizers, vocabulary_of
 from foretoken.training.state_rows import OWN_SHARE, StateRows, stored_apart
 from foretoken.training.text_sources import PolicyText, TrainingText
-from foretoken.training.workshop import Workshop
+from foretoken.training.workshop import Workshop, check_student
 
 WIDTH = 64
 """A vocabulary extended by a mask is padded to a multiple of this: products over odd widths are slow."""
@@ -59,9 +60,10 @@ class Distiller:
         extra: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         config = shop.config
-        longest = int(getattr(student.config.get_text_config(), "max_position_embeddings", 0) or 2**20)
-        check_context(config.context, longest, "draft model's")
+        check_student(student, config)
         self.start = weights_digest(student)  # before the mask's row is drawn
+        # Once it is taught a mask it drafts by masks, which are untrained: what it was is measured on a copy.
+        self._untaught = copy.deepcopy(student).eval() if config.places > 1 else None
         self.mask = teach_mask(student, config, len(shop.tokenizer)) if config.places > 1 else -1
         layers = config.layers
         self.states = StateRows(student, shop.parts, layers) if layers else None
@@ -93,8 +95,9 @@ class Distiller:
                 source.restore(loop.meta["text"])
             self.before = loop.meta["before"]
         elif evaluate is not None:
-            self.before = dict(evaluate(self.student))
+            self.before = dict(evaluate(self.student if self._untaught is None else self._untaught))
             loop.curve.add(0, None, self.before)
+        self._untaught = None
         loop.run(
             self._loss,
             save_every=save_every,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 DECAYS = (0.02, 1.0)
 """exp(A_log) of the first and the last recurrent head: the first remembers hundreds of tokens, the last a few."""
+
+
+ROTATION = "rope_parameters"
+FUNCTION = (ROTATION, "rms_norm_eps", "tie_word_embeddings", "head_dim", "hidden_act")
+"""Configuration keys that change what the same weights compute."""
 
 
 def build_hybrid(config: LmConfig, eos_token_id: int) -> Any:
@@ -72,7 +77,7 @@ def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
 
     A gate of sigmoid(0) is undone by doubling the output projection.  The norms of queries and keys, which a Llama
     lacks, get the mean size of its queries and keys on the beginning of ``tokens`` [n].  Raises ``ValueError`` for a
-    model that is no Llama or has other widths.
+    model that is no Llama, has other widths or biases, or computes another function of the same weights.
     """
     llama = from_pretrained(str(source), torch.float32, None).eval()
     hybrid, other = model.config, llama.config
@@ -83,6 +88,9 @@ def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
             )
     if hybrid.num_hidden_layers != 2 * other.num_hidden_layers:
         raise ValueError(f"a hybrid that starts from {source} must have {2 * other.num_hidden_layers} layers")
+    if other.attention_bias or other.mlp_bias:
+        raise ValueError(f"{source} has biases in its layers, which a hybrid lacks: training cannot start from it")
+    check_same_function(hybrid, other, source)
     model.model.embed_tokens.weight.copy_(llama.model.embed_tokens.weight)
     _norm(model.model.norm, llama.model.norm)
     sizes = _head_sizes(llama, torch.from_numpy(tokens[:1024].astype("int64"))[None])
@@ -104,6 +112,28 @@ def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
 def is_llama(folder: Path) -> bool:
     file = folder / "config.json"
     return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("model_type") == "llama"
+
+
+def check_same_function(config: Any, source: Any, folder: Path) -> None:
+    """Raise ``ValueError`` if the configuration of the model in ``folder``, ``source``, differs from ``config`` so that
+    the same weights compute another function."""
+    for key in FUNCTION:
+        present, stored = (getattr(side, key, None) for side in (config, source))
+        if key == ROTATION:
+            present, stored = _rotation(present), _rotation(stored)
+        if present != stored:
+            raise ValueError(other_function(folder, key, stored, present))
+
+
+def other_function(folder: Path, key: str, stored: Any, present: Any) -> str:
+    """Error message for a model in ``folder`` whose configuration has another value than the model to train."""
+    return f"{folder} has {key}={stored}, and the model to train {key}={present}: training cannot start from it"
+
+
+def _rotation(rope: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Rotary parameters without those that say nothing."""
+    usual = {"partial_rotary_factor": 1.0, "type": (rope or {}).get("rope_type")}  # the older name
+    return {key: value for key, value in (rope or {}).items() if usual.get(key, ...) != value}
 
 
 def _attention(attention: Any, source: Any, sizes: Sequence[float]) -> None:

@@ -6,6 +6,7 @@ up, stays, and falls linearly to zero, so a resumed run can have more or fewer s
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from foretoken.core.io.documents import iter_documents
 from foretoken.core.io.files import files_checksum, save_model
-from foretoken.loading import check_folder, parse_device
+from foretoken.loading import check_folder, check_same_tokenizer, load_tokenizer, parse_device
 from foretoken.loading.networks import from_pretrained
 from foretoken.models.forward.parts import weights_digest
 from foretoken.training.cards import CardInfo, command, write_card
@@ -38,7 +39,14 @@ from foretoken.training.corpus import (
     train_tokenizer,
 )
 from foretoken.training.curves import LossCurve
-from foretoken.training.hybrid import build_hybrid, common_shape, is_llama, start_from_llama
+from foretoken.training.hybrid import (
+    build_hybrid,
+    check_same_function,
+    common_shape,
+    is_llama,
+    other_function,
+    start_from_llama,
+)
 from foretoken.training.loop import Loop, Progress, Saving
 from foretoken.training.optimizers import autocast, build_optimizers, vocabulary_of
 
@@ -148,6 +156,8 @@ def train_lm(
         check_folder(teacher)
     tokenizer_from = tokenizer_from or init_from
     tokenizer = _tokenizer(data, out, config, tokenizer_from)
+    if teacher is not None:
+        _check_teacher(teacher, tokenizer)
     shared = None if tokenizer_from is None else tokenizer_from / "corpus"  # of a run on the same text
     corpus_folder = (
         shared if shared is not None and stored_corpus(data, tokenizer, shared) is not None else out / "corpus"
@@ -206,6 +216,17 @@ def _measured(held_out_loss: float | None) -> dict[str, float] | None:
     return None if held_out_loss is None else {"held_loss": held_out_loss}
 
 
+def _check_teacher(teacher: Path, tokenizer: Any) -> None:
+    """Raise ``ValueError`` if the teacher's folder holds another tokenizer."""
+    own = load_tokenizer(str(teacher))
+    try:
+        check_same_tokenizer(own, tokenizer, str(teacher))
+    except ValueError:
+        raise ValueError(
+            f"the teacher {teacher} has another tokenizer: use --tokenizer-from with the teacher's folder"
+        ) from None
+
+
 def _load_teacher(model: Any, teacher: Path, device: torch.device) -> Any:
     """The teacher network.  Raises ``ValueError`` if its vocabulary differs from that of ``model``."""
     guide = from_pretrained(str(teacher), torch.bfloat16, device).eval()
@@ -241,7 +262,8 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
 
 
 def _load_weights(model: Any, source: Path) -> None:
-    """Copy the weights of the model folder ``source``, which must have the same architecture, into ``model``."""
+    """Copy the weights of the model folder ``source``, which must have the same architecture and compute the same
+    function of them, into ``model``."""
     from safetensors.torch import load_file
 
     file = source / "model.safetensors"
@@ -261,8 +283,20 @@ def _load_weights(model: Any, source: Path) -> None:
             f"{source} is another architecture ({len(other)} tensors differ, {min(other)} among them): "
             "give its --hidden, --layers, --heads, --kv-heads and --ffn"
         )
+    check_same_function(model.config, _stored_config(source, type(model.config)), source)
     for name, tensor in current.items():
         tensor.copy_(stored[name])
+
+
+def _stored_config(source: Path, kind: Any) -> Any:
+    """The configuration of the model folder ``source``.  Raises ``ValueError`` for another class than ``kind``."""
+    file = source / "config.json"
+    if not file.exists():
+        raise ValueError(f"{source} holds no config.json to start from")
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    if stored.get("model_type") != kind.model_type:  # whose keys may mean something else
+        raise ValueError(other_function(source, "model_type", stored.get("model_type"), kind.model_type))
+    return kind.from_dict(stored)
 
 
 def _report(

@@ -78,8 +78,7 @@ class Trainer:
         on_read: Callable[[int], None] | None = None,
     ) -> None:
         self.recipe, self.out, self.config, self.tokenizer, self.dtype = recipe, out, config, tokenizer, dtype
-        check_context(config.context, min(recipe.target.context_length, recipe.writer.context_length))
-        recipe.check_ahead(config.context, "--context")
+        check_run(recipe, config, features)
         folder = corpus or out / "corpus"
         self.corpus = build_corpus(data, tokenizer, folder, on_read=on_read)
         self.sampler: BlockSampler | RowBlocks
@@ -114,8 +113,6 @@ class Trainer:
         self.optimizers = build_optimizers(rates, vocabulary, config.lr, config.optimizer, recipe.weight_decay)
         self.store: FeatureStore | None = None
         if features is not None:
-            if recipe.trains_target:
-                raise ValueError("features of a target that is trained too cannot be stored: leave --features out")
             writing = [] if config.text == "fixed" else [config.written_blocks, config.written_temperature]
             self.store = FeatureStore(features, recipe.parts, self.sampler, self.text, writing)
 
@@ -244,6 +241,15 @@ class Trainer:
             "drafter": recipe.spec("FOLDER"),
             "hours": spent_s / 3600,
         }
+
+
+def check_run(recipe: Recipe, config: TrainConfig, features: Path | None) -> None:
+    """Raise ``ValueError`` for settings that are wrong whatever the text is: blocks that are too long or too short, and
+    stored features of a target that is trained too."""
+    check_context(config.context, min(recipe.target.context_length, recipe.writer.context_length))
+    recipe.check_ahead(config.context, "--context")
+    if features is not None and recipe.trains_target:
+        raise ValueError("features of a target that is trained too cannot be stored: leave --features out")
 
 
 def held_blocks(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context: int) -> list[Held]:

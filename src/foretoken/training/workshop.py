@@ -38,6 +38,12 @@ def load_student(draft: str | Path, target: LanguageModel, tokenizer: Any, devic
     return network
 
 
+def check_student(student: Any, config: DistillConfig) -> None:
+    """Raise ``ValueError`` for rows longer than the draft model's context."""
+    longest = int(getattr(student.config.get_text_config(), "max_position_embeddings", 0) or 2**20)
+    check_context(config.context, longest, "draft model's")
+
+
 class Workshop:
     """Data shared by all students of one target: its text, cut into rows, and the text it wrote, both stored in
     ``folder``.  Raises ``ValueError`` for empty or too short data, and for a context longer than the target's.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.core.io.files import checksum, replacing
+from foretoken.core.io.files import checksum, remove_abandoned, replacing
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 
@@ -121,6 +121,7 @@ def stored_continuations(
     text = json.dumps(settings, sort_keys=True)
     folder = folder / f"written-{checksum(text, 4)}"
     folder.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder)
     (folder / "written.json").write_text(text, encoding="utf-8")
     parts = []
     for start in range(0, len(prompts), ROWS):

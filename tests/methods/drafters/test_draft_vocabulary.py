@@ -155,3 +155,16 @@ def test_labels_over_few_tokens_are_the_targets_distribution_among_them(monkeypa
     assert float(labels.distance(logits, texts, columns)) == pytest.approx(
         float(torch.stack(distances).mean()), rel=1e-4
     )
+
+
+@pytest.mark.parametrize("mode", ["frozen", "joint"])
+def test_casts_of_the_labels_are_not_reused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.9 and 2.10 would give the loss of a trained target its projection without gradients."""
+    recipe = trained("medusa", monkeypatch)
+    recipe.parts.network.requires_grad_(mode == "joint")
+    tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
+    batch = Batch(tokens, recipe.parts.features(tokens[:, :-1], ("last",)), recipe.parts)
+    cleared: list[bool] = []
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(True))
+    Labels(batch, torch.ones(2, 8, dtype=torch.bool), torch.tensor(IDS))
+    assert bool(cleared) == (mode == "joint")

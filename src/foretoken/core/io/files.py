@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,9 @@ from safetensors import SafetensorError
 
 from foretoken.core.io import cache_folder as cache_folder
 from foretoken.core.io.quiet import NO_BARS
+
+FRESH_S = 60
+"""Age below which a temporary file may still be written."""
 
 
 @contextmanager
@@ -37,6 +42,34 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise
     finally:
         _remove(draft)
+
+
+def remove_abandoned(*folders: Path) -> None:
+    """Remove the temporary files that :func:`replacing` could not, because its process was killed.
+
+    Numbers of processes mean nothing on another machine, which may write to a shared folder, so files that were written
+    within the last minute stay.
+    """
+    for draft in (draft for folder in folders for draft in folder.glob(".tmp-*")):
+        number = re.match(r"\.tmp-(\d+)-", draft.name)
+        try:
+            if number and not _runs(int(number[1])) and time.time() - draft.stat().st_mtime > FRESH_S:
+                _remove(draft)
+        except OSError:  # another run removed it, or may
+            continue
+
+
+def _runs(process: int) -> bool:
+    """Whether a process of this number exists; on Windows, where asking would end it, yes."""
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _remove(path: Path) -> None:

@@ -93,6 +93,8 @@ class BlockRecipe(Recipe):
     drafter_class: ClassVar[type[BlockDrafter]]
     lr = 3e-3
     reduces = True  # the projection to a large vocabulary costs more than all the rest
+    needs_masses: ClassVar[bool] = False
+    """Whether the losses read the target's share of the draft vocabulary."""
     config: Any
     net: BlockNet
 
@@ -135,7 +137,7 @@ class BlockRecipe(Recipe):
         anchors = 1 + some_rows(batch, drafts, generator, self.config.anchors or max(1, 512 // drafts))
         states = self.states(batch, anchors)  # [b, R, drafts, D]
         columns = anchors[..., None] + torch.arange(drafts, device=anchors.device)
-        labels = Labels(batch, mask_of(batch, texts_of(columns.flatten(1)), columns.flatten()), self.frequent)
+        labels = self.labels(batch, columns)
         parts: list[PositionLosses] = []
         for position in range(drafts):
             memory = parts[-1].memory if parts else None
@@ -147,6 +149,11 @@ class BlockRecipe(Recipe):
         for weight, part in zip(weights, parts, strict=True):
             total = total + weight / sum(weights) * mean_of(part.losses, part.counted)
         return total
+
+    def labels(self, batch: Batch, columns: Tensor) -> Labels:
+        """The target's distributions after the tokens at ``columns`` [b, R, drafts]."""
+        mask = mask_of(batch, texts_of(columns.flatten(1)), columns.flatten())
+        return Labels(batch, mask, self.frequent, self.needs_masses)
 
     def position_losses(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any

@@ -24,7 +24,7 @@ from foretoken.training.calibration import calibration_errors, fit_temperatures
 from foretoken.training.recipes.base import Batch, cross_entropies
 from foretoken.training.recipes.blocks import BlockRecipe, BlockSettings, PositionLosses
 from foretoken.training.recipes.features import texts_of
-from foretoken.training.recipes.labels import Labels, mask_of
+from foretoken.training.recipes.labels import Labels
 
 CALIBRATED = 256
 """Blocks of a held-out text by which the confidence head is calibrated."""
@@ -114,6 +114,7 @@ class DsparkRecipe(BlockRecipe):
 
     config_class: ClassVar[type[Any]] = DsparkSettings
     drafter_class = DsparkDrafter
+    needs_masses = True
     net: DsparkNet
 
     def position_losses(
@@ -132,9 +133,11 @@ class DsparkRecipe(BlockRecipe):
         query, memory = self.net.query(before, states, memory)
         rows = self.net.successors if self.frequent is None else self.net.successors[self.frequent]
         logits = self.parts.logits(states, self.frequent) + F.linear(query, rows.to(query.dtype))
-        targets, counted = labels.of(texts_of(columns), columns.flatten())
+        at = texts_of(columns), columns.flatten()
+        targets, counted = labels.of(*at)
         log_guess = torch.log_softmax(logits.float(), -1)
-        accepted = torch.minimum(targets, log_guess.exp()).sum(-1).detach().clamp(0, 1)
+        # Drafts are verified with the target's distribution over all tokens, also with a draft vocabulary.
+        accepted = torch.minimum(labels.mass_of(*at) * targets, log_guess.exp()).sum(-1).detach().clamp(0, 1)
         return _Position(log_guess, targets, counted, accepted, self.net.confidences(before, states), memory)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
@@ -144,21 +147,22 @@ class DsparkRecipe(BlockRecipe):
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """The confidence head's temperatures, and its calibration error by position without and with them."""
+        """The confidence head's temperatures, fitted to half of the held-out blocks, and its calibration error by
+        position without and with them on the other half."""
         if not self.config.confidence or not batches:
             return {}
         parts = [self._rounds(batch) for batch in batches if batch.length > self.config.drafts]
-        log_odds = torch.cat([odds for odds, _ in parts]) if parts else torch.zeros(0, self.config.drafts)
-        survived = torch.cat([survived for _, survived in parts]) if parts else log_odds
-        if not len(log_odds):
+        parts = [part for part in parts if len(part[0])]
+        if not parts:
             return {}
-        temperatures = fit_temperatures(log_odds, survived)
+        fitted, others = _halves(parts)
+        temperatures = fit_temperatures(*fitted, others)
         return {
             "confidence_temperatures": temperatures,
             "calibration": {
-                "rounds": len(log_odds),
-                "before": calibration_errors(log_odds, survived, [1.0] * len(temperatures)),
-                "after": calibration_errors(log_odds, survived, temperatures),
+                "rounds": len(fitted[0]) + len(others[0]),
+                "before": calibration_errors(*others, [1.0] * len(temperatures)),
+                "after": calibration_errors(*others, temperatures),
             },
         }
 
@@ -170,20 +174,27 @@ class DsparkRecipe(BlockRecipe):
         anchors = torch.linspace(1, last, min(last, CALIBRATED)).long().to(batch.tokens.device).expand(texts, -1)
         states = self.states(batch, anchors)
         columns = anchors[..., None] + torch.arange(drafts, device=anchors.device)
-        rows = texts_of(columns.flatten(1))
-        labels = Labels(batch, mask_of(batch, rows, columns.flatten()), self.frequent)
+        labels = self.labels(batch, columns)
         odds, accepted, memory = [], [], None
         for position in range(drafts):
             at = self._position(batch, labels, states[:, :, position], columns[..., position], memory)
-            # With a draft vocabulary a position does not count if the target's likeliest token is outside of it.
-            outside = 1.0 if self.frequent is None or at.counted is None else at.counted
             odds.append(torch.zeros_like(at.accepted) if at.odds is None else at.odds.float())
-            accepted.append(at.accepted * outside)
+            accepted.append(at.accepted)
             memory = at.memory
         survived = torch.stack(accepted, -1).cumprod(-1)
-        learned = batch.counted(rows, columns.flatten())
+        learned = batch.counted(texts_of(columns.flatten(1)), columns.flatten())
         kept = slice(None) if learned is None else learned.view(-1, drafts).all(-1)
         return torch.stack(odds, -1)[kept].cpu(), survived[kept].cpu()
 
     def reported(self, measured: Mapping[str, Any]) -> dict[str, Any]:
         return {key: measured[key] for key in ("confidence_temperatures", "calibration") if key in measured}
+
+
+def _halves(parts: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The rounds of every second block, and those of the others; the halves of a single block's."""
+    if len(parts) == 1:
+        parts = list(zip(*(rounds.tensor_split(2) for rounds in parts[0]), strict=True))
+    return [
+        (torch.cat([odds for odds, _ in side]), torch.cat([survived for _, survived in side]))
+        for side in (parts[::2], parts[1::2])
+    ]

@@ -64,6 +64,16 @@ class JacobiRecipe(TargetRecipe):
     def from_target(self) -> dict[str, Any]:
         return {}
 
+    def configure(self, settings: Mapping[str, str]) -> JacobiSettings:
+        config: JacobiSettings = super().configure(settings)
+        longest = self.target.context_length
+        if longest < config.m + 2:
+            raise ValueError(
+                f"jacobi needs a context of m + 2 = {config.m + 2} tokens, and the target's is {longest}: give a "
+                "smaller m"
+            )
+        return config
+
     def spec(self, folder: object) -> str:
         """A spec without a folder: only the target is loaded."""
         return f"jacobi,m={self.config.m}"
@@ -74,8 +84,11 @@ class JacobiRecipe(TargetRecipe):
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """The consistency loss plus the weighted loss on the text."""
         tokens = batch.tokens[:, :-1]
-        columns = some_rows(batch, 1, generator, self.config.blocks) + 1  # positions before learned tokens come first
+        # Blocks end within the target's context; positions before learned tokens come first.
+        beyond = batch.length + self.config.m + 1 - self.target.context_length
+        columns = some_rows(batch, max(1, beyond), generator, self.config.blocks) + 1
         steps, targets = self.trajectory(tokens, columns)
+        torch.clear_autocast_cache()  # PyTorch 2.9 and 2.10 keep casts made without gradients
         reached = (steps == steps[-1]).all(-1).float().argmax(0)  # [b, g]: first point equal to the fixed one
         uniforms = torch.rand(reached.shape, generator=generator).to(reached.device)
         chosen = (uniforms * reached).long()

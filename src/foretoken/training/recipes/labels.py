@@ -18,10 +18,13 @@ class Labels:
     Args:
         mask: bool [b, n], the positions that will be requested; only with ``ids``.
         ids: int64 [V_d], the draft vocabulary; ``None``: all tokens.
+        masses: whether :meth:`mass_of` will be called.
     """
 
     @torch.no_grad()
-    def __init__(self, batch: Batch, mask: Tensor | None = None, ids: Tensor | None = None) -> None:
+    def __init__(
+        self, batch: Batch, mask: Tensor | None = None, ids: Tensor | None = None, masses: bool = False
+    ) -> None:
         self.batch, self.ids = batch, ids
         if ids is None or mask is None:
             return
@@ -29,6 +32,7 @@ class Labels:
             mask = mask & batch.learned[:, 1:]
         self.distributions = torch.zeros(*mask.shape, len(ids), device=mask.device)
         self.counted = torch.zeros(mask.shape, device=mask.device)
+        self.masses = torch.zeros(mask.shape, device=mask.device)
         # Logits over the whole vocabulary of 512 positions at a time
         for rows, columns in zip(*(part.split(512) for part in mask.nonzero(as_tuple=True)), strict=True):
             logits = batch.parts.logits(batch.taps["last"][rows, columns])
@@ -36,6 +40,10 @@ class Labels:
             # The largest logit, not its index: on a CPU argmax of bfloat16 costs more than the projection.
             self.counted[rows, columns] = (some.amax(-1) == logits.amax(-1)).float()
             self.distributions[rows, columns] = torch.softmax(some.float(), -1)
+            if masses:
+                self.masses[rows, columns] = (some.float().logsumexp(-1) - logits.float().logsumexp(-1)).exp()
+        if any(weight.requires_grad for weight in batch.parts.head.parameters()):
+            torch.clear_autocast_cache()  # PyTorch 2.9 and 2.10 keep casts made without gradients
 
     def of(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None]:
         """The distributions [m, V_d] after the tokens at the positions (texts, columns), both [m], and which of them
@@ -43,6 +51,12 @@ class Labels:
         if self.ids is None:
             return self.batch.teacher(rows, columns), self.batch.counted(rows, columns)
         return self.distributions[rows, columns], self.counted[rows, columns]
+
+    def mass_of(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """[m, 1] the probability that the target gives to the draft vocabulary after the tokens at the positions
+        (texts, columns), both [m]; :meth:`of` divides by it."""
+        mass = torch.ones(rows.shape, device=rows.device) if self.ids is None else self.masses[rows, columns]
+        return mass[:, None]
 
     def distance(self, logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Mean cross-entropy of draft logits [m, V_d] with the target's distributions after the tokens at the positions

@@ -16,6 +16,7 @@ from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.nets.specdec_pp import StopHead, StopHeadConfig, best_constant, weighted_loss
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
+from foretoken.training.optimizers import autocast
 from foretoken.training.recipes.base import Batch, Recipe
 from foretoken.training.written import drawn
 
@@ -74,8 +75,9 @@ class SpecdecPpRecipe(Recipe):
         ]
         mixed = tokens.clone()
         mixed[rows, before + 1] = torch.cat(sampled)
-        draft_states = self.parts.features(mixed, ("last",))["last"]
-        target_states = self.judge_parts.features(mixed, ("last",))["last"]
+        with autocast(tokens.device.type, "float32"):  # not the loss's: the states are the models' own
+            draft_states = self.parts.features(mixed, ("last",))["last"]
+            target_states = self.judge_parts.features(mixed, ("last",))["last"]
         return draft_states[rows, before + 1].float(), self.acceptance(draft_states, target_states, mixed, rows, before)
 
     def acceptance(
