@@ -13,8 +13,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from foretoken.cli.output import check_out
 from foretoken.core.io.files import (
     checksum,
+    is_stream,
     remove_abandoned,
     replacing,
     save_described,
@@ -34,6 +36,31 @@ def test_files_are_written(tmp_path: Path) -> None:
     assert names(tmp_path) == {"a", "c.txt"} and names(tmp_path / "a") == {"d.json"}
     with pytest.raises(FileNotFoundError):
         write_text(tmp_path / "none/c.txt", "a wrong path is said, not made")
+
+
+def test_pipes_and_open_files_are_written_to_and_stay(tmp_path: Path) -> None:
+    """As ``--out /dev/null`` and ``--out /dev/stdout``, which root could replace by files."""
+    pipe, log, link = tmp_path / "pipe", tmp_path / "log", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "through it")
+        assert os.read(reader, 100) == b"through it" and pipe.is_fifo()
+    finally:
+        os.close(reader)
+    with log.open("w") as opened:
+        opened.write("before, ")
+        opened.flush()
+        link.symlink_to(f"/proc/self/fd/{opened.fileno()}")
+        write_text(link, "after")
+        check_out(link)
+        assert link.is_symlink() and log.read_text() == "before, after"
+    assert names(tmp_path) == {"pipe", "log", "link"}
+    assert is_stream(os.devnull) and is_stream("/dev/stdout") and not is_stream(log) and not is_stream(tmp_path)
+    check_out(Path(os.devnull))  # also for who may not write beside it
+    write_text(tmp_path / "alias", "old")
+    (tmp_path / "other").symlink_to(tmp_path / "alias")
+    assert not is_stream(tmp_path / "other")
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), OSError(28, "No space left on device")])

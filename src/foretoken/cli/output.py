@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -88,8 +89,14 @@ def check_out(out: Path, option: str = "--out", new_folders: bool = False) -> No
     """
     from tempfile import TemporaryFile
 
+    from foretoken.core.io.files import is_stream
+
     if out.is_dir():
         raise ValueError(f"{option} {out} is a folder: give the name of a file")
+    if is_stream(out):
+        if not os.access(out, os.W_OK):
+            raise ValueError(f"{option} {out} cannot be written: choose another file")
+        return
     folder = out.absolute().parent
     while new_folders and not folder.exists():
         folder = folder.parent

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,14 +27,21 @@ FRESH_S = 60
 def replacing(path: str | Path) -> Iterator[Path]:
     """Path of a temporary file or folder that replaces ``path`` if the block succeeds; otherwise it is removed.
 
-    If two processes write the same path, the later one wins. Raises ``OSError`` if it cannot be written.
+    If two processes write the same path, the later one wins. What :func:`is_stream` is written to instead. Raises
+    ``OSError`` if it cannot be written.
     """
     path = Path(path)
-    draft = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    streamed = is_stream(path)
+    folder = Path(tempfile.mkdtemp()) if streamed else path.parent
+    draft = folder / f".tmp-{os.getpid()}-{path.name}"
     _remove(draft)
     try:
         yield draft
-        _put(draft, path)
+        if streamed:
+            with draft.open("rb") as whole, path.open("ab") as stream:
+                shutil.copyfileobj(whole, stream)
+        else:
+            _put(draft, path)
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from None
     except OSError as error:
@@ -41,7 +49,17 @@ def replacing(path: str | Path) -> Iterator[Path]:
             error.filename = str(path)
         raise
     finally:
-        _remove(draft)
+        _remove(folder if streamed else draft)
+
+
+def is_stream(path: str | Path) -> bool:
+    """Whether a path is a device, a pipe or an open file, such as ``/dev/null`` and ``/dev/stdout``. A file in its
+    place would be lost to whoever reads it; in the place of ``/dev/null`` it breaks the machine."""
+    path = Path(path)
+    is_open_file = str(path).startswith(("/proc/", "/dev/fd/")) or (
+        path.is_symlink() and str(path.readlink()).startswith("/proc/")
+    )
+    return path.exists() and (is_open_file or not (path.is_file() or path.is_dir()))
 
 
 def remove_abandoned(*folders: Path) -> None:
