@@ -20,6 +20,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.known import KnownDrafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.router import RouterDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.methods.verifiers.block import BlockVerifier
 from foretoken.methods.verifiers.rejection import RejectionVerifier
@@ -259,3 +260,15 @@ def test_an_inner_spec_may_hold_brackets_of_its_own(inner: str) -> None:
     drafter = build_drafter(f"known,inner={inner}", load_model("builtin"))
     assert isinstance(drafter, KnownDrafter) and drafter.inner is not None
     assert drafter.inner.spec == inner[1:-1]
+
+
+def test_the_longer_draft_of_another_member_is_whole() -> None:
+    """A plan names a drafter, and another with a longer draft where the first one proposes nothing."""
+    draft = tables()[1]
+    drafter = KnownDrafter(RouterDrafter([NgramDrafter(), ModelDrafter(draft, k=6)]))
+    (run,) = serve(engine(tables()[0], None), [Request([0, 1, 2], max_new_tokens=1)])
+    context = replace(run.context, tokens=[3, 1, 2])  # nothing to copy
+    budget = Budget(2, 64, member=0, otherwise=Budget(6, 64, member=1))
+    drafter.start(context)
+    (tree,) = drafter.propose_batch([context], [budget])
+    assert tree.num_drafts == 6

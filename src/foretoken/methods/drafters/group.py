@@ -98,7 +98,7 @@ def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget])
         for i, tree in zip(chosen, proposed, strict=True):
             if is_foreign:
                 check_proposal(tree, contexts[i], member, None, thorough=True)
-            trees[i] = truncate(tree, budgets[i].max_depth)
+            trees[i] = truncate(tree, budgets[i].deepest)
     return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
 
 
