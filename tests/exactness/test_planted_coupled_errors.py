@@ -211,6 +211,7 @@ def test_an_unfiltered_draft_changes_no_text(build: Build, monkeypatch: pytest.M
         def begun(self: ModelDrafter, *args: Any) -> Growing:
             growing = begin(self, *args)
             growing.sampler = unfiltered(growing.sampler)
+            growing.ranker = None if growing.ranker is None else unfiltered(growing.ranker)
             return growing
 
         monkeypatch.setattr(ModelDrafter, "_begin", begun)
