@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from foretoken.cli.output import check_out
 from foretoken.core.io.files import (
     checksum,
-    is_stream,
     remove_abandoned,
     replacing,
     save_described,
@@ -24,6 +23,7 @@ from foretoken.core.io.files import (
     write_json,
     write_text,
 )
+from foretoken.core.io.streams import is_stream
 
 
 def names(folder: Path) -> set[str]:

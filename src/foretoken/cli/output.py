@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.io.finite import finite
+from foretoken.core.io.streams import is_stream
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,8 +89,6 @@ def check_out(out: Path, option: str = "--out", new_folders: bool = False) -> No
     With ``new_folders``, missing parent folders are allowed, as they will be created.
     """
     from tempfile import TemporaryFile
-
-    from foretoken.core.io.files import is_stream
 
     if out.is_dir():
         raise ValueError(f"{option} {out} is a folder: give the name of a file")

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from foretoken.core.io import cache_folder as cache_folder
 from foretoken.core.io.quiet import NO_BARS
+from foretoken.core.io.streams import is_stream
 
 FRESH_S = 60
 """Age below which a temporary file may still be written."""
@@ -27,7 +28,7 @@ FRESH_S = 60
 def replacing(path: str | Path) -> Iterator[Path]:
     """Path of a temporary file or folder that replaces ``path`` if the block succeeds; otherwise it is removed.
 
-    If two processes write the same path, the later one wins. What :func:`is_stream` is written to instead. Raises
+    If two processes write the same path, the later one wins. A device, pipe or open file is written to instead. Raises
     ``OSError`` if it cannot be written.
     """
     path = Path(path)
@@ -50,16 +51,6 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise
     finally:
         _remove(folder if streamed else draft)
-
-
-def is_stream(path: str | Path) -> bool:
-    """Whether a path is a device, a pipe or an open file, such as ``/dev/null`` and ``/dev/stdout``. A file in its
-    place would be lost to whoever reads it; in the place of ``/dev/null`` it breaks the machine."""
-    path = Path(path)
-    is_open_file = str(path).startswith(("/proc/", "/dev/fd/")) or (
-        path.is_symlink() and str(path.readlink()).startswith("/proc/")
-    )
-    return path.exists() and (is_open_file or not (path.is_file() or path.is_dir()))
 
 
 def remove_abandoned(*folders: Path) -> None:
