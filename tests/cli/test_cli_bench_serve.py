@@ -198,7 +198,7 @@ def test_an_interrupted_test_leaves_an_earlier_one_alone(interrupted: Any) -> No
     before, beside = out.read_text(), out.with_name("run.interrupted.jsonl")
     result = again()
     assert result.code == 130 and out.read_text() == before
-    assert f"{out} was there and stays as it is" in result.out and f"written to {beside}" in result.out
+    assert f"{out} is kept, because this run was interrupted" in result.err and f"written to {beside}" in result.out
     assert json.loads(beside.read_text().splitlines()[-1])["interrupted"] is True
     out.unlink()
     beside.replace(out)

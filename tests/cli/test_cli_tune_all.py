@@ -146,7 +146,7 @@ def test_an_interrupted_search_keeps_the_profile_of_a_complete_one(
         beside.unlink(missing_ok=True)
         result = run(*command)
         assert (result.code, out.read_text()) == (130, kept), result.err
-        assert f"{out} is kept" in result.err and f"its answer so far is in {beside}" in result.err
+        assert f"{out} is kept" in result.err and f"its results so far are in {beside}" in result.err
         assert json.loads(beside.read_text())["complete"] is False and str(beside) in result.out
     assert run(*command, "--json").json["out"] == str(beside)
     out.write_text(beside.read_text())  # of an interrupted search, too

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from foretoken.cli.output import check_out
+from foretoken.cli.output import check_out, place_of
 from foretoken.core.io.files import (
     checksum,
     remove_abandoned,
@@ -58,6 +58,7 @@ def test_pipes_and_open_files_are_written_to_and_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == {"pipe", "log", "link"}
     assert is_stream(os.devnull) and is_stream("/dev/stdout") and not is_stream(log) and not is_stream(tmp_path)
     check_out(Path(os.devnull))  # also for who may not write beside it
+    assert place_of(Path(os.devnull), True, lambda text: False) == Path(os.devnull)
     write_text(tmp_path / "alias", "old")
     (tmp_path / "other").symlink_to(tmp_path / "alias")
     assert not is_stream(tmp_path / "other")

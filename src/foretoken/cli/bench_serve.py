@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from foretoken.cli.ending import terminable
-from foretoken.cli.output import check_out, json_only, print_table, progress_bar, screen, table
+from foretoken.cli.output import check_out, json_only, place_of, print_table, progress_bar, screen, table
 from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.lab.bench.load.settings import Level, LoadSettings
 
@@ -170,23 +170,15 @@ def _measured(
 
 
 def _write(result: LoadResult, out: Path, console: Console) -> None:
-    """Write the run to ``out``.  An interrupted one replaces no other file than one of its kind: it is written beside
-    it."""
-    file = out
-    if result.stopped_by is not None and out.exists() and not _is_interrupted(out):
-        file = out.with_name(f"{out.stem}.interrupted{out.suffix}")
-        console.print(f"{out} was there and stays as it is: this run was interrupted")
+    file = place_of(out, result.stopped_by is not None, _is_interrupted)
     result.write(file)
     console.print(f"written to {file}: foretoken bench report {file} --out report.html")
 
 
-def _is_interrupted(file: Path) -> bool:
-    """Whether a file is an interrupted load test."""
-    try:
-        summary = json.loads(file.read_text(encoding="utf-8").splitlines()[-1])
-        return summary["kind"] == "load" and summary["interrupted"] is True
-    except (OSError, ValueError, RecursionError, IndexError, KeyError, TypeError):
-        return False
+def _is_interrupted(text: str) -> bool:
+    """Whether a file's text is that of an interrupted load test."""
+    summary = json.loads(text.splitlines()[-1])
+    return summary["kind"] == "load" and summary["interrupted"] is True
 
 
 def show(console: Console, result: LoadResult) -> None:

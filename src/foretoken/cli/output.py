@@ -106,6 +106,23 @@ def check_out(out: Path, option: str = "--out", new_folders: bool = False) -> No
         raise ValueError(f"{option} {out} cannot be written: {error.strerror}; choose another folder") from None
 
 
+def place_of(out: Path, interrupted: bool, is_unfinished: Callable[[str], bool]) -> Path:
+    """The file for a result: another one beside ``out``, which is told, if an interrupted run would replace a complete
+    one.
+
+    Args:
+        is_unfinished: whether a file's text is that of an interrupted run; errors count as no.
+    """
+    if not interrupted or not out.exists() or is_stream(out):
+        return out
+    with contextlib.suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
+        if is_unfinished(out.read_text(encoding="utf-8")):
+            return out
+    file = out.with_name(f"{out.stem}.interrupted{out.suffix}")
+    print(f"{out} is kept, because this run was interrupted: its results so far are in {file}", file=sys.stderr)
+    return file
+
+
 def check_inputs(paths: Iterable[Path]) -> None:
     """Raise ``ValueError`` for a missing path, before a model is loaded."""
     for path in paths:

@@ -14,7 +14,7 @@ import typer
 
 from foretoken.cli.ending import terminable
 from foretoken.cli.options import Common, Json, refuse_options_before, with_common
-from foretoken.cli.output import check_out, json_only, print_json, progress_bar, screen
+from foretoken.cli.output import check_out, json_only, place_of, print_json, progress_bar, screen
 from foretoken.cli.settings import FromOptions
 from foretoken.cli.tune import MAX_PROMPTS
 from foretoken.core.settings import setting
@@ -126,24 +126,12 @@ def _tuned(job: TuneJob) -> Outcome:
 
 
 def _written(outcome: Outcome, out: Path) -> Path:
-    """Write the profile and return its file: another one if an interrupted search would replace a complete one's."""
+    """Write the profile and return its file."""
     from foretoken.core.io.files import write_json
 
-    file = out
-    if outcome.interrupted and out.exists() and not _is_unfinished(out):
-        file = out.with_name(f"{out.stem}.interrupted{out.suffix}")
-        print(f"{out} is kept, because this search was interrupted: its answer so far is in {file}", file=sys.stderr)
+    file = place_of(out, outcome.interrupted, lambda text: json.loads(text)["complete"] is False)
     write_json(file, outcome.profile())
     return file
-
-
-def _is_unfinished(file: Path) -> bool:
-    """Whether a file is the profile of an interrupted search."""
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(stored, dict) and stored.get("complete") is False
 
 
 def _public(outcome: Outcome) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from foretoken.engine.stats import SpecStats
 from foretoken.lab.bench.arms import Arm, ArmSetup, Unit
 from foretoken.lab.bench.costs import DraftRound
 from foretoken.lab.bench.results import Condition, UnitResult
-from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
+from foretoken.lab.bench.specs import PLAIN, controller_of, is_foreign, split_arm
 from foretoken.lab.report.show.texts import token_namer
 from foretoken.lab.timing import Stopwatch
 from foretoken.llm import Llm, load
@@ -117,10 +117,7 @@ class OwnArm(Arm):
     def __init__(self, name: str, shared: ArmSetup) -> None:
         self.name, self.shared = name, shared
         self.recorder = RoundRecorder()
-        self.spec, controller = split_arm(name)
-        # Arms draft at constant length unless a controller is set; only the arm "auto" adapts.
-        shared_one = "constant" if shared.controller == "auto" and self.spec != "auto" else shared.controller
-        self.controller = controller or shared_one
+        self.spec, self.controller = split_arm(name)[0], controller_of(name, shared.controller)
         self.drafter = self._drafter()
         self.llm = self._llm()
         drafter = self.drafter

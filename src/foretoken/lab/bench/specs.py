@@ -23,6 +23,13 @@ def split_arm(spec: str) -> tuple[str, str | None]:
     return spec, None
 
 
+def controller_of(spec: str, shared: str) -> str:
+    """The controller of an arm, by its spec and the run's shared controller: arms draft at constant length unless one
+    is set, and only the arm ``auto`` adapts."""
+    drafter, controller = split_arm(spec)
+    return controller or ("constant" if shared == "auto" and drafter != "auto" else shared)
+
+
 def is_foreign(spec: str) -> bool:
     """Whether a spec names another engine."""
     # Any other arm is a drafter's spec

@@ -12,7 +12,7 @@ from typing import Any
 
 from foretoken.core.io.checkpoints import is_builtin, is_gguf
 from foretoken.lab.bench.results import interval
-from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
+from foretoken.lab.bench.specs import PLAIN, controller_of, is_foreign, split_arm
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.parity.weights import Checksums, drafter_checksums, model_checksums
 from foretoken.lab.report.cards.card import COUNTS, Card
@@ -71,14 +71,6 @@ def _files(arm: str, about: Origin, profile: str | None) -> Checksums:
         return {} if drafter is None else drafter_checksums(drafter, about.source)
     except ValueError:  # the profile was changed after it was used, which must not cost the card
         return {}
-
-
-def _controller(arm: str, default: str) -> str:
-    """The controller that an arm ran with (as in ``OwnArm``); ``none`` for another engine."""
-    drafter, controller = split_arm(arm)
-    if is_foreign(arm):
-        return "none"
-    return controller or ("constant" if default == "auto" and drafter != "auto" else default)
 
 
 def fingerprint(checksums: Checksums) -> str:
@@ -144,7 +136,7 @@ def _figure(
     return {
         "method": parse_spec(drafter).name if is_own else arm,
         "drafter": without_folders(drafter),
-        "controller": without_folders(_controller(arm, settings["controller"])),
+        "controller": "none" if is_foreign(arm) else without_folders(controller_of(arm, settings["controller"])),
         "verifier": settings["verifier"],
         "fingerprint": fingerprint(files) if files else None,
         **({"drafters": {name: fingerprint(part) for name, part in members.items()}} if members else {}),
