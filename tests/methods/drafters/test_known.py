@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from foretoken.core import Budget, Context, TokenTree
+from foretoken.core import Budget, Context
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stats import SpecStats
@@ -22,10 +21,8 @@ from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.router import RouterDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter
-from foretoken.methods.verifiers.block import BlockVerifier
-from foretoken.methods.verifiers.rejection import RejectionVerifier
 from foretoken.models.other.table import TableModel
-from toys import FALSE_ALARM, engine, joint_distribution, outputs, p_value, serve, tables
+from toys import engine, serve, tables
 
 PROMPT = [0, 1, 0]
 T1 = SamplingParams(temperature=1.0)
@@ -164,90 +161,6 @@ def test_a_change_in_one_place_keeps_the_speed_of_a_prediction(inner: str | None
         answer = [*ANSWER[:40], *change, *ANSWER[42:]]
         stats = rounds(answer, ANSWER, None if inner is None else NgramDrafter())
         assert stats.num_drafts <= len(answer) / 9 + cost
-
-
-class Spelling(Forcing):
-    """Forces two tokens wherever the answer has an even length."""
-
-    def forced(self, output: Sequence[int]) -> list[int]:
-        return super().forced(output)[: 0 if len(output) % 2 else 2]
-
-
-class Script(ScriptedDrafter):
-    """Three tokens of the answer, and the batches of its calls; it may be unable to draft behind draft tokens."""
-
-    def __init__(self, script: Sequence[int], nests: bool, **traits: Any) -> None:
-        super().__init__(script=script, as_output=True)
-        self.traits = replace(self.traits, rewinds=nests, **traits)
-        self.max_depth, self.calls = 3, list[list[int]]()
-
-    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        self.calls.append([len(context.tokens) - context.prompt_length for context in contexts])
-        return super().propose_batch(contexts, budgets)
-
-
-def forced_rounds(inner: Script, forced: Sequence[int] = ANSWER) -> SpecStats:
-    serving = engine(answering(ANSWER), KnownDrafter(inner))
-    run = finish(serving, Request(PROMPT, max_new_tokens=96, constraint=Spelling(forced)))
-    assert run.output == ANSWER
-    return run.stats
-
-
-@pytest.mark.parametrize("learns", [False, True])
-def test_the_inner_drafter_goes_on_behind_forced_tokens(learns: bool) -> None:
-    stats = forced_rounds(inner := Script(ANSWER, nests=True, learns=learns))
-    assert stats.num_accepted_tokens == stats.num_draft_tokens
-    if learns:  # from trees with its own root: it drafts from the root
-        assert stats.num_drafts == 24 and inner.calls[:3] == [[0], [4], [8]]
-    else:  # two, three and one of the target's own
-        assert stats.num_drafts == 16 and inner.calls[:3] == [[2], [8], [14]]
-
-
-def test_a_longer_draft_takes_the_place_of_forced_tokens() -> None:
-    """Of a drafter that cannot go on behind draft tokens, if it begins with them."""
-    stats = forced_rounds(Script(ANSWER, nests=False))
-    assert stats.num_drafts == 24 and stats.num_accepted_tokens == stats.num_draft_tokens == 72
-    stats = forced_rounds(Script([50] * 96, nests=False))
-    assert stats.num_drafts == stats.num_accepted_tokens == 48  # two forced tokens, then three wrong ones
-    longest = Script(ANSWER, nests=False)
-    longest.max_depth = 2
-    assert forced_rounds(longest).num_drafts == 32
-    assert not [n for call in longest.calls for n in call if n % 2 == 0]  # not asked for what is known
-
-
-def test_forced_and_free_requests_share_a_call_of_the_inner_drafter() -> None:
-    inner = Script(ANSWER, nests=True)
-    serving = engine(answering(ANSWER), KnownDrafter(inner), max_batch=2)
-    rules = (Spelling(ANSWER), None)
-    runs = serve(serving, [Request(PROMPT, max_new_tokens=12, constraint=rule) for rule in rules])
-    assert [run.output for run in runs] == [ANSWER[:12]] * 2
-    assert inner.calls[0] == [2, 0]
-
-
-class Unable(ModelDrafter):
-    """A draft model that cannot draft behind tokens that are not committed."""
-
-    traits = replace(ModelDrafter.traits, rewinds=False)
-
-
-@pytest.mark.parametrize("verifier", ["rejection", "block"])
-@pytest.mark.parametrize("kind", [ModelDrafter, Unable])
-def test_drafts_beside_forced_tokens_are_exact(kind: type[ModelDrafter], verifier: str) -> None:
-    """Nothing is masked here: what the rule calls forced is accepted by its probability, and so is what was drawn."""
-    target, draft = tables(vocab=3, closeness=0.6)
-
-    class Often(Spelling):
-        def forced(self, output: Sequence[int]) -> list[int]:
-            return [[1], [0, 1], []][(len(output) + sum(output)) % 3]
-
-    length, rule = 3, {"rejection": RejectionVerifier, "block": BlockVerifier}[verifier]()
-    serving = engine(target, KnownDrafter(kind(draft, k=3)), rule, max_batch=16)
-    requests = [Request(PROMPT, T1, length, constraint=Often([])) for _ in range(600)]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        samples = outputs(serving, requests)
-    expected = joint_distribution(target, T1, PROMPT, length)
-    assert p_value({"": samples}, {"": expected}, length) > FALSE_ALARM
 
 
 def test_options_are_checked() -> None:
