@@ -108,7 +108,7 @@ def test_options_of_a_drafter_in_a_file(run: Any, tmp_path: Path) -> None:
 def test_an_unknown_option_names_the_command(run: Any) -> None:
     result = run("generate", "hi", "--drafter", "ngram,size=3")
     assert result.code == 2
-    assert result.err.endswith("valid ones: n, k, min_n, match, periodic; `foretoken methods ngram` explains them\n")
+    assert result.err.endswith("valid ones: n, k, min_n, match; `foretoken methods ngram` explains them\n")
 
 
 @pytest.mark.parametrize("method", ["medusa", "early_exit", "specdec_pp"])

@@ -2,9 +2,6 @@
 
 Saxena, "Prompt lookup decoding" (2023).  The index of n-grams grows with the sequence, so a proposal costs a few
 dictionary look-ups whatever the length of the context.
-
-One rule is added to the paper's (``periodic``): a copy that reaches the end of the text starts again at its beginning.
-The most recent match in a text that repeats itself lies one period back, so the paper's rule drafts one period at most.
 """
 
 from __future__ import annotations
@@ -15,9 +12,6 @@ from foretoken.core import Budget, Context, check_least
 from foretoken.methods.drafters.base import Traits
 from foretoken.methods.drafters.sources import NOTHING, NgramSource, SourceDraft, SourceDrafter
 
-EVIDENCE = 3
-"""Matching tokens that are evidence of a period: as measured, two cost acceptance in code and save hardly a round."""
-
 Ends = dict[tuple[int, ...], list[int]]
 
 
@@ -27,9 +21,9 @@ class PromptSource(NgramSource):
     The n-gram at the end of the tokens is always its own last occurrence, so the previous one is the match.
     """
 
-    def __init__(self, sizes: range, match: str, most: int, periodic: bool) -> None:
+    def __init__(self, sizes: range, match: str, most: int) -> None:
         super().__init__()
-        self.sizes, self.match, self.most, self.periodic = sizes, match, most, periodic
+        self.sizes, self.match, self.most = sizes, match, most
         self.ends: list[Ends] = [{} for _ in sizes]
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -57,15 +51,9 @@ class PromptSource(NgramSource):
             ends = self.ends[i].get(tuple(self.text[-n:]), ()) if n < len(self.text) else ()
             if len(ends) > 1:
                 end = ends[-2] if self.match == "recent" else ends[0]
-                return SourceDraft.copied(self._after(end, min(self.most, budget.max_depth, budget.max_nodes)), n)
+                most = min(self.most, budget.max_depth, budget.max_nodes)
+                return SourceDraft.copied(self.text[end : end + most], n)
         return NOTHING
-
-    def _after(self, end: int, most: int) -> list[int]:
-        """At most ``most`` tokens after a match that ends at ``end``."""
-        text, period = self.text, len(self.text) - end
-        if self.periodic and period < most and end >= EVIDENCE and text[end - EVIDENCE : end] == text[-EVIDENCE:]:
-            return [text[end + i % period] for i in range(most)]
-        return text[end : end + most]
 
 
 class NgramDrafter(SourceDrafter):
@@ -76,8 +64,6 @@ class NgramDrafter(SourceDrafter):
         min_n: shortest n-gram that is looked up.
         k: maximum copied tokens.
         match: ``"recent"`` (the most recent occurrence) or ``"first"`` (the earliest, as Transformers and vLLM do).
-        periodic: with ``match=recent``, whether a copy that reaches the end of the text repeats itself, if three tokens
-            match; otherwise it ends there, as in other engines.
     """
 
     name = "ngram"
@@ -85,14 +71,13 @@ class NgramDrafter(SourceDrafter):
         rewinds=True, learns=False, copies_text=True, free_for=lambda context: True
     )  # a proposal costs a few look-ups
 
-    def __init__(self, n: int = 3, k: int = 8, min_n: int = 1, match: str = "recent", periodic: bool = True) -> None:
+    def __init__(self, n: int = 3, k: int = 8, min_n: int = 1, match: str = "recent") -> None:
         if not 1 <= min_n <= n:
             raise ValueError(f"ngram needs 1 <= min_n <= n, not min_n={min_n}, n={n}")
         check_least(self.name, 1, k=k)
         if match not in ("recent", "first"):
             raise ValueError(f"match must be 'recent' or 'first', not {match!r}")
         self.n, self.min_n, self.max_depth, self.match = n, min_n, k, match
-        self.periodic = periodic and match == "recent"
 
     def open(self, context: Context) -> NgramSource:
-        return PromptSource(range(self.min_n, self.n + 1), self.match, self.max_depth, self.periodic)
+        return PromptSource(range(self.min_n, self.n + 1), self.match, self.max_depth)
