@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from foretoken.core.committed import CommittedTokens as CommittedTokens
 from foretoken.core.constraints import Constraint
 
 
@@ -64,6 +63,23 @@ class Rng:
     def uniforms(self, count: int) -> list[float]:
         """``count`` fresh uniforms in [0, 1)."""
         return [self.uniform() for _ in range(count)]
+
+
+class CommittedTokens(list[int]):
+    """A request's tokens: others may read and copy them, and only the engine appends.
+
+    A guess appended by a drafter would appear in the output as if the target had generated it. Slices and copies are
+    plain lists.
+    """
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("context.tokens is read-only: change a copy, list(context.tokens)")
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return CommittedTokens, (list(self),)  # by default a copy is made by appending
 
 
 @dataclass

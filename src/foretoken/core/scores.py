@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.core.committed import NodePrefix
 from foretoken.core.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -94,8 +93,11 @@ class Scores:
         return self.sampler
 
     def node_prefix(self, node: int) -> Sequence[int]:
-        """Committed tokens plus the tokens on the path to ``node``, without a copy of a long text."""
-        return NodePrefix(self.prefix, self.length, [self.tree.tokens[i] for i in self.tree.path(node)[1:]])
+        """Committed tokens plus the tokens on the path to ``node``."""
+        prefix = self.prefix if len(self.prefix) == self.length else self.prefix[: self.length]
+        if node == 0:
+            return prefix
+        return [*prefix, *(self.tree.tokens[i] for i in self.tree.path(node)[1:])]
 
     def p(self, node: int) -> Tensor:
         """[V] target distribution after ``node``: the whole sampling pipeline on that node's prefix."""

@@ -1,8 +1,7 @@
 """Token counts of prefixes, for penalties and processors, which read them at every node of a tree.
 
 The nodes' prefixes share all but a few tokens. The common part is counted once, whenever it has grown by some tokens.
-It is neither copied nor compared again for a :class:`NodePrefix` of :class:`CommittedTokens`, to which the engine only
-appends. Other sequences are compared with it, so that any order of calls gives each its own counts.
+It is compared at every node, so that any order of calls is right: half a millisecond a round behind 8,000 tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-from foretoken.core.committed import CommittedTokens, NodePrefix
 
 AHEAD = 32
 """Last tokens of a prefix, which are counted anew each time, because a draft may be rejected."""
@@ -29,7 +26,6 @@ class TokenTally:
 
     def _forget(self) -> None:
         self._text: list[int] = []
-        self._source: CommittedTokens | None = None  # begins with the counted text
         self._ids: Numbers = np.empty(0, np.int64)
         self._rows: dict[int, int] = {}  # index of each token in the two arrays below
         self._tokens: Numbers = np.empty(0, np.int64)
@@ -51,21 +47,15 @@ class TokenTally:
 
     def _unseen(self, sequence: Sequence[int]) -> list[int]:
         """Tokens after the counted part of a prefix, which grows with the prefix."""
-        count, committed, source = len(self._text), len(sequence), None
-        if isinstance(sequence, NodePrefix) and isinstance(sequence.committed, CommittedTokens):
-            committed, source = sequence.length, sequence.committed
-        if source is None or source is not self._source or count > committed:
-            head = sequence[:count]
-            if (head if isinstance(head, list) else list(head)) != self._text:
-                self._forget()
-                count = 0
-            if source is not None and count <= committed:
-                self._source = source
-        end = min(len(sequence) - AHEAD, committed)
-        if end - count > AHEAD:
-            self._add(list(sequence[count:end]))
-            count, self._source = end, source
-        return list(sequence[count:])
+        length = len(self._text)
+        head = sequence[:length]
+        if (head if isinstance(head, list) else list(head)) != self._text:
+            self._forget()
+            length = 0
+        if len(sequence) - length > 2 * AHEAD:
+            self._add(list(sequence[length : len(sequence) - AHEAD]))
+            length = len(self._text)
+        return list(sequence[length:])
 
     def _add(self, tokens: list[int]) -> None:
         counted = Counter(dict(zip(self._rows, self._counts.tolist(), strict=True)))
