@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from foretoken.core import Budget, Context, Kind, Rng
 from foretoken.core.costs import TargetCost
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.methods.drafters.cascade import CascadeDrafter
 from foretoken.methods.drafters.dynamic import DynamicTree, beliefs
-from foretoken.methods.drafters.growing import Growing, readable, readable_text
+from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.levels import choose_together
-from foretoken.methods.drafters.model import ModelDrafter
-from foretoken.methods.drafters.ngram import NgramDrafter
-from foretoken.methods.drafters.pard import PardDrafter
 from foretoken.methods.trees.base import Candidates
 from foretoken.methods.trees.counts import Levels
 from foretoken.methods.trees.eagle2 import Eagle2
-from foretoken.methods.verifiers.compatibility import inner_rule
-from toys import tables
 
 TEXT = [4, 5, 6]
 
@@ -113,53 +105,3 @@ def test_a_device_level_races_only_where_a_ranker_does() -> None:
         assert torch.allclose(beliefs(tree, logits), tree.ranked[0].to(beliefs(tree, logits)))
         best.append(tree.ranked[1][0])
     assert best[0] == [11, 10, 9, 8] != best[1]
-
-
-# -- ids that only the target has --------------------------------------------------------------------------------------
-
-
-class Watched(list[int]):
-    """Counts the tokens that are read."""
-
-    count = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.count += len(self)
-        return super().__iter__()
-
-    def __getitem__(self, index: Any) -> Any:
-        chosen = super().__getitem__(index)
-        self.count += len(chosen) if isinstance(index, slice) else 1
-        return chosen
-
-
-def test_a_text_for_a_narrower_model() -> None:
-    text = readable_text([1, 7, 2, 9], 8, 10)
-    assert list(text) == text[:] == [1, 7, 2, 0] == readable([1, 7, 2, 9], 8, 10)
-    assert (len(text), text[-1], text[-2], text[1:]) == (4, 0, 2, [7, 2, 0])
-    same = [1, 9]
-    assert readable_text(same, 10, 10) is same
-
-
-@pytest.mark.parametrize(
-    "new",
-    [
-        lambda draft, target: ModelDrafter(draft, k=3, target=target),
-        lambda draft, target: CascadeDrafter(draft, NgramDrafter(n=2, k=3), inner_rule, k=4, target=target),
-        lambda draft, target: PardDrafter(draft, k=3, mask=3, target=target),
-    ],
-    ids=["model", "cascade", "pard"],
-)
-def test_a_round_translates_what_is_new(new: Any) -> None:
-    """A draft model with fewer ids than the target once translated the whole text in every round."""
-    drafter = new(tables(vocab=5)[1], tables(vocab=7)[0])
-    text = Watched([0, 1, 2, 6, 4] * 40)
-    context = Context(0, text, len(text), Sampler(SamplingParams()), Rng(0))
-    drafter.start(context)
-    drafter.propose(context, Budget(3, 3))
-    for token in (2, 6, 1):
-        text.append(token)
-        text.count = 0
-        assert drafter.propose(context, Budget(3, 3)).num_drafts
-        assert text.count < 20
-    drafter.finish(context)

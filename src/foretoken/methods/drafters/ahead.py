@@ -203,7 +203,7 @@ class AheadDrafter(ModelDrafter):
     def _prepared(self, context: Context, tree: TokenTree, depth: int) -> Ahead | None:
         """The second thread's state of a request, which this thread no longer changes; ``None`` if the draft model's
         context is too short."""
-        tokens = list(self.read(context)[:])
+        tokens = list(self.read(context))
         if len(tokens) + tree.num_drafts + depth > self.model.context_length:
             return None
         sampler = copy.copy(context.sampler)

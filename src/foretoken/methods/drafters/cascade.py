@@ -20,7 +20,7 @@ from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdic
 from foretoken.core.sampling import Sampler
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits, Verify
 from foretoken.methods.drafters.group import ask
-from foretoken.methods.drafters.growing import check_growth, cut_back, readable, readable_text, widened
+from foretoken.methods.drafters.growing import check_growth, cut_back, readable, widened
 from foretoken.methods.drafters.nested import Nested, works_nested
 from foretoken.methods.drafters.texts import TextReader, level
 from foretoken.models.base import Feed, LanguageModel, SequenceState
@@ -185,7 +185,7 @@ class CascadeDrafter(BatchDrafter):
         not yet read its tokens or cannot hold them.
         """
         trees = [TokenTree.root_only(context.root) for context in contexts]
-        sequences = [self._text(context) for context in contexts]
+        sequences = [self._readable(context.tokens) for context in contexts]
         levels = level((self, "text"), TextReader(self.model), contexts, sequences)
         ready = [i for i, is_level in enumerate(levels) if is_level]
         chains = [self._begin(contexts[i], budgets[i]) for i in ready]
@@ -198,7 +198,7 @@ class CascadeDrafter(BatchDrafter):
         writing = [chain for chain in chains if chain.remaining > 0]
         for chain in writing:
             chain.inside.follow(chain.context.tokens)
-            chain.unread = self.model.catch_up(chain.sequence, self._text(chain.context))
+            chain.unread = self.model.catch_up(chain.sequence, self._readable(chain.context.tokens))
         self._write_rounds(writing)
         self._add_late([chain for chain in chains if not chain.stopped and chain.length > len(chain.tokens)])
 
@@ -332,10 +332,6 @@ class CascadeDrafter(BatchDrafter):
             if not weights or max(weights) * self.lenience <= 1.0:
                 return Verdict(tuple(path), best, next_is_bonus=not children)
             path.append(children[weights.index(max(weights))])
-
-    def _text(self, context: Context) -> Sequence[int]:
-        """The committed tokens in the model's ids."""
-        return readable_text(context.tokens, self.model.vocab_size, self.vocab_size)
 
     def _readable(self, tokens: list[int]) -> list[int]:
         return readable(tokens, self.model.vocab_size, self.vocab_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -103,32 +102,6 @@ def cut_back(model: LanguageModel, sequence: SequenceState | None, length: int) 
 def readable(tokens: list[int], size: int, wide: int) -> list[int]:
     """Tokens over ``wide`` ids for a model that has ``size``, with 0 in place of ids that it lacks."""
     return tokens if size >= wide else [token if token < size else 0 for token in tokens]
-
-
-class NarrowText(Sequence[int]):
-    """A long text as by :func:`readable`, which translates only the tokens that are asked for: few of them are new."""
-
-    def __init__(self, tokens: Sequence[int], size: int) -> None:
-        self.tokens, self.size = tokens, size
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return [token if token < self.size else 0 for token in self.tokens[index]]
-        return self.tokens[index] if self.tokens[index] < self.size else 0
-
-
-def readable_text(tokens: Sequence[int], size: int, wide: int) -> Sequence[int]:
-    """All tokens of a request, for a model that has ``size`` of ``wide`` ids."""
-    return tokens if size >= wide else NarrowText(tokens, size)
 
 
 def widened(logits: Tensor, wide: int) -> Tensor:

@@ -28,16 +28,7 @@ from foretoken.methods.drafters.drawing import (
     ranker,
 )
 from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, beliefs, best_of, is_dynamic
-from foretoken.methods.drafters.growing import (
-    Growing,
-    check_growth,
-    cut_back,
-    ends_path,
-    follow,
-    readable,
-    readable_text,
-    widened,
-)
+from foretoken.methods.drafters.growing import Growing, check_growth, cut_back, ends_path, follow, readable, widened
 from foretoken.methods.drafters.levels import choose_together
 from foretoken.methods.drafters.narrowed import bytes_read, described, light_head, projected, reduced_head
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
@@ -262,7 +253,7 @@ class ModelDrafter(BatchDrafter):
 
     def read(self, context: Context) -> Sequence[int]:
         """The committed tokens in the draft model's ids."""
-        return readable_text(context.tokens, self.model.vocab_size, self.vocab_size)
+        return self._readable(context.tokens)
 
     def _readable(self, tokens: list[int]) -> list[int]:
         """The tokens with 0 in place of ids that only the target has."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.core import Context, check_least
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
-from foretoken.methods.drafters.growing import check_growth, cut_back, readable_text, widened
+from foretoken.methods.drafters.growing import check_growth, cut_back, readable, widened
 from foretoken.methods.drafters.narrowed import bytes_read, described, light_head, projected, reduced_head
 from foretoken.methods.drafters.parallel import ParallelDrafter, Predictions
 from foretoken.methods.drafters.reading import ReadingDrafter
@@ -156,7 +156,7 @@ class PardDrafter(ReadingDrafter, ParallelDrafter):
 
     def _all_predictions(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Predictions]:
         """Run the pass; masks stay in the scratch until the sequence grows, and are dropped with rejected tokens."""
-        sequences = [readable_text(c.tokens, self.model.vocab_size, self.vocab_size) for c in contexts]
+        sequences = [readable(c.tokens, self.model.vocab_size, self.vocab_size) for c in contexts]
         if self.reader is None:
             is_level = level(self, TextReader(self.model), contexts, sequences)
         else:

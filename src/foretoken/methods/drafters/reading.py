@@ -102,8 +102,7 @@ class FeatureReader:
         missing."""
         for context in contexts:
             context.state[self, "pending"].add(context, self.taps)
-        texts = [self.tokens_of(context) for context in contexts]
-        sequences = [text[self.skipped :] if self.skipped else text for text in texts]
+        sequences = [self.tokens_of(context)[self.skipped :] for context in contexts]
         return level(self, _PairReader(self), contexts, sequences)
 
     def tokens_of(self, context: Context) -> Sequence[int]:

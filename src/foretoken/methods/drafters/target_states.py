@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.core import Context, HiddenStates
-from foretoken.methods.drafters.growing import readable_text
+from foretoken.methods.drafters.growing import readable
 from foretoken.methods.drafters.masked import MaskedReader
 from foretoken.methods.drafters.narrowed import projected
 from foretoken.methods.drafters.reading import UnreadStates
@@ -165,7 +165,7 @@ class TargetStates(MaskedReader):
         return self.projection(torch.cat([hidden[tap].to(self.projection.weight) for tap in self.projection.taps], -1))
 
     def tokens_of(self, context: Context) -> Sequence[int]:
-        return readable_text(context.tokens, self.model.vocab_size, self.vocab_size)
+        return readable(context.tokens, self.model.vocab_size, self.vocab_size)
 
     def mask_states(self, count: int, last: Tensor | None) -> Tensor:
         if last is None:
