@@ -13,12 +13,10 @@ import torch
 from worlds import contexts
 
 from foretoken.core import Budget, Context, Kind, Limits, StepRecord, TokenTree
-from foretoken.core.noise import Noise
-from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.goodput import GoodputController
 from foretoken.methods.controllers.outside import ControllerError, check_kept
-from foretoken.methods.controllers.prefix import DraftPart, PrefixController, best_scheduled, scheduled
+from foretoken.methods.controllers.prefix import DraftPart, PrefixController, scheduled
 
 
 def parts_of(survivals: Sequence[Sequence[float]]) -> list[DraftPart]:
@@ -55,28 +53,6 @@ def test_it_stops_at_the_first_fall_not_at_the_best_of_all() -> None:
     assert (1 + 2.7) / 2.0 > 1.0  # all three together would pay
     assert scheduled(parts, 1, 1, lambda rows: 1.0 / seconds[rows]) == []
     assert scheduled(parts, 1, 1, lambda rows: 1.0) == parts
-
-
-def test_the_best_of_all_prefixes_may_lie_behind_a_fall() -> None:
-    parts = parts_of([[0.8**j for j in range(1, 9)]])
-
-    def steps_per_s(rows: int) -> float:
-        return 1.0 if rows == 1 else 1.0 / (1.9 + 0.005 * rows)
-
-    assert scheduled(parts, 1, 1, steps_per_s) == []
-    assert best_scheduled(parts, 1, 1, steps_per_s) == parts
-    for seed in range(40):
-        rng = random.Random(seed)
-        parts = parts_of([sorted((rng.random() for _ in range(4)), reverse=True) for _ in range(2)])
-        seconds = [rng.uniform(0.5, 4.0) for _ in range(16)]
-        rates, tokens = [2 / seconds[2]], 2.0
-        for rows, part in enumerate(sorted(parts, key=lambda part: -part.gain), 3):
-            tokens += part.gain
-            rates.append(tokens / seconds[rows])
-        admitted = best_scheduled(parts, 2, 2, lambda rows: 1.0 / seconds[rows])  # noqa: B023
-        assert len(admitted) == rates.index(max(rates))
-        assert [part.gain for part in admitted] == sorted((part.gain for part in parts), reverse=True)[: len(admitted)]
-    assert best_scheduled(parts_of([[0.0]]), 1, 1, lambda rows: 1.0) == []
 
 
 def test_equal_survival_keeps_the_order_of_a_path() -> None:
@@ -118,40 +94,6 @@ def test_other_requests_of_the_round_count() -> None:
 def test_estimates_that_rise_along_a_path_are_held_down() -> None:
     assert kept(0.35, [chain(0.2, 0.9, 0.9)]) == [[0]]
     assert kept(0.25, [chain(0.6, 2.0, 0.1)]) == [[0, 1, 2]]
-
-
-class Jumps(PrefixController):
-    """Two rows cost nearly twice as much as one, and further ones next to nothing."""
-
-    def _steps_per_s(self, requests: int, drafted: int):  # type: ignore[no-untyped-def]
-        return lambda rows: 1.0 if rows == requests else 1.0 / (1.9 + 0.005 * rows / requests)
-
-
-@pytest.mark.parametrize(
-    ("drawn", "sampler", "count"),
-    [
-        (False, Sampler(SamplingParams(temperature=1.0)), 8),
-        (True, Sampler(SamplingParams()), 8),
-        (True, Sampler(SamplingParams(temperature=1.0), noise=Noise(3)), 8),
-        (True, Sampler(SamplingParams(temperature=1.0)), 0),
-    ],
-    ids=["computed", "greedy", "noise", "drawn"],
-)
-def test_only_drawn_tokens_of_requests_without_noise_end_the_search_at_the_first_fall(
-    drawn: bool, sampler: Sampler, count: int
-) -> None:
-    """Of one row, that costs more than it brings, and eight, which bring 2.2 times the speed."""
-    tree = chain(*(0.8**j for j in range(1, 9)))
-    if drawn:
-        q = torch.full((8, 4), 0.25)
-        tree = TokenTree(tree.tokens, tree.parents, Kind.IID, q, tuple(range(-1, 8)), survival=tree.survival)
-    (context,) = contexts(1)
-    context.sampler = sampler
-    assert list(Jumps().kept([context], [tree], [])[0]) == list(range(1 + count))
-    (other,) = contexts(1, start=1)
-    other.sampler = Sampler(SamplingParams())
-    both = Jumps().kept([other, context], [chain(*tree.survival[1:]), tree], [])
-    assert [len(nodes) - 1 for nodes in both] == [count, count]
 
 
 def test_a_point_tree_loses_nodes_and_keeps_parents() -> None:

@@ -1,5 +1,5 @@
 """The prefixes of a batch's drafts that raise its tokens per second: the likeliest draft tokens first, whoever's they
-are, until one more lowers it, or to the best of all prefixes where that is exact.
+are, until one more lowers it.
 
 DSpark 2026, arXiv 2607.05147: the prefix scheduler.
 
@@ -13,10 +13,8 @@ tokens of its request: a token left out for what it is would be too rare in the 
 * drafts of other requests are drawn with their own random numbers, independently of this request's, so that they act
   on its length like a coin.
 
-The global maximum of the throughput would be a function of a_{k+1} as well, and so of x_k: it is not looked for in a
-round with such a token. Trees whose tokens were not drawn, but computed, may be cut in any way, and so may all trees of
-greedy requests and of those with noise, whose text is the same whatever is scored. A drawn tree that branches is cut by
-whole levels.
+The global maximum of the throughput would be a function of a_{k+1} as well, and so of x_k: it is not looked for. Trees
+whose tokens were not drawn, but computed, may be cut in any way. A drawn tree that branches is cut by whole levels.
 """
 
 from __future__ import annotations
@@ -61,38 +59,17 @@ def scheduled(
         rows: that are scored in any case.
         steps_per_s: rounds per second, by rows.
     """
-    best = requests * steps_per_s(rows)
+    tokens = float(requests)
+    best = tokens * steps_per_s(rows)
     admitted = []
-    for candidate, rate in _rated(candidates, requests, rows, steps_per_s):
+    for candidate in sorted(candidates, key=lambda candidate: candidate.order):
+        rows, tokens = rows + len(candidate.nodes), tokens + candidate.gain
+        rate = tokens * steps_per_s(rows)
         if rate < best:
             break
         best = rate
         admitted.append(candidate)
     return admitted
-
-
-def best_scheduled(
-    candidates: Sequence[DraftPart], requests: int, rows: int, steps_per_s: Callable[[int], float]
-) -> list[DraftPart]:
-    """As many candidates, in order, as give the most tokens per second, although fewer may lower them; the fewest of
-    equals. Arguments are the same."""
-    best, count = requests * steps_per_s(rows), 0
-    ordered = []
-    for candidate, rate in _rated(candidates, requests, rows, steps_per_s):
-        ordered.append(candidate)
-        if rate > best:
-            best, count = rate, len(ordered)
-    return ordered[:count]
-
-
-def _rated(
-    candidates: Sequence[DraftPart], requests: int, rows: int, steps_per_s: Callable[[int], float]
-) -> Iterator[tuple[DraftPart, float]]:
-    """The candidates in order, with the tokens per second if all up to each are scored."""
-    tokens = float(requests)
-    for candidate in sorted(candidates, key=lambda candidate: candidate.order):
-        rows, tokens = rows + len(candidate.nodes), tokens + candidate.gain
-        yield candidate, tokens * steps_per_s(rows)
 
 
 class PrefixController(GoodputController):
@@ -144,9 +121,7 @@ class PrefixController(GoodputController):
         requests = len(trees) + len(beside)
         candidates = [part for index in cuttable for part in self._parts(index, contexts[index], trees[index])]
         nodes = {index: [0] for index in cuttable}
-        is_drawn = any(trees[index].q is not None and not contexts[index].sampler.fixed for index in cuttable)
-        schedule = scheduled if is_drawn else best_scheduled
-        for part in schedule(candidates, requests, rows, self._steps_per_s(requests, len(trees))):
+        for part in scheduled(candidates, requests, rows, self._steps_per_s(requests, len(trees))):
             nodes[part.tree].extend(part.nodes)
         return [sorted(nodes[index]) if index in nodes else whole[index] for index in range(len(trees))]
 
