@@ -72,10 +72,10 @@ INTRO = """# Gallery
 
 <!-- Made by docs/make_gallery.py from the registry: change that, not this. -->
 
-`foretoken methods NAME` says what a method needs, its options and its training settings, which also end its page on the
-site. `foretoken drafters MODEL` says which drafters a model has. *Trained* methods come from
-[`foretoken train`](../training.md). The Chinese names are those of the [articles](../zh/articles.md).
-Pictures are rounds of the built-in model (`foretoken show`).
+`foretoken methods NAME` lists a method's needs, options and training settings, which also end its page on the site;
+`foretoken drafters MODEL` lists a model's drafters. *Trained* methods come from [`foretoken train`](../training.md).
+Chinese names are those of the [articles](../zh/articles.md). Pictures are rounds of the built-in model
+(`foretoken show`).
 """
 
 
@@ -101,12 +101,12 @@ def _section(branch: Branch) -> Iterator[str]:
     yield f"## {branch.title}\n"
     yield f"*{branch.chinese}.* {branch.words}".rstrip() + "\n"
     for name in branch.names:
-        yield from _entry(find(branch.role, name))  # type: ignore[arg-type]
+        yield from _entry(find(branch.role, name), branch)  # type: ignore[arg-type]
 
 
-def _entry(row: Row) -> Iterator[str]:
-    """A method: what it does, and its picture."""
-    trained = " (trained)" if row.needs_training else ""
+def _entry(row: Row, branch: Branch) -> Iterator[str]:
+    """A method: what it does, whether it is trained unless the title says so, and its picture."""
+    trained = " (trained)" if row.needs_training and "trained" not in branch.title else ""
     yield f"**[`{row.name}`]({row.name}.md)** {row.summary}{trained}\n"
     if picture(row).is_file():
         yield f"![{row.name}](../figures/methods/{picture(row).name})\n"
