@@ -239,6 +239,8 @@ def test_what_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text("max_runing: 3\n")
     assert "max_runing" in refused("builtin", "--config", str(config))
+    config.write_text("port: 80\n x: [\n")
+    assert "line 2" in refused("builtin", "--config", str(config))
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()

@@ -24,7 +24,7 @@ from foretoken.cli.output import json_only, print_json, progress_bar
 from foretoken.cli.turns import tell_defaults
 from foretoken.core.conversation import checked, from_sharegpt, is_messages, to_answer
 from foretoken.core.io.locks import lock
-from foretoken.core.values import check_text
+from foretoken.core.values import check_text, one_line
 from foretoken.options import FIELDS as REQUEST_FIELDS
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ def run_jobs(
                 try:
                     running[llm.engine.add(llm.request(job.prompt, **job.options))] = job
                 except (ValueError, TypeError) as error:
-                    write({"id": job.id, "error": " ".join(str(error).split())})
+                    write({"id": job.id, "error": one_line(error)})
             if not running:
                 continue
             for run, emission in llm.engine.step():
@@ -302,7 +302,7 @@ def _answer(llm: Llm, job: BatchLine, run: Running, emission: Emission) -> dict[
     from foretoken.engine.output import output_of
 
     if emission.error is not None:
-        return {"id": job.id, "error": " ".join(str(emission.error).split())}
+        return {"id": job.id, "error": one_line(emission.error)}
     out = output_of(run, llm.tokenizer)
     return {
         "id": job.id,

@@ -85,6 +85,8 @@ def import_command(
         if "acceptance" in report:
             typer.echo(_accepted(report["acceptance"]))
         typer.echo(f"use it with --drafter {report['drafter']}")
+        if "acceptance" not in report:
+            typer.echo("its acceptance was not measured: --check does, in short and in long texts")
 
 
 def _show(report: Mapping[str, Any], as_json: bool, title: str) -> None:

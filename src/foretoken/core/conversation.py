@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.values import check_text, numbered
+from foretoken.core.values import check_text, numbered, one_line
 
 Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}`` as in OpenAI's API; other keys are passed to the template unchanged."""
@@ -219,7 +219,7 @@ def _mapping_fault(mapping: Any) -> str:
 
 def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:
     """A template's error in one line: a syntax error with its location, or a refusal of the messages."""
-    words = " ".join(str(error).split())[:longest] or type(error).__name__
+    words = one_line(error, longest)
     if type(error).__name__ != "TemplateSyntaxError":
         return f"the chat template rejects these messages: {words}"
     folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))

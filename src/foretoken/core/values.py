@@ -133,6 +133,11 @@ def _shown(value: Any) -> str:
     return ascii(value)[:60] if is_short else with_article(type(value).__name__)
 
 
+def one_line(error: BaseException | str, longest: int | None = None) -> str:
+    """An error's message in one line of at most ``longest`` characters; the error's class if it has none."""
+    return " ".join(str(error).split())[:longest] or type(error).__name__
+
+
 def with_article(name: str) -> str:
     """A type's name with its article: ``"a list"``, ``"an int"``."""
     return f"an {name}" if name[:1].lower() in ("a", "e", "i", "o") else f"a {name}"

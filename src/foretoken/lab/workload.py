@@ -25,11 +25,6 @@ REFUSALS = (ValueError, OSError, ArithmeticError, MemoryError)
 """Errors of a drafter that does not fit; others are bugs."""
 
 
-def reason_of(error: BaseException) -> str:
-    """The message of an error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 @dataclass(frozen=True)
 class Subject:
     """A target, with the settings for building its drafters.

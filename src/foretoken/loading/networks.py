@@ -10,6 +10,7 @@ import torch
 from foretoken.core.io import hub_ids
 from foretoken.core.io.checkpoints import LoadError, cause_of, check_no_drafter
 from foretoken.core.io.quiet import ERRORS_ONLY, NO_BARS
+from foretoken.core.values import one_line
 from foretoken.loading.memory import moved
 from foretoken.loading.stored import check_method, check_storage, check_unread, quantisation_of
 from foretoken.models.network.alone import BUILDING
@@ -139,7 +140,7 @@ def parse_device(device: str | torch.device | None) -> torch.device | None:
             )
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = one_line(error).rstrip(".")
         raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from None
     return chosen
 

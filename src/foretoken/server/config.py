@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.settings import setting, settings_of
+from foretoken.core.values import one_line
 from foretoken.server.keys import Caller, Keys
 
 PREFIX = "FORETOKEN_"
@@ -226,7 +227,7 @@ def _read(file: Path | None) -> dict[str, Any]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"cannot read {file}: {one_line(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

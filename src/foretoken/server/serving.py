@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.conversation import has_template
+from foretoken.core.values import one_line
 from foretoken.engine.admission import kept_back
 from foretoken.engine.background import AsyncLlm, EngineStatus
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
@@ -120,7 +121,7 @@ def warm_up(llm: Llm) -> None:
     except ModuleNotFoundError:
         log.info("no structured output: pip install 'foretoken[grammar]' brings it")
     except (ValueError, RuntimeError) as error:
-        log.info("no structured output: %s", str(error).splitlines()[0])
+        log.info("no structured output: %s", one_line(error))
 
 
 def capture(llm: Llm, max_running: int) -> None:

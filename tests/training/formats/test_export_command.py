@@ -43,6 +43,7 @@ def test_people_read_two_lines(
     assert (code, error) == (0, "")
     assert text.splitlines()[0].startswith("eagle3 from the format plain: 2 files")
     assert text.splitlines()[1] == f"use it with --drafter eagle3:{tmp_path / 'back'}"
+    assert text.splitlines()[2].startswith("its acceptance was not measured: --check does")
 
 
 def test_programs_read_one_object(

@@ -11,7 +11,8 @@ from typing import Any
 
 from foretoken.core.io.checkpoints import ADAPTER_CONFIG
 from foretoken.core.io.drafter_folders import OURS as CONFIG
-from foretoken.lab.workload import REFUSALS, Subject, reason_of
+from foretoken.core.values import one_line
+from foretoken.lab.workload import REFUSALS, Subject
 from foretoken.methods.drafters.datastore import MAGIC
 from foretoken.registry import Row, find, installed_rows, rows
 from foretoken.training.formats.catalogue import LAYOUTS
@@ -25,7 +26,7 @@ def refusal(subject: Subject, spec: str) -> str | None:
     try:
         subject.llm(subject.drafter(spec))
     except REFUSALS as error:
-        return reason_of(error)
+        return one_line(error)
     return None
 
 

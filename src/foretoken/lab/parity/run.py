@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.outside import OutsideError
+from foretoken.core.values import one_line
 from foretoken.lab.parity.checks import (
     Reference,
     Tested,
@@ -30,7 +31,7 @@ from foretoken.lab.parity.distribution import check_sampled
 from foretoken.lab.parity.report import MODES, PLAIN, Check, Report
 from foretoken.lab.parity.report import Settings as Settings
 from foretoken.lab.prompts import BenchPrompt
-from foretoken.lab.workload import REFUSALS, reason_of
+from foretoken.lab.workload import REFUSALS
 from foretoken.llm import Llm, load
 from foretoken.loading import build_drafter, default_drafter
 from foretoken.methods.drafters.base import Drafter
@@ -147,7 +148,7 @@ def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple
         try:
             _llm(spec, target, tokenizer, settings)
         except REFUSALS as error:
-            skipped.append(f"{spec}: {reason_of(error)}")
+            skipped.append(f"{spec}: {one_line(error)}")
         else:
             fitting.append(spec)
     return fitting, skipped

@@ -14,12 +14,13 @@ from dataclasses import replace
 from statistics import median
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.core.values import one_line
 from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate, survival_of, why_not
 from foretoken.lab.tune.choices import further, generous, likely, router_spec, sizes
 from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
 from foretoken.lab.tune.race import FEWEST, EngineRacer, RaceRound, Standing, heat, steady_s, tokens_per_s
 from foretoken.lab.tune.tuned import Outcome, TunedRow, TuneJob, Way
-from foretoken.lab.workload import REFUSALS, reason_of
+from foretoken.lab.workload import REFUSALS
 from foretoken.loading.measured.profile import measured_target
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.sources import SourceDrafter
@@ -147,7 +148,7 @@ class Search:
         except REFUSALS as error:
             if is_required:
                 raise
-            self.skipped[name] = reason_of(error)
+            self.skipped[name] = one_line(error)
             return
         if not tried.standing.is_known:
             if self.job.clock() >= until:
@@ -250,7 +251,7 @@ class Search:
         try:
             arms[way] = self.job.racer(self._drafter(way.drafter), way.controller, self.costs)
         except REFUSALS as error:
-            self.skipped[way.drafter] = reason_of(error)
+            self.skipped[way.drafter] = one_line(error)
             return
         if way.controller != "auto":  # an auto controller would learn from it
             _warmed(arms[way], self.job.work.prompts[0])

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core.values import one_line
+
 PLAIN = ("default", "mrope")
 """Types without scaling; the three axes of ``mrope`` are equal in a text."""
 BY_LENGTH = ("dynamic", "longrope")
@@ -59,7 +61,7 @@ def _on_cpu(dim: int, theta: float, rope: Mapping[str, Any]) -> tuple[Tensor, fl
     try:
         return _scaled(kind, dim, theta, rope)
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         raise ValueError(f"the rotary embedding of the type {kind!r} cannot have these parameters: {reason}") from None
 
 

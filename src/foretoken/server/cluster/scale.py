@@ -20,6 +20,7 @@ from typing import Any
 
 from starlette.types import Message
 
+from foretoken.core.values import one_line
 from foretoken.server import logs
 from foretoken.server.cluster.gateway import Fleet, ReplicaLost, create_gateway
 from foretoken.server.config import ServerSettings
@@ -326,4 +327,4 @@ def _reason(name: str, error: Exception) -> str:
         matches = REASON.findall(text)
         if matches:
             return str(matches[-1]).strip()
-    return str(error).strip().splitlines()[0]
+    return one_line(error)

@@ -11,6 +11,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.hf import from_tokenizer
 
+from foretoken.core.values import one_line
 from foretoken.server.grammar.constraint import GrammarConstraint
 from foretoken.server.grammar.trial import Trial
 from foretoken.server.known_formats import SPACING, without_unknown_formats
@@ -72,7 +73,7 @@ def _check(kind: str, error: str) -> None:
     if error.startswith("NoExtension"):
         error = "no text fits it"
     if error:
-        raise ValueError(f"the {kind} cannot be compiled: {_one_line(error)}")
+        raise ValueError(f"the {kind} cannot be compiled: {one_line(error, 300)}")
 
 
 def _grammar(kind: str, spec: Any) -> str:
@@ -92,7 +93,7 @@ def _grammar(kind: str, spec: Any) -> str:
             raise ValueError(f"the {kind} has {len(spec)} characters, more than the limit of {LONGEST}")
         return LLMatcher.grammar_from_regex(spec) if kind == "regex" else LLMatcher.grammar_from_lark(spec)
     except (TypeError, RecursionError, OverflowError, UnicodeError) as error:
-        raise ValueError(f"the {kind} cannot be compiled: {_one_line(str(error))}") from None
+        raise ValueError(f"the {kind} cannot be compiled: {one_line(error, 300)}") from None
 
 
 def _any_of(texts: Any) -> str:
@@ -148,7 +149,7 @@ def tokenizer_view(tokenizer: Any, vocab_size: int) -> LLTokenizer:
                 views[vocab_size] = _viewed(tokenizer, vocab_size)
             except (ValueError, AttributeError, RuntimeError) as error:
                 raise ValueError(
-                    f"structured output needs a fast tokenizer of Transformers: {_one_line(str(error))}"
+                    f"structured output needs a fast tokenizer of Transformers: {one_line(error, 300)}"
                 ) from None
         return views[vocab_size]
 
@@ -183,7 +184,3 @@ def end_ids(tokenizer: Any) -> list[int]:
     """The tokenizer's end-of-text ids."""
     end = getattr(tokenizer, "eos_token_id", None)
     return [] if end is None else [int(end)]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300] or "unknown reason"
