@@ -271,7 +271,7 @@ async def constraints_of(
     as_a_whole = body.structured_outputs is not None and body.structured_outputs.sampling == "conditional"
 
     def compiled() -> list[OutputRule | None]:
-        width = llm.target.vocab_size
+        width, ends = llm.target.vocab_size, llm.target.eos_token_ids
         for label, schema in (schemas or {}).items():
             try:
                 checked_grammar("json_schema", schema, PATIENCE_S)
@@ -279,7 +279,7 @@ async def constraints_of(
                 raise bad(f"{label}: {error}", param, "invalid_grammar") from None
         if as_a_whole:  # a language has no state, so one serves all choices
             return [compile_language(kind, spec, llm.tokenizer, width, PATIENCE_S)] * count
-        return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S) for _ in range(count)]
+        return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S, ends) for _ in range(count)]
 
     try:
         # Time limit for compiling a grammar; a language has one more second for listing its strings
