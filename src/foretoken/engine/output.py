@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.engine.ends import special_tokens
+from foretoken.engine.ends import dropped_ids, special_tokens
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.request import Emission, Origin, Running
 from foretoken.engine.stats import SpecStats
@@ -88,6 +88,8 @@ class Pieces:
 
     def push(self, run: Running, emission: Emission) -> Piece:
         """The piece of one round."""
+        if self._first:
+            self._text = Detokenizer(self._tokenizer, dropped=dropped_ids(run.request, self._tokenizer))
         self._text.push(emission.token_ids)
         final = emission.finish_reason is not None
         prompt = run.prompt_logprobs if self._first and run.request.prompt_logprobs is not None else None
@@ -128,7 +130,7 @@ def output_of(run: Running, tokenizer: Any | None) -> Output:
         raise RuntimeError("an unfinished request has no output")
     text = ""
     if tokenizer is not None:
-        decoder = Detokenizer(tokenizer)
+        decoder = Detokenizer(tokenizer, dropped=dropped_ids(run.request, tokenizer))
         decoder.push(run.output)
         decoder.flush()
         text = decoder.text[: run.stopper.cut] + run.stopper.suffix
