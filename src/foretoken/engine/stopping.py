@@ -153,7 +153,7 @@ class Stopper:
         special_stops: ids of special tokens whose text is a stop string; they end the text as that string does.
         special: ids of special tokens by their text. Stop strings that contain a special token and more are searched in
             the text with special tokens, as in Transformers.
-        include: keep the stop string in the text.
+        include: keep the stop string in the text, or that of the id that ended it.
         dropped: see :class:`Detokenizer`.
         min_tokens: a stop string ends the text only if it is completed after this many tokens, wherever it began; one
             completed earlier is ordinary text. (Earlier ids do end the text: a processor allows them only where nothing
@@ -162,6 +162,8 @@ class Stopper:
     Attributes:
         cut: length of the text (without special tokens) before the stop string that ended it.
         suffix: text after the cut: the stop string, if ``include`` is set.
+        drops_last: whether the last token, which ended the output, has no part in the text: it is then that of the
+            tokens before.
         reason: the stop string or id that ended it.
     """
 
@@ -195,6 +197,7 @@ class Stopper:
         self._count = 0
         self.cut: int | None = None
         self.suffix = ""
+        self.drops_last = False
 
     def push(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Number of ``tokens`` that are kept, and why the output ends there (``None``: it continues)."""
@@ -203,11 +206,13 @@ class Stopper:
             if token in self._special_stops:
                 self.reason = self._special_stops[token]
                 self.suffix = self.reason if self._include else ""
+                self.drops_last = True  # the suffix has its text, if any
                 return i + 1, "stop"
             if token in self._eos:
+                self.drops_last = not self._include
                 return i + 1, "eos"
             if token in self._stop_ids:
-                self.reason = token
+                self.reason, self.drops_last = token, not self._include
                 return i + 1, "stop"
             if self._matches(token):
                 return i + 1, "stop"
