@@ -14,7 +14,8 @@ from foretoken.engine.request import Request
 from foretoken.options import FIELDS, beside, make_request
 from foretoken.server.errors import ApiError, bad, path_of, wording_of
 from foretoken.server.keys import Caller
-from foretoken.server.schemas import REFUSED, Body, ChatRequest, CompletionBody, ResponseFormat, StructuredOutputs
+from foretoken.server.refused_fields import OFF, REFUSED, REFUSED_FORMS
+from foretoken.server.schemas import Body, ChatRequest, CompletionBody, ResponseFormat, StructuredOutputs
 from foretoken.server.serving import Serving
 from foretoken.server.workers import GRAMMARS, NotBegun, in_thread
 
@@ -26,6 +27,8 @@ def check_fields(body: CompletionBody, serving: Serving) -> None:
     """Raise ``ApiError`` 400 or 404 for fields that this server cannot honour."""
     serving.check_model(body.model)
     refuse(body, REFUSED)
+    if body.structured_outputs is not None:
+        refuse(body.structured_outputs, REFUSED_FORMS, "structured_outputs")
     if body.skip_special_tokens is False:
         raise bad("special tokens are never part of the text: use return_token_ids", "skip_special_tokens")
     if body.n is not None and body.n > 1 and not _temperature(body, serving):
@@ -39,11 +42,13 @@ def check_fields(body: CompletionBody, serving: Serving) -> None:
             raise bad("the tree belongs to the drafter that the server was started with: leave it out", "speculative")
 
 
-def refuse(body: Body, unserved: Mapping[str, str]) -> None:
-    """Raise ``ApiError`` 400, with the reason, for fields that are not served."""
+def refuse(body: Body, unserved: Mapping[str, str], field: str = "") -> None:
+    """Raise ``ApiError`` 400, with the reason, for fields that are not served; ``field`` has the body, unless it is the
+    request's."""
     for name, value in (body.model_extra or {}).items():
-        if name in unserved and value:
-            raise bad(f"{name} is not served: {unserved[name]}", name, "unsupported_parameter")
+        if name in unserved and value and value != OFF.get(name):
+            path = f"{field}.{name}" if field else name
+            raise bad(f"{path} is not served: {unserved[name]}", field or name, "unsupported_parameter")
 
 
 def chat_of(request: Mapping[str, Any]) -> ChatRequest:

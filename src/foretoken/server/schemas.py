@@ -386,18 +386,3 @@ class DetokenizeRequest(Body):
 
 
 Prediction.model_rebuild()
-REFUSED = {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "guided_json": "use structured_outputs or response_format",
-    "guided_regex": "use structured_outputs",
-    "guided_grammar": "use structured_outputs",
-    "guided_choice": "use structured_outputs",
-    "audio": "only text is served",
-    "web_search_options": "this server does not search the web",
-    "prompt_embeds": "only text and token ids are served",
-    "lora_request": "one model is served",
-    "use_beam_search": "beam search is not supported",
-    "length_penalty": "beam search is not supported",
-}
-"""Fields with a meaning elsewhere: a request that relies on them must not get a different answer instead."""
