@@ -12,7 +12,7 @@ from foretoken.core.bos import ids_with_one_bos
 from foretoken.core.constraints import OutputRule
 from foretoken.engine.request import Request
 from foretoken.options import FIELDS, beside, make_request
-from foretoken.server.errors import ApiError, bad, path_of, wording_of
+from foretoken.server.errors import ApiError, bad, path_of, refusals_of_library, wording_of
 from foretoken.server.keys import Caller
 from foretoken.server.refused_fields import OFF, REFUSED, REFUSED_FORMS
 from foretoken.server.schemas import Body, ChatRequest, CompletionBody, ResponseFormat, StructuredOutputs
@@ -153,11 +153,12 @@ def engine_requests(
     for prompt in prompts:
         for choice in range(count):
             choice_seed = None if seed is None else (seed + choice) % 2**64
-            bare = make_request(
-                prompt, llm.tokenizer, **options, seed=choice_seed, constraint=constraints[len(requests)]
-            )
-            request = replace(bare, owner=caller.name, owner_running=caller.running)
-            llm.engine.check(request)
+            with refusals_of_library():
+                bare = make_request(
+                    prompt, llm.tokenizer, **options, seed=choice_seed, constraint=constraints[len(requests)]
+                )
+                request = replace(bare, owner=caller.name, owner_running=caller.running)
+                llm.engine.check(request)
             requests.append(request)
     return requests
 

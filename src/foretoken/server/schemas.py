@@ -162,7 +162,7 @@ class Body(BaseModel):
 class ShownBody(Body):
     """An object that a template or the answer shows with its unknown names."""
 
-    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(sendable)]] = Field(init=False)  # type: ignore[assignment]
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(sendable)]] = Field(init=False)
 
 
 class StreamOptions(Body):

@@ -184,7 +184,7 @@ def arguments_of(raw: str | dict[str, Any] | None) -> dict[str, Any]:
         return {}
     try:
         arguments = json.loads(raw)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # also for a number of too many digits
         arguments = None
     return _whole_characters(arguments) if isinstance(arguments, dict) else {"unparsed": raw}
 
