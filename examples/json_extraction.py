@@ -23,7 +23,9 @@ prompt = "Module os, written in 1999, a Python library. As JSON: "
 
 for drafter in (None, "ngram", "known,inner=ngram"):
     llm = ft.load("builtin", drafter=drafter, dtype="float32")
-    rule = compile_constraint("json_schema", schema, llm.tokenizer, llm.target.vocab_size)  # one for each request
+    rule = compile_constraint(
+        "json_schema", schema, llm.tokenizer, llm.target.vocab_size, ends=llm.target.eos_token_ids
+    )  # one for each request
     out = llm.generate(prompt, constraint=rule, max_new_tokens=80)
     answer = json.loads(out.text)
     print(f"{drafter or 'plain':18} {out.stats.mean_acceptance_length:.2f} tokens a round: {json.dumps(answer)}")

@@ -140,7 +140,7 @@ class CommonOptions(TypedDict, total=False):
         logits_processor: Transformers ``LogitsProcessor`` objects.
         stop: string or strings that end the text. The text of a special token, alone or within a string, means that
             token.
-        include_stop: keep the stop string in the text.
+        include_stop: keep the stop string, or the text of the stop token, in the text.
         stop_token_ids: tokens that end the text.
         ignore_eos: continue after an end-of-text id.
         min_tokens: fewest output tokens: earlier end-of-text ids, stop tokens and stop strings have no effect. A

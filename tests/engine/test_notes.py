@@ -100,8 +100,11 @@ def test_a_stop_behind_blanks_is_named() -> None:
 
 def test_a_stop_token_is_named_where_it_shows_nothing() -> None:
     llm = writer("The cat.")
-    out = llm.chat(ASK, stop_token_ids=llm.chat(ASK, max_new_tokens=1).token_ids)
+    first = llm.chat(ASK, max_new_tokens=1).token_ids
+    out = llm.chat(ASK, stop_token_ids=first, include_stop=True)
     assert (out.text, out.finish_reason, out.note) == ("The", "stop", "")
+    out = llm.chat(ASK, stop_token_ids=first)
+    assert (out.text, out.note) == ("", f"the output began with its stop string or token, {first[0]}")
     blank = writer(" \n ")
     first = blank.chat(ASK, max_new_tokens=1).token_ids
     assert blank.chat(ASK, stop_token_ids=first).note == f"the output began with its stop string or token, {first[0]}"

@@ -177,6 +177,32 @@ def test_eos_stays_in_the_tokens_and_out_of_the_text() -> None:
     check_pieces(output, pieces)
 
 
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("number", [0, 3, 7])
+def test_a_stop_token_is_shown_where_that_is_asked_for(number: int, include: bool) -> None:
+    """By its id, as by its text; the ids keep it."""
+    ids = ids_of(STORY)
+    stop, number = ids[number], ids.index(ids[number])
+    shown = tokenizer().decode(ids[: number + include])
+    output, pieces = both(STORY, stop_token_ids=[stop], include_stop=include, max_new_tokens=200)
+    assert (output.text, output.token_ids, output.stop_reason) == (shown, ids[: number + 1], stop)
+    assert "".join(piece.text for piece in pieces) == shown
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_an_end_that_is_no_special_token_is_shown_where_that_is_asked_for(include: bool) -> None:
+    ids = ids_of(STORY)
+    target = Writer(ids, 1)
+    target.eos_token_ids = frozenset({ids[4]})
+    llm = Llm(target, None, None, None, tokenizer())
+    options: dict[str, Any] = {"include_stop": include, "max_new_tokens": 50}
+    output = llm.generate([eos()], **options)
+    end = ids.index(ids[4])
+    assert (output.token_ids, output.finish_reason) == (ids[: end + 1], "eos")
+    assert output.text == tokenizer().decode(ids[: end + include])
+    assert "".join(piece.text for piece in llm.stream([eos()], **options)) == output.text
+
+
 @pytest.mark.parametrize("limit", [1, 2, 5, 9, 10])
 def test_length(limit: int) -> None:
     output, pieces = both(STORY, max_new_tokens=limit)

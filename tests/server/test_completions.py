@@ -144,7 +144,14 @@ def test_limits_of_the_text(server: Running) -> None:
     kept = server.complete(max_tokens=30, stop=stop, include_stop_str_in_output=True)["choices"][0]
     assert kept["text"] == cut["text"] + stop
     token = server.complete(max_tokens=30, return_token_ids=True)["choices"][0]["token_ids"][3]
-    ended = server.complete(max_tokens=30, stop_token_ids=[token], return_token_ids=True)["choices"][0]
+    ended = server.complete(max_tokens=30, stop_token_ids=[token], return_token_ids=True, logprobs=1)["choices"][0]
+    decode: Any = server.serving.llm.tokenizer.decode  # type: ignore[union-attr]
+    assert ended["text"] == decode(ended["token_ids"][:-1]) and ended["logprobs"]["text_offset"][-1] == len(
+        ended["text"]
+    )
+    options = {"stop_token_ids": [token], "include_stop_str_in_output": True, "return_token_ids": True}
+    shown = server.complete(max_tokens=30, **options)["choices"][0]
+    assert shown["token_ids"] == ended["token_ids"] and shown["text"] == decode(ended["token_ids"])
     assert ended["token_ids"][-1] == token and ended["finish_reason"] == "stop" and len(ended["token_ids"]) <= 4
     longer = server.complete(max_tokens=30, stop_token_ids=[token], min_tokens=10, return_token_ids=True)["choices"][0]
     assert len(longer["token_ids"]) >= 10

@@ -184,6 +184,49 @@ def test_refusals_name_the_field(server: Running, body: dict[str, Any], param: s
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("documents", [{"text": "a"}]),
+        ("chat_template", "{{ messages }}"),
+        ("truncate_prompt_tokens", 8),
+        ("logits_processors", ["a.B"]),
+        ("custom_logit_processor", "a"),
+        ("grammar", 'root ::= "a"'),
+        ("json_schema", {"type": "object"}),
+        ("regex", "a+"),
+        ("ebnf", 'root ::= "a"'),
+        ("stop_regex", "a+"),
+        ("min_new_tokens", 2),
+        ("n_predict", 2),
+        ("typical_p", 0.5),
+        ("mirostat", 2),
+        ("xtc_probability", 0.1),
+        ("dry_multiplier", 0.8),
+        ("lora_path", "a"),
+    ],
+)
+def test_fields_of_other_servers_are_refused_unless_they_are_off(server: Running, field: str, value: Any) -> None:
+    """An answer that ignores them is another answer than the one that was asked for."""
+    for answer in (server.post("/v1/completions", prompt="a", **{field: value}), chat(server, **{field: value})):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, field, "unsupported_parameter")
+        assert error["message"].startswith(f"{field} is not served: ")
+    off = 1.0 if field == "typical_p" else type(value)()
+    for nothing in (None, off):
+        assert server.post("/v1/completions", prompt="a", max_tokens=1, **{field: nothing}).status_code == 200
+
+
+def test_a_chat_has_no_echo_and_a_grammar_no_second_form(server: Running) -> None:
+    assert chat(server, echo=True).json()["error"]["param"] == "echo"
+    assert chat(server, echo=False).status_code == 200
+    for name, value in (("structural_tag", "{}"), ("whitespace_pattern", " "), ("disable_any_whitespace", True)):
+        answer = server.post("/v1/completions", prompt="a", structured_outputs={"regex": "a", name: value})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "structured_outputs")
+        assert error["message"].startswith(f"structured_outputs.{name} is not served: ")
+
+
 @pytest.mark.parametrize("element", ["a", True, [1, "a"], None, 1.5])
 def test_a_million_wrong_elements_cost_no_time(server: Running, element: Any) -> None:
     """Each wrong element had its own report once: ten seconds and 900 MB."""

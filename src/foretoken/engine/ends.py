@@ -60,6 +60,13 @@ def special_tokens(tokenizer: Any | None) -> dict[str, int]:
     return {text: number for text, number in ids.items() if text}
 
 
+def dropped_ids(request: Request, tokenizer: Any | None) -> frozenset[int] | None:
+    """Ids of the special tokens that have no text in a request's output, if it shows others; else ``None``."""
+    if not request.shown_special:
+        return None
+    return frozenset(special_tokens(tokenizer).values()) - request.shown_special
+
+
 def end_where_nothing_follows(run: Running, tokens: Sequence[int]) -> FinishReason:
     """Finish reason where the request's rules allow no token after ``tokens`` of the last round. A complete constraint
     ends with ``stop``; anything else raises ``CannotGoOn``."""

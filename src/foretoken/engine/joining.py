@@ -13,7 +13,7 @@ from foretoken.core.noise import Noise, random_seed
 from foretoken.core.processed import LogitsProcessor
 from foretoken.core.sampling import Sampler
 from foretoken.engine.conditional import LanguageRound, whole_params
-from foretoken.engine.ends import ends_of, rules_of
+from foretoken.engine.ends import dropped_ids, ends_of, rules_of
 from foretoken.engine.processors import AllowedTokens, BadWords, MinTokens, OfAnswer
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stopping import Stopper
@@ -33,6 +33,7 @@ def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -
         special_stops=ends.special_stops,
         special=ends.special,
         include=request.include_stop,
+        dropped=dropped_ids(request, tokenizer),
         min_tokens=request.min_tokens,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.engine.ends import special_tokens
+from foretoken.engine.ends import dropped_ids, special_tokens
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.request import Emission, Origin, Running
 from foretoken.engine.stats import SpecStats
@@ -88,8 +88,10 @@ class Pieces:
 
     def push(self, run: Running, emission: Emission) -> Piece:
         """The piece of one round."""
-        self._text.push(emission.token_ids)
+        if self._first:
+            self._text = Detokenizer(self._tokenizer, dropped=dropped_ids(run.request, self._tokenizer))
         final = emission.finish_reason is not None
+        self._text.push(emission.token_ids[:-1] if final and run.stopper.drops_last else emission.token_ids)
         prompt = run.prompt_logprobs if self._first and run.request.prompt_logprobs is not None else None
         self._first = False
         return Piece(
@@ -128,8 +130,8 @@ def output_of(run: Running, tokenizer: Any | None) -> Output:
         raise RuntimeError("an unfinished request has no output")
     text = ""
     if tokenizer is not None:
-        decoder = Detokenizer(tokenizer)
-        decoder.push(run.output)
+        decoder = Detokenizer(tokenizer, dropped=dropped_ids(run.request, tokenizer))
+        decoder.push(run.output[:-1] if run.stopper.drops_last else run.output)
         decoder.flush()
         text = decoder.text[: run.stopper.cut] + run.stopper.suffix
     return Output(
@@ -152,9 +154,8 @@ def note_of(run: Running, tokenizer: Any | None, text: str) -> str:
     """Why a finished text shows nothing; empty if it shows something, or without a tokenizer."""
     stopper, ids = run.stopper, run.output
     if run.finish_reason == "stop" and stopper.reason is not None:
-        is_stop_first = (
-            stopper.cut is not None or len(ids) == 1
-        )  # a stop string, or a stop token, with nothing before it
+        # a stop string, or a stop token, with nothing before it
+        is_stop_first = stopper.cut is not None or stopper.drops_last or len(ids) == 1
         if is_stop_first and not text.strip() and not stopper.suffix:
             return f"the output began with its stop string or token, {stopper.reason!r}"
     ended_at_once = run.finish_reason == "eos" and len(ids) == 1

@@ -41,7 +41,8 @@ class Request:
         min_tokens: fewest output tokens, unless nothing else may follow.
         allowed_token_ids: the only tokens allowed in the output, besides those that end it; ``None``: all.
         bad_words: forbidden sequences of tokens.
-        include_stop: keep the stop string at the end of the text.
+        include_stop: keep the stop string, or the text of the stop token, at the end of the text.
+        shown_special: ids of special tokens whose text is part of the output's text.
         logprobs: report the log-probabilities of every output token and of this many most likely ones; ``None``: none.
         prompt_logprobs: the same for the prompt, which then uses no prefix cache.
         priority: requests with a smaller number are admitted first.
@@ -67,6 +68,7 @@ class Request:
     allowed_token_ids: frozenset[int] | None = None
     bad_words: Sequence[Sequence[int]] = ()
     include_stop: bool = False
+    shown_special: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     priority: int = 0

@@ -18,6 +18,7 @@ class Detokenizer:
     Args:
         tokenizer: a Transformers tokenizer, or ``None`` (no text).
         special: include the text of special tokens.
+        dropped: ids of tokens without text, in place of all special tokens; ``None`` for these.
     """
 
     CONTEXT = 16
@@ -25,8 +26,8 @@ class Detokenizer:
     HELD = 8
     """Tokens that are held back at most if their bytes form no character: one has four bytes."""
 
-    def __init__(self, tokenizer: Any | None, special: bool = False) -> None:
-        self._tokenizer, self._skip = tokenizer, not special
+    def __init__(self, tokenizer: Any | None, special: bool = False, dropped: frozenset[int] | None = None) -> None:
+        self._tokenizer, self._skip, self._dropped = tokenizer, not special and dropped is None, dropped
         self._ids: list[int] = []
         self._start = self._end = 0
         self._before = ""  # text of the tokens from _start to _end
@@ -84,6 +85,8 @@ class Detokenizer:
         return new
 
     def _decode(self, ids: list[int]) -> str:
+        if self._dropped:
+            ids = [token for token in ids if token not in self._dropped]
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip)) if ids and self._tokenizer else ""
 
 
@@ -93,11 +96,18 @@ class Strings:
     Args:
         special: ids of special tokens, whose text is then part of the searched text; without any, special tokens have
             no text.
+        dropped: see :class:`Detokenizer`; of the text that a match is an offset in.
     """
 
-    def __init__(self, tokenizer: Any, strings: Sequence[str], special: frozenset[int] = frozenset()) -> None:
-        self._tokenizer, self._strings, self._special = tokenizer, strings, special
-        self._text = Detokenizer(tokenizer, special=bool(special))
+    def __init__(
+        self,
+        tokenizer: Any,
+        strings: Sequence[str],
+        special: frozenset[int] = frozenset(),
+        dropped: frozenset[int] | None = None,
+    ) -> None:
+        self._tokenizer, self._strings, self._special, self._dropped = tokenizer, strings, special, dropped
+        self._text = Detokenizer(tokenizer, special=True) if special else Detokenizer(tokenizer, dropped=dropped)
         self._ids: list[int] = []
         self._begins: list[int] = []  # start of each token's text
         self._old = 0
@@ -122,10 +132,10 @@ class Strings:
     def _offset_of(self, index: int) -> int:
         """Position in the text without special tokens, from one in the text with them."""
         token = bisect_right(self._begins, index) - 1
-        before = Detokenizer(self._tokenizer)
+        before = Detokenizer(self._tokenizer, dropped=self._dropped)
         for number in self._ids[:token]:  # one by one: an incomplete character at the end holds back only its own text
             before.push([number])
-        if self._ids[token] not in self._special:
+        if self._ids[token] not in (self._special if self._dropped is None else self._dropped):
             return len(before.text) + index - self._begins[token]
         before.flush()
         return len(before.text)
@@ -143,7 +153,8 @@ class Stopper:
         special_stops: ids of special tokens whose text is a stop string; they end the text as that string does.
         special: ids of special tokens by their text. Stop strings that contain a special token and more are searched in
             the text with special tokens, as in Transformers.
-        include: keep the stop string in the text.
+        include: keep the stop string in the text, or that of the id that ended it.
+        dropped: see :class:`Detokenizer`.
         min_tokens: a stop string ends the text only if it is completed after this many tokens, wherever it began; one
             completed earlier is ordinary text. (Earlier ids do end the text: a processor allows them only where nothing
             else may follow.)
@@ -151,6 +162,8 @@ class Stopper:
     Attributes:
         cut: length of the text (without special tokens) before the stop string that ended it.
         suffix: text after the cut: the stop string, if ``include`` is set.
+        drops_last: whether the last token, which ended the output, has no part in the text: it is then that of the
+            tokens before.
         reason: the stop string or id that ended it.
     """
 
@@ -165,6 +178,7 @@ class Stopper:
         special_stops: Mapping[int, str] | None = None,
         special: Mapping[str, int] | None = None,
         include: bool = False,
+        dropped: frozenset[int] | None = None,
         min_tokens: int = 0,
     ) -> None:
         if stop and tokenizer is None:
@@ -178,11 +192,12 @@ class Stopper:
         mixed = [s for s in stop if any(text in s for text in special or ()) and s not in self._special_stops.values()]
         plain = [s for s in stop if s not in mixed and s not in self._special_stops.values()]
         ids = frozenset((special or {}).values())
-        self._watched = [Strings(tokenizer, plain)] if plain else []
-        self._watched += [Strings(tokenizer, mixed, ids)] if mixed else []
+        self._watched = [Strings(tokenizer, plain, dropped=dropped)] if plain else []
+        self._watched += [Strings(tokenizer, mixed, ids, dropped)] if mixed else []
         self._count = 0
         self.cut: int | None = None
         self.suffix = ""
+        self.drops_last = False
 
     def push(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Number of ``tokens`` that are kept, and why the output ends there (``None``: it continues)."""
@@ -191,11 +206,13 @@ class Stopper:
             if token in self._special_stops:
                 self.reason = self._special_stops[token]
                 self.suffix = self.reason if self._include else ""
+                self.drops_last = True  # the suffix has its text, if any
                 return i + 1, "stop"
             if token in self._eos:
+                self.drops_last = not self._include
                 return i + 1, "eos"
             if token in self._stop_ids:
-                self.reason = token
+                self.reason, self.drops_last = token, not self._include
                 return i + 1, "stop"
             if self._matches(token):
                 return i + 1, "stop"

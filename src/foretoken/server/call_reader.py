@@ -20,6 +20,8 @@ MISTRAL_MARK, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 LLAMA_MARK = "<|python_tag|>"
 MARKS = (HERMES_MARK, MISTRAL_MARK, LLAMA_MARK)
 """Marks that begin a call inside a text.  Without a mark only the whole answer may be a call."""
+SIGNS = (*MARKS, HERMES_END, ARGUMENTS)
+"""All that the reader looks for; some tokenizers have special tokens for these."""
 KEYS = ("name", "arguments", "parameters", "type", "function", "id")
 """Keys of a call object; an object that begins with another key is an answer in JSON."""
 _FIRST_KEY = re.compile(r'\[?\s*(?:\{\s*(?:"([^"\\]*)(["\\]?))?)?')

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -184,10 +185,20 @@ def api_error(error: Exception) -> ApiError:
         return bad(str(error), code="contradiction")
     if isinstance(error, OptionError):
         return bad(str(error), FIELDS.get(error.option, error.option), "invalid_value")
-    if isinstance(error, ValueError | TypeError) and not isinstance(error, RequestFailed):
-        return bad(str(error))
     log.error("a request failed", exc_info=error)
     return ApiError(500, "the request failed inside the server; others are not affected", code="internal_error")
+
+
+@contextmanager
+def refusals_of_library() -> Iterator[None]:
+    """Error 400 for a ``ValueError`` by which the library refuses a request in the block.  Anywhere else it is a bug of
+    the server."""
+    try:
+        yield
+    except OptionError:  # names its field
+        raise
+    except ValueError as error:
+        raise bad(str(error)) from error
 
 
 def _invalid(errors: Sequence[Any], request: Request) -> ApiError:

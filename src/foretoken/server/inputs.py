@@ -12,9 +12,10 @@ from foretoken.core.bos import ids_with_one_bos
 from foretoken.core.constraints import OutputRule
 from foretoken.engine.request import Request
 from foretoken.options import FIELDS, beside, make_request
-from foretoken.server.errors import ApiError, bad, path_of, wording_of
+from foretoken.server.errors import ApiError, bad, path_of, refusals_of_library, wording_of
 from foretoken.server.keys import Caller
-from foretoken.server.schemas import REFUSED, Body, ChatRequest, CompletionBody, ResponseFormat, StructuredOutputs
+from foretoken.server.refused_fields import OFF, REFUSED, REFUSED_FORMS
+from foretoken.server.schemas import Body, ChatRequest, CompletionBody, ResponseFormat, StructuredOutputs
 from foretoken.server.serving import Serving
 from foretoken.server.workers import GRAMMARS, NotBegun, in_thread
 
@@ -26,6 +27,8 @@ def check_fields(body: CompletionBody, serving: Serving) -> None:
     """Raise ``ApiError`` 400 or 404 for fields that this server cannot honour."""
     serving.check_model(body.model)
     refuse(body, REFUSED)
+    if body.structured_outputs is not None:
+        refuse(body.structured_outputs, REFUSED_FORMS, "structured_outputs")
     if body.skip_special_tokens is False:
         raise bad("special tokens are never part of the text: use return_token_ids", "skip_special_tokens")
     if body.n is not None and body.n > 1 and not _temperature(body, serving):
@@ -39,11 +42,13 @@ def check_fields(body: CompletionBody, serving: Serving) -> None:
             raise bad("the tree belongs to the drafter that the server was started with: leave it out", "speculative")
 
 
-def refuse(body: Body, unserved: Mapping[str, str]) -> None:
-    """Raise ``ApiError`` 400, with the reason, for fields that are not served."""
+def refuse(body: Body, unserved: Mapping[str, str], field: str = "") -> None:
+    """Raise ``ApiError`` 400, with the reason, for fields that are not served; ``field`` has the body, unless it is the
+    request's."""
     for name, value in (body.model_extra or {}).items():
-        if name in unserved and value:
-            raise bad(f"{name} is not served: {unserved[name]}", name, "unsupported_parameter")
+        if name in unserved and value and value != OFF.get(name):
+            path = f"{field}.{name}" if field else name
+            raise bad(f"{path} is not served: {unserved[name]}", field or name, "unsupported_parameter")
 
 
 def chat_of(request: Mapping[str, Any]) -> ChatRequest:
@@ -148,11 +153,12 @@ def engine_requests(
     for prompt in prompts:
         for choice in range(count):
             choice_seed = None if seed is None else (seed + choice) % 2**64
-            bare = make_request(
-                prompt, llm.tokenizer, **options, seed=choice_seed, constraint=constraints[len(requests)]
-            )
-            request = replace(bare, owner=caller.name, owner_running=caller.running)
-            llm.engine.check(request)
+            with refusals_of_library():
+                bare = make_request(
+                    prompt, llm.tokenizer, **options, seed=choice_seed, constraint=constraints[len(requests)]
+                )
+                request = replace(bare, owner=caller.name, owner_running=caller.running)
+                llm.engine.check(request)
             requests.append(request)
     return requests
 
@@ -271,7 +277,7 @@ async def constraints_of(
     as_a_whole = body.structured_outputs is not None and body.structured_outputs.sampling == "conditional"
 
     def compiled() -> list[OutputRule | None]:
-        width = llm.target.vocab_size
+        width, ends = llm.target.vocab_size, llm.target.eos_token_ids
         for label, schema in (schemas or {}).items():
             try:
                 checked_grammar("json_schema", schema, PATIENCE_S)
@@ -279,7 +285,7 @@ async def constraints_of(
                 raise bad(f"{label}: {error}", param, "invalid_grammar") from None
         if as_a_whole:  # a language has no state, so one serves all choices
             return [compile_language(kind, spec, llm.tokenizer, width, PATIENCE_S)] * count
-        return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S) for _ in range(count)]
+        return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S, ends) for _ in range(count)]
 
     try:
         # Time limit for compiling a grammar; a language has one more second for listing its strings

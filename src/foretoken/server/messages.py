@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from foretoken.server.errors import ANTHROPIC_RESPONSES, ApiError, api_error
 from foretoken.server.messages_bodies import CountRequest, MessagesRequest, chat_request
 from foretoken.server.serving import Serving
 from foretoken.server.sse import ANTHROPIC
+from foretoken.server.templates import arguments_of
 from foretoken.server.turn import ChatTurn, Part
 
 router = APIRouter(responses=ANTHROPIC_RESPONSES)
@@ -150,7 +150,7 @@ class _Message(ChatTurn):
 
 def _block(part: Part) -> dict[str, Any]:
     if isinstance(part, Call):
-        return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.arguments)}
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments_of(part.arguments)}
     return {"type": "text", "text": part}
 
 

@@ -16,6 +16,7 @@ from foretoken.server.schemas import (
     Body,
     ChatRequest,
     FunctionName,
+    JsonObject,
     ModelName,
     Short,
     Speculative,
@@ -65,7 +66,7 @@ class AnthropicTool(Body):
     type: Short | None = None
     name: FunctionName
     description: Text | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: JsonObject | None = None
     strict: StrictBool | None = None
 
 
@@ -89,7 +90,7 @@ class OutputFormat(Body):
     """Format of the answer."""
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(Body):

@@ -17,8 +17,10 @@ from foretoken.server.schemas import (
     Body,
     ChatRequest,
     FunctionName,
+    JsonObject,
     ModelName,
     Short,
+    ShownBody,
     Speculative,
     Text,
     count,
@@ -75,27 +77,27 @@ class Item(Body):
     status: Short | None = None
 
 
-class ResponsesTool(Body):
+class ResponsesTool(ShownBody):
     """A tool that the model may use."""
 
     type: Short
     name: FunctionName | None = None
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: StrictBool | None = None
 
 
-class TextFormat(Body):
+class TextFormat(ShownBody):
     """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Short | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     description: Text | None = None
     strict: StrictBool | None = None
 
 
-class TextConfig(Body):
+class TextConfig(ShownBody):
     """Text options."""
 
     format: TextFormat | None = None
@@ -122,13 +124,13 @@ class ResponsesRequest(Body):
     stream: StrictBool | None = None
     stream_options: dict[str, Any] | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | JsonObject | None = None
     parallel_tool_calls: StrictBool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: Annotated[list[Short], Field(max_length=16)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[Short, Short], Field(max_length=16)] | None = None
     store: StrictBool | None = None
     user: Short | None = None
     safety_identifier: Short | None = None

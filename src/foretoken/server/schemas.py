@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -39,6 +41,20 @@ def encodable(text: Any) -> Any:
     return text
 
 
+def sendable(value: Any) -> Any:
+    """Free-form JSON.  Raises ``ValueError`` if it can be neither shown to a model nor sent back: half a surrogate
+    pair, NaN, or deep nesting."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a text inside contains half a surrogate pair, which is not a character") from None
+    except ValueError:
+        raise ValueError("NaN and Infinity are no JSON") from None
+    except RecursionError:
+        raise ValueError("the value is nested too deeply") from None
+    return value
+
+
 def _number(value: Any) -> Any:
     """The value.  Raises ``ValueError`` for anything but a number, such as a numeric string or a boolean."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -51,6 +67,7 @@ Short = Annotated[StrictStr, Field(max_length=256), BeforeValidator(encodable)]
 Stop = Annotated[StrictStr, Field(min_length=1, max_length=LONGEST_STOP), BeforeValidator(encodable)]
 ModelName = Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(encodable)]
 FunctionName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+JsonObject = Annotated[dict[str, Any], AfterValidator(sendable)]
 Id = Annotated[StrictInt, Field(ge=0, le=BIG)]
 Ids = Annotated[list[Id], Field(max_length=LONGEST_TEXT, fail_fast=True)]  # else an error for each of 400,000 wrong ids
 
@@ -142,6 +159,12 @@ class Body(BaseModel):
         yield from self._inside()
 
 
+class ShownBody(Body):
+    """An object that a template or the answer shows with its unknown names."""
+
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(sendable)]] = Field(init=False)
+
+
 class StreamOptions(Body):
     """Additional content of a stream."""
 
@@ -164,7 +187,7 @@ class JsonSchema(Body):
 
     name: Short = "answer"
     description: Text | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     strict: StrictBool | None = None
 
 
@@ -178,7 +201,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """Output constraint in vLLM's format: exactly one form, sampled token by token under a mask or as a whole."""
 
-    json_: dict[str, Any] | Text | None = Field(default=None, alias="json")
+    json_: JsonObject | Text | None = Field(default=None, alias="json")
     regex: Text | None = None
     grammar: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1, max_length=MOST_WORDS)] | None = None
@@ -302,16 +325,16 @@ class Message(Body):
     tool_call_id: Short | None = None
 
 
-class Function(Body):
+class Function(ShownBody):
     """A function that the model may call."""
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: StrictBool | None = None
 
 
-class Tool(Body):
+class Tool(ShownBody):
     """A tool that the model may use."""
 
     type: Literal["function"]
@@ -331,11 +354,11 @@ class ChatRequest(CompletionBody):
     logprobs: StrictBool | None = None
     top_logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | JsonObject | None = None
     parallel_tool_calls: StrictBool | None = None
     prediction: Prediction | None = None
     reasoning_effort: Short | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=16)] | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None
     modalities: Annotated[list[Short], Field(max_length=8)] | None = None
@@ -348,7 +371,7 @@ class TokenizeRequest(Body):
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=16)] | None = None
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
     add_special_tokens: StrictBool | None = None
@@ -363,18 +386,3 @@ class DetokenizeRequest(Body):
 
 
 Prediction.model_rebuild()
-REFUSED = {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "guided_json": "use structured_outputs or response_format",
-    "guided_regex": "use structured_outputs",
-    "guided_grammar": "use structured_outputs",
-    "guided_choice": "use structured_outputs",
-    "audio": "only text is served",
-    "web_search_options": "this server does not search the web",
-    "prompt_embeds": "only text and token ids are served",
-    "lora_request": "one model is served",
-    "use_beam_search": "beam search is not supported",
-    "length_penalty": "beam search is not supported",
-}
-"""Fields with a meaning elsewhere: a request that relies on them must not get a different answer instead."""

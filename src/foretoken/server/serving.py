@@ -117,7 +117,7 @@ def warm_up(llm: Llm) -> None:
     try:
         from foretoken.server.grammar import compile_constraint
 
-        compile_constraint("regex", "a", llm.tokenizer, llm.target.vocab_size)
+        compile_constraint("regex", "a", llm.tokenizer, llm.target.vocab_size, ends=llm.target.eos_token_ids)
     except ModuleNotFoundError:
         log.info("no structured output: pip install 'foretoken[grammar]' brings it")
     except (ValueError, RuntimeError) as error:

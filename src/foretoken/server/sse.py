@@ -15,7 +15,7 @@ from foretoken.server.errors import ApiError, api_error, is_anthropic
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
-_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True)

@@ -174,16 +174,33 @@ def _call(call: ToolCall, template: str) -> dict[str, Any]:
 
 
 def arguments_of(raw: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Arguments of a call as an object; other text becomes its only member, ``unparsed``."""
+    """Arguments of a call as an object; other text becomes its only member, ``unparsed``.
+
+    Half a surrogate pair, which a model may write as an escape and no tokenizer takes, becomes U+FFFD.
+    """
     if isinstance(raw, dict):
-        return raw
+        return _whole_characters(raw)
     if raw is None or not raw.strip():
         return {}
     try:
         arguments = json.loads(raw)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # also for a number of too many digits
         arguments = None
-    return arguments if isinstance(arguments, dict) else {"unparsed": raw}
+    return _whole_characters(arguments) if isinstance(arguments, dict) else {"unparsed": raw}
+
+
+def _whole_characters(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with U+FFFD for each half of a surrogate pair."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError:
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        mended: dict[str, Any] = json.loads(whole)
+        return mended
+    except RecursionError:
+        pass
+    return arguments
 
 
 def _id(call_id: str, template: str) -> str:

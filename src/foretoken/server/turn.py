@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -11,10 +12,11 @@ from starlette.requests import Request as HttpRequest
 from foretoken.core.constraints import OutputRule
 from foretoken.core.conversation import has_template
 from foretoken.engine.background import Ticket
+from foretoken.engine.ends import special_tokens
 from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import Answer
 from foretoken.server.call_formats import CallFormat, choice_of, forced, format_of, schemas_of, special_of
-from foretoken.server.call_reader import Call, CallReader
+from foretoken.server.call_reader import SIGNS, Call, CallReader
 from foretoken.server.errors import bad
 from foretoken.server.inputs import (
     check_fits,
@@ -122,7 +124,7 @@ class ChatTurn(Answer):
         self.most = body.max_completion_tokens or body.max_tokens or usual
         if self.clamps:
             self.most = min(self.most, max(1, room_of(self.serving, len(self.prompt))))
-        return engine_requests(
+        requests = engine_requests(
             [self.prompt],
             body,
             self.serving,
@@ -135,6 +137,12 @@ class ChatTurn(Answer):
             prediction=self._prediction(),
             **({} if has_template(llm.tokenizer) else {"stop": self._stops()}),
         )
+        if not self.tool_choice.offered:
+            return requests
+        # Text without special tokens would lack the marks by which the reader finds a call behind other text
+        special = special_tokens(llm.tokenizer)
+        signs = frozenset(special[sign] for sign in SIGNS if sign in special)
+        return [replace(request, shown_special=signs) for request in requests]
 
     def _stops(self) -> list[str]:
         stop = self.body.stop

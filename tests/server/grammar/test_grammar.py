@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +30,9 @@ from foretoken.server.grammar import compile_constraint  # noqa: E402
 from foretoken.server.grammar.compiling import LIMITS, TRIAL  # noqa: E402
 from foretoken.server.grammar.constraint import GrammarConstraint  # noqa: E402
 from foretoken.server.grammar.trial import Trial  # noqa: E402
+from foretoken.server.inputs import constraints_of  # noqa: E402
 from foretoken.server.known_formats import FORMATS, without_unknown_formats  # noqa: E402
+from foretoken.server.schemas import CompletionRequest  # noqa: E402
 
 SCHEMA = {
     "type": "object",
@@ -324,6 +328,55 @@ def test_how_many_drafts_fit(plain: Llm) -> None:
     assert 0 < rule.fits([], bad) < len(bad)
     assert rule.fits(bad, good) == 0
     assert rule.fits(good, [end]) == 1
+
+
+class OwnSpelling:
+    """A tokenizer that spells its tokens itself, as a GGUF file's does: one token a byte, and three special ones."""
+
+    eos_token_id, bos_token_id, all_special_ids = 256, None, [256, 257, 258]
+
+    def __len__(self) -> int:
+        return 259
+
+    def spelling(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else f"<{token}>".encode()
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(text.encode())
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_every_end_of_the_model_may_follow_a_complete_output(plain: Llm, is_own: bool) -> None:
+    """A chat model ends its turn with another id than the tokenizer's; ids beyond the logits end nothing."""
+    tokenizer: Any = OwnSpelling() if is_own else plain.tokenizer
+    width = len(tokenizer)
+    own = int(tokenizer.eos_token_id)
+    other = 257 if is_own else spelled(plain, "~")[0]
+    written = list(b"ab") if is_own else spelled(plain, "ab")
+    scores = torch.zeros(1, width)
+    for ends in ({other, width + 5}, {own, other}, set[int]()):
+        rule = compile_constraint("regex", "(ab)+", tokenizer, width, ends=ends)
+        assert rule.ends == {own} | (ends & {other})
+        allowed = set(torch.isfinite(rule(torch.tensor([written]), scores)[0]).nonzero().flatten().tolist())
+        assert {own, other} & allowed == rule.ends
+        assert rule.fits(written, [other]) == int(other in rule.ends)
+        assert not set(torch.isfinite(rule(NOTHING_YET, scores)[0]).nonzero().flatten().tolist()) & {own, other}
+    whole = compile_constraint("regex", "ab", tokenizer, width, ends={other})
+    assert torch.isfinite(whole(torch.tensor([written]), scores)[0]).nonzero().flatten().tolist() == sorted(
+        {own, other}
+    )
+
+
+def test_a_request_of_the_server_may_end_as_the_model_does(plain: Llm) -> None:
+    other = spelled(plain, "~")[0]
+    target = SimpleNamespace(vocab_size=plain.target.vocab_size, eos_token_ids=frozenset({0, other}))
+    serving: Any = SimpleNamespace(llm=SimpleNamespace(tokenizer=plain.tokenizer, target=target))
+    body = CompletionRequest.model_validate(
+        {"model": "m", "prompt": "a", "structured_outputs": {"choice": ["no", "not now"]}}
+    )
+    (rule,) = asyncio.run(constraints_of(body, 1, serving))
+    assert isinstance(rule, GrammarConstraint) and rule.ends == {0, other}
+    assert rule.fits(spelled(plain, "no"), [other]) == 1
 
 
 class Guessing(Drafter):

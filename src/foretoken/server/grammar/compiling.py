@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -34,12 +35,17 @@ TRIAL = Trial()
 TOKEN = re.compile(r"<\[\d+\]>")
 """A token by its id: special tokens are not spelled by their text."""
 
-_tokenizers: weakref.WeakKeyDictionary[Any, dict[int, LLTokenizer]] = weakref.WeakKeyDictionary()
+_tokenizers: weakref.WeakKeyDictionary[Any, dict[tuple[int, frozenset[int]], LLTokenizer]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def compile_constraint(
-    kind: str, spec: Any, tokenizer: Any, vocab_size: int, patience_s: float | None = None
+    kind: str,
+    spec: Any,
+    tokenizer: Any,
+    vocab_size: int,
+    patience_s: float | None = None,
+    ends: Iterable[int] = (),
 ) -> GrammarConstraint:
     """Compile a constraint for one request.  Raises :class:`TrialBusy` after ``patience_s``, and ``ValueError`` for an
     unknown kind, for a spec that is invalid or too large, and for an unsupported tokenizer.
@@ -52,12 +58,14 @@ def compile_constraint(
         tokenizer: the target's, a fast one of Transformers.
         vocab_size: width of the logits, which may exceed the tokenizer's vocabulary.
         patience_s: seconds to wait while other grammars are on trial; ``None``: no limit.
+        ends: the model's end-of-text ids (``llm.target.eos_token_ids``), which may be more than the tokenizer's own.
     """
     grammar = checked_grammar(kind, spec, patience_s)
-    view = tokenizer_view(tokenizer, vocab_size)
+    every_end = frozenset(end_ids(tokenizer)) | {end for end in ends if 0 <= end < vocab_size}
+    view = tokenizer_view(tokenizer, vocab_size, every_end)
     matcher = LLMatcher(view, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     _check(kind, matcher.get_error())
-    return GrammarConstraint(matcher, vocab_size, frozenset(end_ids(tokenizer)))
+    return GrammarConstraint(matcher, vocab_size, every_end)
 
 
 def checked_grammar(kind: str, spec: Any, patience_s: float | None) -> str:
@@ -137,28 +145,33 @@ def _depth(spec: Any) -> int:
     return depth
 
 
-def tokenizer_view(tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """llguidance's view of a tokenizer, cached: building it takes a second for a large vocabulary."""
+def tokenizer_view(tokenizer: Any, vocab_size: int, ends: Iterable[int] = ()) -> LLTokenizer:
+    """llguidance's view of a tokenizer, cached: building it takes a second for a large vocabulary.  A text may end with
+    the tokenizer's own end-of-text id and with ``ends``."""
+    key = (vocab_size, frozenset(ends) | frozenset(end_ids(tokenizer)))
     with _lock:
         try:
             views = _tokenizers.setdefault(tokenizer, {})
         except TypeError:
             views = {}
-        if vocab_size not in views:
+        if key not in views:
             try:
-                views[vocab_size] = _viewed(tokenizer, vocab_size)
+                views[key] = _viewed(tokenizer, *key)
             except (ValueError, AttributeError, RuntimeError) as error:
                 raise ValueError(
                     f"structured output needs a fast tokenizer of Transformers: {one_line(error, 300)}"
                 ) from None
-        return views[vocab_size]
+        return views[key]
 
 
-def _viewed(tokenizer: Any, vocab_size: int) -> LLTokenizer:
+def _viewed(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> LLTokenizer:
     """View of a Transformers tokenizer, or of one that spells its tokens as bytes itself (a GGUF file's)."""
+    own = end_ids(tokenizer)
+    ordered = [*own, *sorted(ends.difference(own))] or None  # the first one is llguidance's own choice of an end
     if hasattr(tokenizer, "spelling"):
-        return LLTokenizer(TokenizerWrapper(_Spelled(tokenizer, vocab_size)), n_vocab=vocab_size)
-    return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_ids(tokenizer) or None)
+        wrapper = TokenizerWrapper(_Spelled(tokenizer, vocab_size))
+        return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=ordered)
+    return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=ordered)
 
 
 class _Spelled:
