@@ -200,6 +200,7 @@ def test_refusals_name_the_field(server: Running, body: dict[str, Any], param: s
         ("min_new_tokens", 2),
         ("n_predict", 2),
         ("typical_p", 0.5),
+        ("length_penalty", 0.5),
         ("mirostat", 2),
         ("xtc_probability", 0.1),
         ("dry_multiplier", 0.8),
@@ -212,7 +213,7 @@ def test_fields_of_other_servers_are_refused_unless_they_are_off(server: Running
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["code"]) == (400, field, "unsupported_parameter")
         assert error["message"].startswith(f"{field} is not served: ")
-    off = 1.0 if field == "typical_p" else type(value)()
+    off = 1.0 if field in ("typical_p", "length_penalty") else type(value)()
     for nothing in (None, off):
         assert server.post("/v1/completions", prompt="a", max_tokens=1, **{field: nothing}).status_code == 200
 

@@ -42,5 +42,5 @@ REFUSED_FORMS = {
     "disable_additional_properties": 'say "additionalProperties": false in the schema',
 }
 """The same for fields of ``structured_outputs``."""
-OFF = {"typical_p": 1}
+OFF = {"typical_p": 1, "length_penalty": 1}
 """Values, beside empty ones, by which such a field has no effect."""
