@@ -187,6 +187,7 @@ class MtpTargetCheckpoint(Format):
         for name in ("generation_config.json", *tokenizer, "chat_template.jinja"):
             if (base / name).exists():
                 shutil.copyfile(base / name, folder / name)
+        write_json(folder / NOTE, {"format": NOTE_VERSION, "method": self.method})  # --force replaces what has a note
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         raise ValueError(f"{source.path} is a target: use its head with --target {source.path} --drafter mtp")
