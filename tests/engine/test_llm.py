@@ -263,3 +263,17 @@ def test_load_takes_models_and_objects() -> None:
         load(target, "ngram", controller="nonsense")
     with pytest.raises(ValueError, match="unknown drafter 'nonsense': choose one of model"):
         load(target, "nonsense")
+
+
+def test_exact_is_checked_for_objects_too() -> None:
+    """A target object that is not exact to the last bit is told, once, and an unknown kind of exactness refused."""
+    target, _ = tables()
+    with pytest.raises(ValueError, match="exact must be 'distribution', 'bitwise' or 'approximate', not 'nonsense'"):
+        load(target, None, exact="nonsense")
+    assert load(target, None).describe()["refused"] == []
+    for _ in range(2):
+        (refused,) = load(target, None, exact="bitwise").describe()["refused"]
+        assert (refused["path"], refused["why"]) == ("bitwise", target.exactness_why)
+    exact, _ = tables()
+    exact.exactness = "bitwise"
+    assert load(exact, None, exact="bitwise").describe()["refused"] == []
