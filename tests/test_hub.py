@@ -313,6 +313,14 @@ def test_a_filter_with_a_value_of_its_own_only_lowers_tokens(warper: Any) -> Non
     assert torch.allclose(Sampler(params).distribution(logits, [1]), expected, atol=1e-6)
 
 
+def test_top_p_0_is_the_likeliest_token(model: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "top_p": 0.0}
+    greedy = model.generate(ONE, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(ONE, **options), greedy)
+    for drafter in (None, "ngram,n=2,k=3"):
+        assert torch.equal(model.generate(ONE, custom_generate=ft.custom_generate, drafter=drafter, **options), greedy)
+
+
 # -- output forms and side effects -----------------------------------------------------------------------------------
 
 

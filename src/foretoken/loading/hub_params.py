@@ -58,8 +58,10 @@ def _split_warpers(processors: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _is_plain(warper: Any) -> bool:
-    """Whether a warper keeps as few tokens as it can, and makes the others impossible."""
-    return getattr(warper, "min_tokens_to_keep", 1) == 1 and getattr(warper, "filter_value", -inf) == -inf
+    """Whether a warper keeps as few tokens as it can, makes the others impossible, and has a value that our sampler
+    has: ``top_p=0``, the likeliest token alone, stays Transformers' own."""
+    keeps_one = getattr(warper, "min_tokens_to_keep", 1) == 1
+    return keeps_one and getattr(warper, "filter_value", -inf) == -inf and getattr(warper, "top_p", 1.0) > 0
 
 
 def _skips_padding_only(processor: Any, padding: int) -> bool:
