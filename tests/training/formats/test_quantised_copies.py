@@ -170,6 +170,11 @@ def test_float8() -> None:
             {"a.weight": torch.zeros(4, 4, dtype=torch.int8), "a.weight_scale": torch.ones(4, 3)},
             r"a.weight_scale is \[4, 3\], which does not fit",
         ),
+        (
+            CONFIG,
+            {"a.weight": torch.zeros(4, 8, dtype=torch.int8), "a.weight_scale": torch.ones(2, 2)},
+            r"a.weight_scale is \[2, 2\], which does not fit a.weight of \[4, 8\]",
+        ),
     ],
 )
 def test_what_cannot_be_read(config: Any, tensors: dict[str, Tensor], words: str) -> None:

@@ -66,7 +66,8 @@ def _whole(name: str, value: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     scale, zero = tensors[f"{prefix}{SCALE}"].float(), tensors.get(f"{prefix}{ZERO}")
     rows = 1 if scale.numel() == 1 else len(value)
     groups = scale.numel() // max(1, rows)
-    fits = value.dim() == 2 and groups > 0 and scale.numel() == rows * groups and value.shape[1] % groups == 0
+    by_rows = scale.numel() == 1 or len(scale) == rows  # the number of scales of blocks may agree by chance
+    fits = value.dim() == 2 and by_rows and groups > 0 and value.shape[1] % groups == 0
     if not fits or (zero is not None and zero.numel() != scale.numel()):
         raise ValueError(f"{prefix}{SCALE} is {list(scale.shape)}, which does not fit {name} of {list(value.shape)}")
     blocks = value.float().unflatten(1, (groups, -1))
