@@ -226,6 +226,8 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
     values: dict[str, Any] = dict(options)
     bias, allowed, stops = (values.get(name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"))
     rule = _rule(values.get("constraint"))
+    if "seed" in values:
+        values["seed"] = plain(values["seed"])
     as_given = {name: value for name, value in values.items() if FIELDS[name].kind is not None}
     params = SamplingParams(
         **{name: value for name, value in as_given.items() if FIELDS[name].sampling},

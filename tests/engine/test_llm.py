@@ -50,6 +50,15 @@ def test_seeds_of_a_batch() -> None:
         llm.generate(PROMPTS, seed=[1, 2], **options)
 
 
+@pytest.mark.parametrize("seed", [torch.tensor(3), np.int64(3), np.array(3)])
+def test_a_seed_may_be_a_tensor_or_an_array(seed: Any) -> None:
+    llm, options = toy(), {"max_new_tokens": 12, "temperature": 1.0}
+    expected = llm.generate(PROMPTS[0], seed=3, **options).token_ids
+    assert llm.generate(PROMPTS[0], seed=seed, **options).token_ids == expected
+    assert ids(list(llm.stream(PROMPTS[0], seed=seed, **options))) == expected
+    assert llm.request(PROMPTS[0], seed=seed, **options).seed == 3
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_streams_side_by_side(temperature: float) -> None:
     """Every round serves all streams; none loses what another's reading brought."""
