@@ -16,6 +16,9 @@ SCALE, ZERO, INPUT = ".weight_scale", ".weight_zero_point", ".input_scale"
 PACKED = (".weight_packed", ".qweight", ".weight_shape", ".weight_scale_inv", ".absmax", ".bitmask", ".scales")
 """Endings of tensors that only a library of their method can read."""
 
+FLAGS = "t2d"
+"""Name of the tensor that says which tokens a draft vocabulary has; some projects store its flags in bytes."""
+
 
 def dequantised(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """The tensors in bfloat16, and the method that their copy was quantised with; empty if it is not quantised.
@@ -25,6 +28,9 @@ def dequantised(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tup
     """
     method = method_of(config)
     eighths = {name for name, value in tensors.items() if value.dtype.itemsize == 1 and value.dtype != torch.bool}
+    flags = {name for name in eighths if name.rpartition(".")[2] == FLAGS}
+    tensors = {**tensors, **{name: tensors[name].bool() for name in flags}}
+    eighths -= flags
     packed = next((name for name in tensors if name.endswith(PACKED)), None)
     if not method and not eighths and packed is None:
         return dict(tensors), ""
