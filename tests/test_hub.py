@@ -18,6 +18,12 @@ from transformers import (
     StoppingCriteria,
     TextStreamer,
 )
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import foretoken as ft
 from foretoken.core import Budget, Context, TokenTree
@@ -293,6 +299,26 @@ def test_temperature_and_filters_are_applied_once(model: Any) -> None:
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
     distribution = Sampler(params).distribution(logits, [])
     assert torch.allclose(distribution, torch.softmax(processors(ONE, logits[None]), -1)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "warper",
+    [TopKLogitsWarper(2, filter_value=-1.0), TopPLogitsWarper(0.6, filter_value=-1.0), MinPLogitsWarper(0.5, -1.0)],
+)
+def test_a_filter_with_a_value_of_its_own_only_lowers_tokens(warper: Any) -> None:
+    params = params_of([TemperatureLogitsWarper(0.5), warper], 0, 0, GenerationConfig(do_sample=True))
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.5])
+    expected = torch.softmax(warper(ONE, logits[None] / 0.5), -1)[0]
+    assert bool((expected > 0).all())
+    assert torch.allclose(Sampler(params).distribution(logits, [1]), expected, atol=1e-6)
+
+
+def test_top_p_0_is_the_likeliest_token(model: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "top_p": 0.0}
+    greedy = model.generate(ONE, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(ONE, **options), greedy)
+    for drafter in (None, "ngram,n=2,k=3"):
+        assert torch.equal(model.generate(ONE, custom_generate=ft.custom_generate, drafter=drafter, **options), greedy)
 
 
 # -- output forms and side effects -----------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.graphed import with_graphs
-from foretoken.options import BatchOptions, Options, Prompt, beside, encode, make_request, predictions_of
+from foretoken.options import BatchOptions, Options, Prompt, beside, encode, make_request, predictions_of, reusable
 from foretoken.registry import make
 
 
@@ -134,6 +134,7 @@ class Llm:
             return []
         seeds = seeds_of(options.pop("seed", None), len(batch))
         predictions = predictions_of(options.pop("prediction", None), len(batch), single)
+        options = reusable(options)
         requests = []
         for i, prompt in enumerate(batch):
             with numbered(i, len(batch)):

@@ -7,7 +7,7 @@ Heavy modules are imported with the first request, because the command line read
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -226,6 +226,8 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
     values: dict[str, Any] = dict(options)
     bias, allowed, stops = (values.get(name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"))
     rule = _rule(values.get("constraint"))
+    if "seed" in values:
+        values["seed"] = plain(values["seed"])
     as_given = {name: value for name, value in values.items() if FIELDS[name].kind is not None}
     params = SamplingParams(
         **{name: value for name, value in as_given.items() if FIELDS[name].sampling},
@@ -258,6 +260,15 @@ def beside(defaults: Mapping[str, Any], constraint: OutputRule | None) -> dict[s
     return {name: value for name, value in defaults.items() if name not in left_out}
 
 
+def reusable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for several requests: iterators, which the first request would exhaust, as tuples."""
+    return {name: _reusable(value) for name, value in options.items()}
+
+
+def _reusable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Iterator) else value
+
+
 def predictions_of(value: Any, count: int, single: bool) -> list[Any]:
     """One prediction per prompt: the given one for all, or a list unchanged. Raises ``OptionError`` for a wrong number
     of predictions.
@@ -266,7 +277,7 @@ def predictions_of(value: Any, count: int, single: bool) -> list[Any]:
         value: text or ids; for several prompts also a list with one (or ``None``) for each.
         single: whether there is one prompt instead of a list.
     """
-    value = plain(value)
+    value = _reusable(plain(value))
     several = isinstance(value, list | tuple) and len(value) > 0 and not isinstance(plain(value[0]), int)
     if single or not several:
         return [value] * count
@@ -274,7 +285,7 @@ def predictions_of(value: Any, count: int, single: bool) -> list[Any]:
         raise OptionError(
             "prediction", f"{len(value)} predictions for {count} prompts: give one for all, or one per prompt"
         )
-    return list(value)
+    return [_reusable(each) for each in value]
 
 
 def _rule(rule: Any) -> Any:

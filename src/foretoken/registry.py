@@ -332,16 +332,20 @@ def installed_rows() -> list[Row]:
     ]
 
 
-@cache
 def find(role: Role, name: str) -> Row:
     """The row of a name. Raises :class:`UnknownName`, and ``ValueError`` for a ``file.py:Class`` that does not exist or
     is no drafter's."""
+    if role == "drafter" and is_code(name):  # not cached: a relative file depends on the present folder
+        check_code(name)
+        return OutsideRow(name, role, name, "", "", example=name)
+    return _find(role, name)
+
+
+@cache
+def _find(role: Role, name: str) -> Row:
     for row in rows(role):
         if row.name == name:
             return row
-    if role == "drafter" and is_code(name):
-        check_code(name)
-        return OutsideRow(name, role, name, "", "", example=name)
     if is_code(name) and role in ("verifier", "controller"):
         raise ValueError(
             f"{name} is a class in a file: a {role} from outside is given in Python, ft.load(..., {role}=OBJECT)"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.tiny_tokenizer import chat_tokenizer, eos, tokenizer
-from foretoken.core.conversation import control_tokens, from_sharegpt, has_template, is_messages, render
+from foretoken.core.conversation import SET_HERE, control_tokens, from_sharegpt, has_template, is_messages, render
 from foretoken.engine.background import AsyncLlm
 from foretoken.llm import Llm
 from foretoken.methods.controllers.constant import ConstantController
@@ -185,7 +185,11 @@ def test_tools_reach_the_template_or_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("keywords", "words"),
-    [([1], "not a list"), ({"tokenize": True}, "'tokenize', which is set here"), ({1: 2}, "1 is not a name")],
+    [
+        ([1], "not a list"),
+        ({1: 2}, "1 is not a name"),
+        *(({name: True}, f"'{name}', which is set here") for name in SET_HERE),
+    ],
 )
 def test_what_a_template_reads_is_a_mapping(keywords: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"template_kwargs must be a mapping .*{words}"):

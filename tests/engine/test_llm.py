@@ -50,6 +50,15 @@ def test_seeds_of_a_batch() -> None:
         llm.generate(PROMPTS, seed=[1, 2], **options)
 
 
+@pytest.mark.parametrize("seed", [torch.tensor(3), np.int64(3), np.array(3)])
+def test_a_seed_may_be_a_tensor_or_an_array(seed: Any) -> None:
+    llm, options = toy(), {"max_new_tokens": 12, "temperature": 1.0}
+    expected = llm.generate(PROMPTS[0], seed=3, **options).token_ids
+    assert llm.generate(PROMPTS[0], seed=seed, **options).token_ids == expected
+    assert ids(list(llm.stream(PROMPTS[0], seed=seed, **options))) == expected
+    assert llm.request(PROMPTS[0], seed=seed, **options).seed == 3
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_streams_side_by_side(temperature: float) -> None:
     """Every round serves all streams; none loses what another's reading brought."""
@@ -263,3 +272,17 @@ def test_load_takes_models_and_objects() -> None:
         load(target, "ngram", controller="nonsense")
     with pytest.raises(ValueError, match="unknown drafter 'nonsense': choose one of model"):
         load(target, "nonsense")
+
+
+def test_exact_is_checked_for_objects_too() -> None:
+    """A target object that is not exact to the last bit is told, once, and an unknown kind of exactness refused."""
+    target, _ = tables()
+    with pytest.raises(ValueError, match="exact must be 'distribution', 'bitwise' or 'approximate', not 'nonsense'"):
+        load(target, None, exact="nonsense")
+    assert load(target, None).describe()["refused"] == []
+    for _ in range(2):
+        (refused,) = load(target, None, exact="bitwise").describe()["refused"]
+        assert (refused["path"], refused["why"]) == ("bitwise", target.exactness_why)
+    exact, _ = tables()
+    exact.exactness = "bitwise"
+    assert load(exact, None, exact="bitwise").describe()["refused"] == []

@@ -24,6 +24,7 @@ from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.prediction import PredictionDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.models.other.table import TableModel
 from toys import engine, fixed_tables, serve
@@ -52,6 +53,47 @@ def both(text: str = STORY, script: Sequence[int] = (), then: Sequence[int] = ()
     assert [token for piece in pieces for token in piece.token_ids] == output.token_ids
     assert pieces[-1].finish_reason == output.finish_reason
     return output
+
+
+class NotCertain(Writer):
+    """A writer that gives every token a chance, so that its text can go on where a token is forbidden."""
+
+    def distribution(self, prefix: Sequence[int]) -> Tensor:
+        return super().distribution(prefix) * 0.9999 + 0.0001 / self.vocab_size
+
+
+def no_dog(ids: Tensor, scores: Tensor) -> Tensor:
+    return scores.index_fill(-1, torch.tensor(ids_of(" dog")), -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("stop", [" dog"]),
+        ("bad_words", ["dog"]),
+        ("stop_token_ids", ids_of(" dog")[-1:]),
+        ("allowed_token_ids", ids_of(" sat on the mat.")),
+        ("logits_processor", [no_dog]),
+        ("prediction", IDS),
+    ],
+)
+def test_iterators_serve_every_prompt_and_sample(name: str, values: list[Any]) -> None:
+    """The first request exhausted them, and the others ran without the rule."""
+    llm = Llm(NotCertain(IDS, len(PROMPT)), PredictionDrafter(), None, ConstantController(), tokenizer())
+    calls: tuple[tuple[Any, dict[str, Any]], ...] = (
+        ([PROMPT] * 2, {}),
+        (PROMPT, {"n": 2, "temperature": 1.0, "seed": 3}),
+    )
+    for prompts, options in calls:
+        from_list, from_iterator = (
+            llm.generate(prompts, **{name: given, **options}, max_new_tokens=20) for given in (values, iter(values))
+        )
+        assert [out.token_ids for out in from_iterator] == [out.token_ids for out in from_list]
+        counts = [out.stats.num_accepted_prediction_tokens for out in from_iterator]
+        assert all(counts) == (name == "prediction")
+        if name != "prediction":
+            plain = llm.generate(prompts, **options, max_new_tokens=20)
+            assert all(out.token_ids != free.token_ids for out, free in zip(from_list, plain, strict=True))
 
 
 # -- min_tokens and what ends a text ---------------------------------------------------------------------------------

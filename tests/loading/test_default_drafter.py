@@ -58,7 +58,7 @@ def own_head(monkeypatch: pytest.MonkeyPatch) -> type[OwnHead]:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     row = Row("own_head", "drafter", "methods.drafters.own_head:OwnHead", "", "A head.", kind="point", needs="a head")
     monkeypatch.setattr(registry, "ROWS", (*registry.ROWS, row))
-    registry.find.cache_clear()
+    registry._find.cache_clear()
     monkeypatch.setattr(OwnHead, "calls", [])
     return OwnHead
 

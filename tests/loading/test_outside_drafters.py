@@ -135,10 +135,23 @@ def test_dataclasses_and_imports_of_the_file_work(tmp_path: Path) -> None:
     assert row.load() is row.load()
 
 
+def test_a_relative_file_is_that_of_the_present_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    periods = {}
+    for folder, period in (("a", 3), ("b", 5), ("a", 3)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        written(tmp_path / folder, PERIOD.replace("period: int = 2", f"period: int = {period}"), "mine.py")
+        monkeypatch.chdir(tmp_path / folder)
+        cls = registry.find("drafter", "mine.py:Period").load()
+        assert (cls().period, periods.setdefault(folder, cls)) == (period, cls)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no file mine\.py"):
+        registry.find("drafter", "mine.py:Period")
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Installs a package with entry points; cached lookups are cleared."""
-    known = (outside.installed, outside.installed_class, registry.find)
+    known = (outside.installed, outside.installed_class, registry._find)
 
     def install(entries: str) -> None:
         place = tmp_path / "theirs-1.0.dist-info"

@@ -21,6 +21,9 @@ SPEAKERS = {
 }
 """Roles by ShareGPT's speaker names."""
 
+SET_HERE = ("tokenize", "messages", "tokenizer", "conversation")
+"""Arguments of a template's call that are no variables of a caller's."""
+
 
 def is_messages(prompt: Any) -> bool:
     """Whether a prompt is one conversation: a list that contains mappings, none of them a tokenizer's output.
@@ -214,7 +217,8 @@ def _mapping_fault(mapping: Any) -> str:
     unnamed = [name for name in mapping if not isinstance(name, str)]
     if unnamed:
         return f"by name, and {unnamed[0]!r} is not a name"
-    return "without 'tokenize', which is set here" if "tokenize" in mapping else ""
+    taken = next((name for name in SET_HERE if name in mapping), None)
+    return "" if taken is None else f"without {taken!r}, which is set here"
 
 
 def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:

@@ -38,10 +38,9 @@ def check_code(name: str) -> None:
         raise ValueError(f"{name!r} has no class name: give a drafter from outside as file.py:Class")
 
 
-@cache
 def class_in_file(name: str) -> type[Any]:
-    """The drafter ``file.py:Class``; its file is run once. Raises ``ValueError`` if it is no drafter, or if the file
-    raises."""
+    """The drafter ``file.py:Class``; its file is run once, and a relative one is that of the present folder. Raises
+    ``ValueError`` if it is no drafter, or if the file raises."""
     check_code(name)
     path, _, cls = name.partition(":")
     module = _run(Path(path).expanduser().resolve())

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterable, Sequence
 from functools import cache
+from math import inf
 from types import FunctionType
 from typing import Any
 
@@ -49,11 +50,18 @@ def _split_warpers(processors: list[Any]) -> tuple[list[Any], list[Any]]:
     """The list without the trailing warpers that our sampler applies itself in the same order, and those warpers."""
     start, rank = len(processors), len(_OWN_ORDER)
     while start > 0 and type(processors[start - 1]) in _OWN_ORDER[:rank]:
-        if getattr(processors[start - 1], "min_tokens_to_keep", 1) != 1:
+        if not _is_plain(processors[start - 1]):
             break
         start -= 1
         rank = _OWN_ORDER.index(type(processors[start]))
     return processors[:start], processors[start:]
+
+
+def _is_plain(warper: Any) -> bool:
+    """Whether a warper keeps as few tokens as it can, makes the others impossible, and has a value that our sampler
+    has: ``top_p=0``, the likeliest token alone, stays Transformers' own."""
+    keeps_one = getattr(warper, "min_tokens_to_keep", 1) == 1
+    return keeps_one and getattr(warper, "filter_value", -inf) == -inf and getattr(warper, "top_p", 1.0) > 0
 
 
 def _skips_padding_only(processor: Any, padding: int) -> bool:

@@ -29,6 +29,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.checks.finite import REMEDY, first_not_finite, weights_of
 from foretoken.models.linear.packing import check_packable
 from foretoken.models.linear.quantised_linear import check_kind, quantise_linears
+from foretoken.models.refusals import check_exact, lost_bits
 from foretoken.models.variants.draft_bits import fastest_kind
 from foretoken.models.variants.inflated import InflatedModel
 from foretoken.models.variants.inflation import inflate as inflate_network
@@ -65,6 +66,7 @@ def load_model(
     check_handed_in(source)
     if pack != "auto" and not isinstance(pack, bool):
         raise ValueError(f"pack must be 'auto', True or False, not {pack!r}")
+    check_exact(exact)
     check_counts({"tensor_parallel": tensor_parallel}, 1)
     check_backend(backend, source)
     if tensor_parallel != 1:
@@ -98,6 +100,8 @@ def load_model(
             raise ValueError(f"only a checkpoint or a Transformers model can be inflated, not {kind}")
         if pack is True:
             raise ValueError(f"pack=True is for checkpoints and Transformers models, not {type(source).__name__}")
+        if all(refused.path != "bitwise" for refused in source.refused):
+            source.refused += lost_bits(exact, source.exactness, source.exactness_why)
         return source
     network = source if is_object else _load_network(source, role, dtype, device)
     if not is_object and (role == "draft" or quantize is not None):

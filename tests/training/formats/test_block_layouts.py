@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_bad_checkpoints import change, checkpoint, refused
 from tiny_nets import SIZE, VOCAB, drafts, save_net, save_target
 from torch import Tensor
-from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, Qwen3Config
 
 from foretoken.loading import load_model
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
@@ -22,7 +22,7 @@ from foretoken.methods.drafters.nets.store import build_net
 from foretoken.models.base import Feed
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.formats import import_drafter
-from foretoken.training.formats.block_layout import default_taps
+from foretoken.training.formats.block_layout import _default_kinds, default_taps
 
 
 def stored(folder: Path) -> BlockConfig:
@@ -50,6 +50,14 @@ def test_a_folder_as_it_is_on_the_hub(target: Path, tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "is_causal": False}, {},
          {"reach": "7", "causal": "0"}),
         ({"sliding_window_non_causal": True}, {"use_swa": True, "swa_window_size": 4}, {"reach": "3", "causal": "0"}),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, {},
+         {"reach": "0,7", "causal": "0,1"}),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, {}, {"reach": "7", "causal": "1"}),
+        ({"use_sliding_window": True, "sliding_window": 8}, {}, {"reach": "0"}),  # from layer 28 on
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, {}, {"reach": "0"}),
+        ({"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}, {}, {"reach": "0"}),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0,
+          "layer_types": ["full_attention", "sliding_attention"]}, {}, {"reach": "0,7"}),
         ({}, {"causal_head": True}, {"causal": "1"}),
         ({}, {"dflash_draft_attention": "causal"}, {"causal": "1"}),
         ({}, {"attention_mode": "causal"}, {"causal": "1"}),
@@ -66,6 +74,12 @@ def test_what_config_json_says(
     import_drafter(hub_folder(tmp_path / "hub", config, **inner), tmp_path / "mine", target)
     block_config = stored(tmp_path / "mine")
     assert {key: getattr(block_config, key) for key in expected} == expected
+
+
+def test_windows_are_those_of_transformers() -> None:
+    for shape in ({"sliding_window": 8, "max_window_layers": 2}, {"sliding_window": 8}, {"sliding_window": None}):
+        config = {"use_sliding_window": True, "num_hidden_layers": 30, **shape}
+        assert _default_kinds(config, 30) == Qwen3Config(**config).layer_types
 
 
 def test_default_depths_are_the_papers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def test_a_broken_import_leaves_nothing(target: Path, tmp_path: Path, monkeypatc
 def test_a_failed_rename_brings_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
+    (out / "foretoken.json").write_text("{}")
     (out / "config.json").write_text("old")
 
     def refuses(self: Path, to: Any) -> Path:
@@ -83,6 +85,54 @@ def test_a_failed_rename_brings_the_old_folder_back(tmp_path: Path, monkeypatch:
     with pytest.raises(OSError, match="Input/output"), new_folder(out, force=True) as folder:
         (folder / "config.json").write_text("new")
     assert names(tmp_path) == {"out"} and (out / "config.json").read_text() == "old"
+
+
+def test_force_leaves_models_and_files_of_others(target: Path, tmp_path: Path) -> None:
+    """A whole model is no drafter, and a drafter's folder with a file of the user's is not only a drafter's."""
+    drafter = save_net("medusa", tmp_path / "mine", target)
+    model = tmp_path / "model"
+    shutil.copytree(target, model)
+    (tmp_path / "noted").mkdir()
+    for name in ("foretoken.json", "my_notes.txt"):
+        (tmp_path / "noted" / name).write_text("{}")
+    for out, words in ((model, "does not contain a drafter"), (tmp_path / "noted", "my_notes.txt, which is not a dra")):
+        before = names(out)
+        with pytest.raises(ValueError, match=words):
+            export_drafter(f"medusa:{drafter}", out, "vllm", target, force=True)
+        assert names(out) == before
+
+
+@pytest.mark.parametrize("method", ["medusa", "uno"])
+def test_force_replaces_exports_imports_and_trained_drafters(method: str, target: Path, tmp_path: Path) -> None:
+    drafter = save_net(method, tmp_path / "mine", target)
+    trained = save_net(method, tmp_path / "trained", target)
+    for name in ("README.md", "training.json", "losses.csv", "losses.png"):
+        (trained / name).write_text("{}")
+    theirs, back = tmp_path / "theirs", tmp_path / "back"
+    for _ in range(2):
+        export_drafter(f"{method}:{drafter}", theirs, None, target, force=True)
+        import_drafter(theirs, back, target, force=True)
+    import_drafter(theirs, trained, target, force=True)
+    assert names(trained) == names(back) == {"drafter.json", "model.safetensors"}
+
+
+def test_force_replaces_exported_models_and_layers(target: Path, other_target: Path, tmp_path: Path) -> None:
+    theirs, back = tmp_path / "theirs", tmp_path / "back"
+    for drafter in (f"model:{other_target}", "early_exit,layer=2", "layer_skip,attention=1,mlp=1"):
+        for _ in range(2):
+            export_drafter(drafter, theirs, None, target, force=True)
+            import_drafter(theirs, back, target, force=True)
+
+
+def test_the_folder_of_a_target_file_is_never_replaced(target: Path, tmp_path: Path) -> None:
+    drafter = save_net("medusa", tmp_path / "mine", target)
+    for folder in ("theirs", "model"):
+        export_drafter(f"medusa:{drafter}", tmp_path / folder, "vllm", target)
+    file = tmp_path / "model" / "target.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="is the source: --out must be another folder"):
+        import_drafter(tmp_path / "theirs", tmp_path / "model", file, force=True)
+    assert file.read_bytes() == b"GGUF"
 
 
 def test_what_may_be_written_to(tmp_path: Path) -> None:

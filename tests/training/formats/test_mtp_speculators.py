@@ -34,7 +34,7 @@ def save_trained(folder: Path, target: Path, **config: Any) -> Path:
     with torch.no_grad():
         for weight in net.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
-    save_drafter(folder, "mtp", asdict(shape), net, parts.fingerprint())
+    save_drafter(folder, "mtp", asdict(shape), net, parts.fingerprint(), {"acceptance": [0.7, 0.5]})
     return folder
 
 
@@ -51,6 +51,8 @@ def test_round_trip(family: str, experts: bool, tmp_path: Path) -> None:
     back = import_drafter(tmp_path / "out", tmp_path / "back", target=tmp_path / "target")
     assert back["drafter"] == f"mtp:{tmp_path / 'back'}"
     assert same_drafter(ours, tmp_path / "back")
+    described = [json.loads((folder / "drafter.json").read_text()) for folder in (ours, tmp_path / "back")]
+    assert described[0]["measured"] == described[1]["measured"] == {"acceptance": [0.7, 0.5]}
 
 
 def test_the_targets_own_head_is_exported_and_drafts_the_same(tmp_path: Path) -> None:

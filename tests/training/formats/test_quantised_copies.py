@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_nets import drafts, save_net
+from tiny_nets import drafts, same_drafter, save_net
 from torch import Tensor
 
 from foretoken.training.formats import export_drafter, import_drafter
@@ -170,6 +170,11 @@ def test_float8() -> None:
             {"a.weight": torch.zeros(4, 4, dtype=torch.int8), "a.weight_scale": torch.ones(4, 3)},
             r"a.weight_scale is \[4, 3\], which does not fit",
         ),
+        (
+            CONFIG,
+            {"a.weight": torch.zeros(4, 8, dtype=torch.int8), "a.weight_scale": torch.ones(2, 2)},
+            r"a.weight_scale is \[2, 2\], which does not fit a.weight of \[4, 8\]",
+        ),
     ],
 )
 def test_what_cannot_be_read(config: Any, tensors: dict[str, Tensor], words: str) -> None:
@@ -180,3 +185,12 @@ def test_what_cannot_be_read(config: Any, tensors: dict[str, Tensor], words: str
 def test_whole_weights_pass() -> None:
     tensors = {"a.weight": WEIGHT, "t2d": torch.ones(3, dtype=torch.bool), "d2t": torch.zeros(3, dtype=torch.int64)}
     assert dequantised({}, tensors) == (tensors, "")
+
+
+def test_flags_in_bytes_are_no_weights(target: Path, tmp_path: Path) -> None:
+    source = folder_of("eagle3", "plain", target, tmp_path)
+    (file,) = source.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({**tensors, "t2d": tensors["t2d"].to(torch.uint8)}, file)
+    assert import_drafter(source, tmp_path / "back", target)["warnings"] == []
+    assert same_drafter(tmp_path / "mine", tmp_path / "back")

@@ -93,3 +93,13 @@ def test_updates_of_something_else(target: Path, tmp_path: Path) -> None:
     tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(RANK, SIZE)
     save_file(tensors, adapter / "adapter_model.safetensors")
     refused(adapter, target, "lm_head.lora_A.weight, which is no update of a linear layer")
+
+
+@pytest.mark.parametrize(
+    "other", [f"{PREFIX}.1.self_attn.q_proj.lora_A.other.weight", "vision.layers.1.self_attn.q_proj.lora_A.weight"]
+)
+def test_two_updates_of_one_layer(other: str, target: Path, tmp_path: Path) -> None:
+    adapter = published(tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({**tensors, other: torch.zeros(RANK, SIZE)}, adapter / "adapter_model.safetensors")
+    refused(adapter, target, "uno reads one update of each linear layer")

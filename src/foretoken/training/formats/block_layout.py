@@ -138,7 +138,7 @@ def _mode(config: Mapping[str, Any]) -> bool | None:
 
 def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
     """``reach`` and ``causal``; a sliding layer is causal by default."""
-    kinds = listed(config, "layer_types") or ["full_attention"] * layers
+    kinds = listed(config, "layer_types") or _default_kinds(config, layers)
     if flag(config, "use_swa"):
         kinds = ["sliding_attention"] * layers
     if len(kinds) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
@@ -159,6 +159,15 @@ def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
         "reach": _joined([max(1, reach) if slides else 0 for slides in sliding]),
         "causal": _joined([int(value) for value in causal]),
     }
+
+
+def _default_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
+    """Kinds of the layers where ``layer_types`` is missing, by the rule of Transformers' ``Qwen3Config``: those from
+    ``max_window_layers`` on have the window, if there is one."""
+    has_none = "sliding_window" in config and config["sliding_window"] is None
+    slides = flag(config, "use_sliding_window") and not has_none
+    first = whole(config, "max_window_layers", default=28, least=0) if slides else layers
+    return ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
 
 
 def _joined(values: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken.core.io.drafter_folders import OURS
+from foretoken.core.io.drafter_folders import OURS, drafter_kind
 from foretoken.core.io.files import replacing
 from foretoken.loading import PICKLES
 from foretoken.models.checks.finite import check_finite
@@ -21,6 +22,26 @@ from foretoken.training.formats.quantised import unpacked_name
 
 NOTE = "foretoken.json"
 """File beside an export with its target and measurements, for which public layouts have no place."""
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "*.safetensors",
+    "tokenizer*",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "LICENSE*",
+)
+"""Files of a model."""
+MARKS = (NOTE, OURS, "early_exit.json", "layer_skip.json")
+"""Files of which a drafter's folder has one, and a whole model's none."""
+DRAFTER_FILES = (*MARKS, *MODEL_FILES, "adapter_config.json", "README.md", "training.json", "losses.*")
+"""Files of a drafter's folder: those of exports and imports, and a training's report."""
 
 
 @contextmanager
@@ -47,9 +68,13 @@ def _check_free(out: Path, force: bool, inputs: Sequence[Path]) -> None:
     entries = sorted(out.iterdir()) if out.is_dir() else []
     if entries and not force:
         raise ValueError(f"{out} is not empty: give another --out, or --force to replace it")
-    drafter_files = {NOTE, OURS, "config.json", "early_exit.json", "layer_skip.json"}
-    if entries and (any(path.is_dir() for path in entries) or not {path.name for path in entries} & drafter_files):
+    names = [path.name for path in entries]
+    is_drafter = bool(set(MARKS) & set(names)) or drafter_kind(out) is not None
+    if entries and (any(path.is_dir() for path in entries) or not is_drafter):
         raise ValueError(f"{out} does not contain a drafter, and --force replaces drafters only")
+    others = [name for name in names if not any(fnmatch(name, pattern) for pattern in DRAFTER_FILES)]
+    if others:
+        raise ValueError(f"{out} contains {others[0]}, which is not a drafter's, and --force replaces drafters only")
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -9,26 +9,10 @@ from foretoken.loading import build_draft_model, check_folder, resolve
 from foretoken.methods.drafters.pard import MASK, MASKS
 from foretoken.methods.drafters.target_states import FILE, read_projection
 from foretoken.registry import Spec
-from foretoken.training.formats.base import Format, Target
-from foretoken.training.formats.folders import Found, write_json, write_tensors
+from foretoken.training.formats.base import NOTE_VERSION, Format, Target
+from foretoken.training.formats.folders import MODEL_FILES, NOTE, Found, write_json, write_tensors
 from foretoken.training.formats.values import class_of
 
-FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
-    "*.safetensors",
-    "tokenizer*",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "LICENSE*",
-)
-"""Files of a model; all others of its folder are not copied."""
 TAPS = "warp_model.bin"
 """File with the pickled projection of the target's states in PARD-2's own code."""
 APART = Path("..") / "pard_warp_model" / "model.safetensors"
@@ -71,7 +55,7 @@ class ModelFolder(Format):
                 f"the draft model has {draft.vocab_size} logits and the target {target.model.vocab_size}: vLLM needs "
                 "them to be equal"
             )
-        for pattern in FILES:
+        for pattern in MODEL_FILES:  # others of its folder are not copied
             for file in sorted(source.glob(pattern)):
                 if file.is_file():
                     shutil.copyfile(file, folder / file.name)
@@ -81,6 +65,7 @@ class ModelFolder(Format):
             self.warnings.append("the draft model has no tokenizer: the target's was written beside it")
         if not (folder / "generation_config.json").exists():
             write_json(folder / "generation_config.json", {})
+        write_json(folder / NOTE, {"format": NOTE_VERSION, "method": self.method})  # --force replaces what has a note
 
 
 class PardFolder(ModelFolder):

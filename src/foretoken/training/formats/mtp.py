@@ -69,8 +69,10 @@ class MtpSpeculators(Format):
         """Export modules trained with ``layer=target``, or the target's own.  Raises ``ValueError`` for others."""
         parts, fingerprint = target.parts, target.parts.fingerprint()
         sources = self.inputs(spec, target.source)
+        measured: dict[str, Any] = {}
         if sources:
             modules = trained_modules(sources[0], target)
+            measured = read_description(sources[0], self.method, fingerprint)["measured"]
         else:
             modules = [target_layer_module(parts.network, head) for head in read_head(parts.network)]
         tensors = {
@@ -80,7 +82,8 @@ class MtpSpeculators(Format):
         }
         write_tensors(folder / WEIGHTS, tensors)
         write_json(folder / "config.json", described(target, len(modules)))
-        write_json(folder / NOTE, {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint)})
+        note = {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint), "measured": measured}
+        write_json(folder / NOTE, note)
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         """Import the modules, for a target of the same sizes."""
@@ -187,6 +190,7 @@ class MtpTargetCheckpoint(Format):
         for name in ("generation_config.json", *tokenizer, "chat_template.jinja"):
             if (base / name).exists():
                 shutil.copyfile(base / name, folder / name)
+        write_json(folder / NOTE, {"format": NOTE_VERSION, "method": self.method})  # --force replaces what has a note
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         raise ValueError(f"{source.path} is a target: use its head with --target {source.path} --drafter mtp")

@@ -16,6 +16,9 @@ SCALE, ZERO, INPUT = ".weight_scale", ".weight_zero_point", ".input_scale"
 PACKED = (".weight_packed", ".qweight", ".weight_shape", ".weight_scale_inv", ".absmax", ".bitmask", ".scales")
 """Endings of tensors that only a library of their method can read."""
 
+FLAGS = "t2d"
+"""Name of the tensor that says which tokens a draft vocabulary has; some projects store its flags in bytes."""
+
 
 def dequantised(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """The tensors in bfloat16, and the method that their copy was quantised with; empty if it is not quantised.
@@ -25,6 +28,9 @@ def dequantised(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tup
     """
     method = method_of(config)
     eighths = {name for name, value in tensors.items() if value.dtype.itemsize == 1 and value.dtype != torch.bool}
+    flags = {name for name in eighths if name.rpartition(".")[2] == FLAGS}
+    tensors = {**tensors, **{name: tensors[name].bool() for name in flags}}
+    eighths -= flags
     packed = next((name for name in tensors if name.endswith(PACKED)), None)
     if not method and not eighths and packed is None:
         return dict(tensors), ""
@@ -66,7 +72,8 @@ def _whole(name: str, value: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     scale, zero = tensors[f"{prefix}{SCALE}"].float(), tensors.get(f"{prefix}{ZERO}")
     rows = 1 if scale.numel() == 1 else len(value)
     groups = scale.numel() // max(1, rows)
-    fits = value.dim() == 2 and groups > 0 and scale.numel() == rows * groups and value.shape[1] % groups == 0
+    by_rows = scale.numel() == 1 or len(scale) == rows  # the number of scales of blocks may agree by chance
+    fits = value.dim() == 2 and by_rows and groups > 0 and value.shape[1] % groups == 0
     if not fits or (zero is not None and zero.numel() != scale.numel()):
         raise ValueError(f"{prefix}{SCALE} is {list(scale.shape)}, which does not fit {name} of {list(value.shape)}")
     blocks = value.float().unflatten(1, (groups, -1))

@@ -138,9 +138,11 @@ def _recognise(source: Found, method: str) -> tuple[Layout, Format]:
 
 
 def _folder(source: str | Path) -> list[Path]:
-    """A target's folder, if it is one."""
+    """The folder of a target, or of its file; none for a target that is not here."""
     path = Path(source).expanduser()
-    return [path] if str(source) != BUILTIN and path.is_dir() else []
+    if str(source) == BUILTIN or not path.exists():
+        return []
+    return [path if path.is_dir() else path.parent]
 
 
 def _report(layout: Layout, out: Path, folder: Path) -> dict[str, Any]:
