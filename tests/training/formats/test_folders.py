@@ -174,3 +174,12 @@ def test_files_can_be_read_by_a_server_of_another_user(target: Path, tmp_path: P
     export_drafter(f"medusa:{drafter}", tmp_path / "out", "vllm", target)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o644}
+
+
+def test_folders_inside_can_be_entered(tmp_path: Path) -> None:
+    """A tokenizer with several chat templates writes ``additional_chat_templates/``."""
+    with new_folder(tmp_path / "out") as draft:
+        (draft / "inside").mkdir(0o700)
+        (draft / "inside" / "file").touch(0o600)
+    inside = tmp_path / "out" / "inside"
+    assert (inside.stat().st_mode & 0o777, (inside / "file").stat().st_mode & 0o777) == (0o755, 0o644)

@@ -55,9 +55,8 @@ def new_folder(out: Path, force: bool = False, inputs: Sequence[Path] = ()) -> I
     with replacing(out) as draft:
         draft.mkdir()
         yield draft
-        draft.chmod(0o755)
-        for file in draft.iterdir():  # servers often run as another user
-            file.chmod(0o644)
+        for path in (draft, *draft.rglob("*")):  # servers often run as another user
+            path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _check_free(out: Path, force: bool, inputs: Sequence[Path]) -> None:
