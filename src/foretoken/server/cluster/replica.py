@@ -15,9 +15,11 @@ from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
 
 SPENT = "foretoken.spent"
-"""Type of the message that reports to the gateway how many ``tokens`` a request has used."""
+"""Type of the message that reports to the gateway how many ``tokens`` a request has used since the last such."""
 TAKEN = "foretoken.taken"
 """Type of the message that reports to the gateway how many ``choices`` of a request were admitted."""
+REPORT_S = 1.0
+"""Seconds between reports of used tokens while nothing is sent: no end is reported of a request whose client leaves."""
 
 
 class Replica:
@@ -79,12 +81,14 @@ class Replica:
         self, scope: dict[str, Any], body: bytes, caller: Caller | None = None
     ) -> AsyncGenerator[list[Message], None]:
         """ASGI messages of an answer.  Each piece has all messages that are ready, so that a burst travels at once.
-        The first message of an admitted request is :data:`TAKEN`, and the last one of any is :data:`SPENT`.
+        The first message of an admitted request is :data:`TAKEN`; a :data:`SPENT` precedes each part of the answer.
 
         Closing the generator ends the request.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
+        state: dict[str, Any] = {"caller": caller or Caller()}
+        reported = 0
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
@@ -93,23 +97,37 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
+        def report() -> None:
+            nonlocal reported
+            slot = state.get("slot")
+            if slot is not None and slot.spent > reported:
+                messages.put_nowait({"type": SPENT, "tokens": slot.spent - reported})
+                reported = slot.spent
+
+        async def report_often() -> None:
+            while True:
+                await asyncio.sleep(REPORT_S)
+                report()
+
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (b"x-replica", self.name.encode())]}
+            report()
             messages.put_nowait(message)
 
         def taken(choices: int) -> None:
             messages.put_nowait({"type": TAKEN, "choices": choices})
 
         async def run() -> None:
-            state: dict[str, Any] = {"caller": caller or Caller(), "on_take": taken}
+            state["on_take"] = taken
+            reports = asyncio.create_task(report_often())
             try:
                 await self.app({**scope, "extensions": {}, "state": state}, receive, send)
             except Exception:  # the application has answered with 500 already
                 logging.getLogger("foretoken.server").exception("a request failed")
             finally:
-                slot = state.get("slot")
-                messages.put_nowait({"type": SPENT, "tokens": 0 if slot is None else slot.spent})
+                reports.cancel()
+                report()
                 messages.put_nowait(None)
 
         task = asyncio.create_task(run())
