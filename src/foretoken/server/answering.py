@@ -217,18 +217,17 @@ class Answer(ABC):
 
     def tail(self, completion: int | None = None) -> dict[str, Any]:
         """Usage and metrics for the end of an answer."""
-        whole = usage.merged(self.all_stats)
         drafter = self.serving.llm.drafter
         longest = 0 if drafter is None else drafter.max_depth
         tail: dict[str, Any] = {
             "usage": usage.usage(self.prompt_stats, self.all_stats, completion),
-            "metrics": usage.metrics(whole, time.monotonic() - self.began_s, longest, self._predicted),
+            "metrics": usage.metrics(self.all_stats, time.monotonic() - self.began_s, longest, self._predicted),
         }
         if getattr(self.body, "prediction", None) is None:  # the server's own predictions are not billed
             for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
                 tail["usage"]["completion_tokens_details"][name] = 0
         if self.body.timings:
-            tail["timings"] = usage.timings(whole)
+            tail["timings"] = usage.timings(usage.merged(self.all_stats))
         return tail
 
     def usage_so_far(self, completion: int) -> dict[str, Any]:
