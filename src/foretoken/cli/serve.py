@@ -27,11 +27,13 @@ def serve_command(
     api_key_file: Annotated[Path | None, Given(help="File with a key a line.", envvar="FORETOKEN_API_KEY_FILE")] = None,
     replicas: Annotated[
         int | None,
-        Given(help="More than one: as many replicas under Ray Serve [1].", min=1, envvar="FORETOKEN_REPLICAS"),
+        Given(help="More than one: as many replicas under Ray Serve \\[1].", min=1, envvar="FORETOKEN_REPLICAS"),
     ] = None,
     ray_address: Annotated[
         str | None,
-        Given(help="Ray cluster for --replicas: local, auto, or its address [local].", envvar="FORETOKEN_RAY_ADDRESS"),
+        Given(
+            help="Ray cluster for --replicas: local, auto, or its address \\[local].", envvar="FORETOKEN_RAY_ADDRESS"
+        ),
     ] = None,
     **flags: Any,
 ) -> None:

@@ -81,14 +81,14 @@ class Replica:
         self, scope: dict[str, Any], body: bytes, caller: Caller | None = None
     ) -> AsyncGenerator[list[Message], None]:
         """ASGI messages of an answer.  Each piece has all messages that are ready, so that a burst travels at once.
-        The first message of an admitted request is :data:`TAKEN`; a :data:`SPENT` precedes each part of the answer.
+        The first message of an admitted request is :data:`TAKEN`; a :data:`SPENT` precedes what follows new tokens.
 
         Closing the generator ends the request.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
         state: dict[str, Any] = {"caller": caller or Caller()}
-        reported = 0
+        spent = _Spent(state, messages)
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
@@ -97,22 +97,10 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        def report() -> None:
-            nonlocal reported
-            slot = state.get("slot")
-            if slot is not None and slot.spent > reported:
-                messages.put_nowait({"type": SPENT, "tokens": slot.spent - reported})
-                reported = slot.spent
-
-        async def report_often() -> None:
-            while True:
-                await asyncio.sleep(REPORT_S)
-                report()
-
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (b"x-replica", self.name.encode())]}
-            report()
+            spent.report()
             messages.put_nowait(message)
 
         def taken(choices: int) -> None:
@@ -120,14 +108,14 @@ class Replica:
 
         async def run() -> None:
             state["on_take"] = taken
-            reports = asyncio.create_task(report_often())
+            reports = asyncio.create_task(spent.report_often())
             try:
                 await self.app({**scope, "extensions": {}, "state": state}, receive, send)
             except Exception:  # the application has answered with 500 already
                 logging.getLogger("foretoken.server").exception("a request failed")
             finally:
                 reports.cancel()
-                report()
+                spent.report()
                 messages.put_nowait(None)
 
         task = asyncio.create_task(run())
@@ -147,3 +135,22 @@ class Replica:
             with suppress(asyncio.CancelledError, TimeoutError):
                 # Time limit for ending a request whose client has left
                 await asyncio.wait_for(task, 5.0)
+
+
+class _Spent:
+    """Reports the tokens that a request has used, among the messages of its answer."""
+
+    def __init__(self, state: dict[str, Any], messages: asyncio.Queue[Message | None]) -> None:
+        self._state, self._messages, self._reported = state, messages, 0
+
+    def report(self) -> None:
+        """Report the tokens used since the last report, if any."""
+        slot = self._state.get("slot")
+        if slot is not None and slot.spent > self._reported:
+            self._messages.put_nowait({"type": SPENT, "tokens": slot.spent - self._reported})
+            self._reported = slot.spent
+
+    async def report_often(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self.report()
