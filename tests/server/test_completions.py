@@ -100,6 +100,10 @@ def test_choices_that_run_side_by_side_spend_their_seconds_once() -> None:
     assert found["prompt_ms"] == pytest.approx(300) and found["predicted_ms"] == pytest.approx(500)
     assert found["predicted_per_second"] == pytest.approx(64)
     assert usage.speculative(usage.merged(choices), 0)["target_ms"] == pytest.approx(400)
+    times = {"first_token_s": 0.3}
+    choices = [SpecStats(num_new_tokens=count, **times) for count in (3, 8, 5)]
+    assert usage.metrics(choices, 1.0, 0)["mean_itl_ms"] == pytest.approx(100)
+    assert usage.metrics([SpecStats(num_new_tokens=1)], 1.0, 0)["mean_itl_ms"] == 0
 
 
 def test_several_prompts_as_text_and_as_ids(server: Running) -> None:

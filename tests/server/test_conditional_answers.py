@@ -93,7 +93,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {**CHOICE, "sampling": "exact"}}, "structured_outputs", "'masked' or 'conditional'"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"sampling": "conditional"}},
      "response_format", "not finite"),
-    ({"structured_outputs": CHOICE, "max_tokens": 1}, "max_tokens", "the longest string of the language"),
+    ({"structured_outputs": CHOICE, "max_tokens": 1}, "max_tokens", "a limit of 1 new tokens is too small"),
     ({"structured_outputs": CHOICE, "stop": ["k g"]}, "stop", "would end the string 'dark green'"),
     ({"structured_outputs": CHOICE, "ignore_eos": True}, "ignore_eos", "ends with end-of-text"),
     ({"structured_outputs": CHOICE, "top_p": 0.9}, "top_p", "give 1.0"),

@@ -142,6 +142,10 @@ def test_probabilities_of_a_prompt(server: Running, templated: Running) -> None:
         assert rows[place][str(ids[place])]["logprob"] == choice["logprobs"]["token_logprobs"][place]
         assert 2 <= len(rows[place]) <= 3
         assert len(choice["logprobs"]["top_logprobs"][place]) >= 4
+    all_rows = server.complete(ids, prompt_logprobs=20, max_tokens=1)["choices"][0]["prompt_logprobs"]
+    ranks = [row[str(token)]["rank"] for token, row in zip(ids[1:], all_rows[1:], strict=True)]
+    assert [row[str(token)]["rank"] for token, row in zip(ids[1:], rows[1:], strict=True)] == ranks
+    assert max(ranks) > 2, "a token outside of the two that were asked for"
     answer = chat(templated, prompt_logprobs=1, return_token_ids=True).json()
     assert len(answer["prompt_logprobs"]) == len(answer["choices"][0]["prompt_token_ids"])
     for body in ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}):

@@ -19,7 +19,7 @@ import pytest
 from running_server import Running, make_llm, served
 from test_limits import error_of, raw
 
-from foretoken.server import workers
+from foretoken.server import completions, inputs, workers
 from foretoken.server.config import ServerSettings
 from foretoken.server.errors import ApiError
 from foretoken.server.lengths import Lengths
@@ -192,6 +192,43 @@ def test_more_choices_than_there_are_places(server: Running) -> None:
         assert running.post("/v1/completions", prompt=["x"] * 3, max_tokens=1).status_code == 200
         error_of(running.post("/v1/completions", prompt=["x"] * 4, max_tokens=1), 400)
         wait_until(lambda: not running.serving.slots.open)
+
+
+def test_building_a_large_answer_holds_up_nobody(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, leave, real = threading.Event(), threading.Event(), completions.completion_logprobs
+
+    def slow(*args: Any) -> dict[str, Any]:
+        inside.set()
+        leave.wait(30)
+        return real(*args)
+
+    monkeypatch.setattr(completions, "completion_logprobs", slow)
+    answers: list[Any] = []
+    body = {"prompt": [5] * 900, "max_tokens": 0, "echo": True, "logprobs": 20}
+    asking = threading.Thread(target=lambda: answers.append(server.complete(**body)))
+    asking.start()
+    try:
+        assert inside.wait(30)
+        assert server.client.get("/health", timeout=10).status_code == 200 and not answers
+    finally:
+        leave.set()
+    asking.join(30)
+    assert len(answers[0]["choices"][0]["logprobs"]["tokens"]) == 900
+
+
+def test_log_probabilities_of_prompts_are_bounded(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "MOST_VALUES", 60)
+    for more, param in (({"prompt_logprobs": 2}, "prompt_logprobs"), ({"logprobs": 2, "echo": True}, "logprobs")):
+        assert server.complete([5] * 10, n=2, temperature=1, max_tokens=1, **more)
+        answer = server.post("/v1/completions", prompt=[[5] * 11] * 2, max_tokens=1, **more)
+        error = error_of(answer, 400)
+        assert error["param"] == param and "66" in error["message"] and "60" in error["message"]
+    assert server.complete([5] * 300, logprobs=2, max_tokens=30)  # those of an answer are not bounded
+
+
+def test_json_in_pieces_is_the_same_json() -> None:
+    value = {"a": [{"b": 'ä "x"', "c": [1, -0.5, None, True, {}, []]}] * 5000}
+    assert workers.json_bytes(value) == json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 # -- encodings of JSON -------------------------------------------------------------------------------------------------

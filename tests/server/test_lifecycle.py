@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import signal
@@ -280,6 +281,28 @@ def test_settings_come_from_flags_then_environment_then_file(tmp_path: Path) -> 
     for environ in ({"FORETOKEN_PORT": "x"}, {"FORETOKEN_PREFIX_CACHE": "maybe"}, {"FORETOKEN_KV_MEMORY": "-1"}):
         with pytest.raises(ValueError, match=r"PORT|PREFIX_CACHE|size"):
             settings_from({}, None, environ)
+
+
+def test_every_option_of_the_command_is_a_line_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from foretoken.cli import serve
+    from foretoken.server.config import settings_from
+
+    file, keys = tmp_path / "serve.yaml", tmp_path / "keys"
+    keys.write_text("c running=1\n\nd\n")
+    file.write_text(f"target: builtin\napi_keys: [a]\napi-key-file: {keys}\nreplicas: 3\nray_address: auto\n")
+    settings = settings_from({}, file, {})
+    assert (settings.model, settings.api_keys) == ("builtin", ("a", "c running=1", "d"))
+    assert settings_from({"model": "x"}, file, {"FORETOKEN_API_KEYS": "e"}).api_keys == ("e",)
+    started: list[tuple[int, str]] = []
+    monkeypatch.setattr(serve, "_run", lambda settings, *how: started.append(how) or 0)
+    options = dict.fromkeys(inspect.signature(serve.serve_command).parameters)
+    for flags in ({}, {"replicas": 2, "ray_address": "10.0.0.5:6379"}):
+        serve.serve_command(**{**options, "config": file, **flags})
+    assert started == [(3, "auto"), (2, "10.0.0.5:6379")]
+    for wrong in ("replicas: 0", "replicas: many", "model: a\ntarget: b", "api_key_file: /nowhere/at/all"):
+        file.write_text(wrong + "\n")
+        with pytest.raises(ValueError, match=r"at least 1|whole number|give one of them|cannot read"):
+            serve.serve_command(**{**options, "config": file})
 
 
 @pytest.mark.parametrize("value", ["3.7", "true", ".inf", ".nan", "null", "[3]", "3x"])

@@ -273,11 +273,32 @@ def test_what_chat_refuses(server: Running) -> None:
     assert refused(messages=[{"role": "king", "content": "x"}])["param"] == "messages"
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     assert refused(tools=[tool])["param"] == "tools"  # no template, no tools
+    for message in (
+        {"role": "user"},
+        {"role": "system", "content": None},
+        {"role": "user", "content": [{"type": "text", "content": "hello"}]},
+    ):
+        error = refused(messages=[message])
+        assert error["param"] == "messages" and "needs" in error["message"]
     assert refused(tool_choice="required")["param"] == "tool_choice"
     assert refused(top_logprobs=2)["param"] == "top_logprobs"
     assert refused(chat_template_kwargs={"tokenize": True})["param"] == "chat_template_kwargs"
     assert refused(reasoning_effort="high")["param"] == "reasoning_effort"
     assert refused(messages=[{"role": "user", "content": "word " * 2000}])["code"] == "context_length_exceeded"
+
+
+def test_no_top_log_probabilities_need_no_others(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "top_logprobs": 0}
+    answer = server.post("/v1/chat/completions", **body, logprobs=False)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["logprobs"] is None
+
+
+def test_a_schema_may_be_a_boolean(server: Running) -> None:
+    pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
+    for schema in (True, "true"):
+        assert server.complete(max_tokens=4, structured_outputs={"json": schema})
+    error = error_of(server.post("/v1/completions", prompt="x", structured_outputs={"json": False}), 400)
+    assert "no value fits" in error["message"]
 
 
 def test_what_limits_the_context_is_said(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

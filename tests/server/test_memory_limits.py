@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from test_contract import make_templated
 from foretoken.engine.admission import SCRATCH
 from foretoken.llm import Llm
 from foretoken.server.config import ServerSettings
-from foretoken.server.serving import tell_memory
+from foretoken.server.serving import Serving, tell_memory
 
 MESSAGES = [{"role": "user", "content": "Hello."}]
 LONG = [{"role": "user", "content": "word " * 300}]
@@ -90,6 +91,20 @@ def test_what_cannot_fit_is_refused_by_its_own_name(
 def test_a_default_fits_behind_a_prompt_that_almost_fills_the_context(server: Running) -> None:
     answer = server.post("/v1/completions", prompt=[5] * 1020, ignore_eos=True)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(("slots", "starts"), [(1, False), (SCRATCH + 1, False), (SCRATCH + 2, True)])
+def test_a_memory_too_small_for_any_request_is_no_start(slots: int, starts: bool) -> None:
+    async def failure() -> Exception | None:
+        serving = Serving(ServerSettings(kv_memory=memory(slots)), make_llm)
+        await serving.start()
+        await serving.stop(0.0)
+        return serving.failed
+
+    failed = asyncio.run(failure())
+    assert (failed is None) is starts
+    if failed is not None:
+        assert f"--kv-memory {memory(slots)} " in str(failed) and memory(SCRATCH + 2) in str(failed)
 
 
 def memory_warnings(start: Callable[[], None], caplog: pytest.LogCaptureFixture) -> str:

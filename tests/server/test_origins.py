@@ -66,7 +66,7 @@ def test_pages_of_other_origins_can_read_what_broke(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("broken on purpose")
 
     with served(allowed_origin=(PAGE,)) as running:
-        monkeypatch.setattr("foretoken.server.info._tokens_json", broken)
+        monkeypatch.setattr("foretoken.server.info.json_bytes", broken)
         answer = running.client.post("/tokenize", json={"prompt": "x"}, headers={"Origin": PAGE, "X-Request-Id": "a-1"})
         assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
         assert answer.headers["access-control-allow-origin"] == PAGE and answer.headers["x-request-id"] == "a-1"

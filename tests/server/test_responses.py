@@ -119,6 +119,23 @@ def test_text_and_calls_are_items_in_order(client: Any, script: Callable[[str], 
     assert len({item.call_id for item in response.output[1:]}) == 2
 
 
+@pytest.mark.parametrize("said", [f"So. It is.\n{CALL}\n{CALL}", f"{CALL}\nSo. It is.", "So. It is."])
+def test_probabilities_are_those_of_the_text(client: Any, script: Callable[[str], None], said: str) -> None:
+    """A stream and a whole answer attribute the same tokens to the text, and none of a call."""
+    script(said)
+    include = ["message.output_text.logprobs"]
+    body: dict[str, Any] = {"model": "builtin", "input": "Hi", "tools": [TOOL], "include": include}
+    with client.responses.stream(**body) as events:
+        streamed = events.get_final_response()
+    found = []
+    for response in (streamed, client.responses.create(**body)):
+        (message,) = [item for item in response.output if item.type == "message"]
+        found.append([value.token for value in message.content[0].logprobs])
+        assert message.content[0].text in "".join(found[-1])
+        assert "arguments" not in "".join(found[-1])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "choice",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -41,6 +42,12 @@ def test_a_silent_stream_is_kept_open_by_comments() -> None:
     bodies = asyncio.run(run())
     assert bodies[0] == event({"number": 1}) and bodies[-2:] == [event({"number": 2}), DONE]
     assert 2 <= len(bodies) - 3 <= 50 and set(bodies[1:-2]) == {PING}
+
+
+def test_an_event_is_one_line_for_every_client() -> None:
+    data = {"type": "x", "text": "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\nä"}
+    (line, blank) = event(data).decode().splitlines()
+    assert not blank and json.loads(line.removeprefix("data: ")) == data
 
 
 def test_a_stream_that_is_never_silent_has_no_comments() -> None:

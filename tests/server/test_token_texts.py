@@ -30,7 +30,7 @@ def test_a_token_keeps_its_leading_space(tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def test_tokens_that_differ_by_a_space_have_names_of_their_own(tokenizer: PreTrainedTokenizerFast) -> None:
-    texts, row = TokenTexts(tokenizer), TokenLogprobs(1, -0.5, ((1, -0.5), (0, -1.0)))
+    texts, row = TokenTexts(tokenizer), TokenLogprobs(1, -0.5, 1, ((1, -0.5), (0, -1.0)))
     assert texts.top(row, 2) == {"the": -0.5, " the": -1.0}
     for entry in chat_logprobs([row], texts, 2)["content"][0]["top_logprobs"]:
         assert bytes(entry["bytes"]).decode() == entry["token"]

@@ -12,7 +12,7 @@ import typer
 from foretoken.cli.model_argument import HELP, Model, one_model
 from foretoken.cli.settings import option_of, parameter
 from foretoken.core.settings import settings_of
-from foretoken.server.config import ServerSettings, settings_from
+from foretoken.server.config import ServerSettings, keys_in, settings_and_command
 
 Given = typer.Option
 
@@ -26,11 +26,15 @@ def serve_command(
     ] = None,
     api_key_file: Annotated[Path | None, Given(help="File with a key a line.", envvar="FORETOKEN_API_KEY_FILE")] = None,
     replicas: Annotated[
-        int, Given(help="More than one: as many replicas under Ray Serve.", min=1, envvar="FORETOKEN_REPLICAS")
-    ] = 1,
+        int | None,
+        Given(help="More than one: as many replicas under Ray Serve \\[1].", min=1, envvar="FORETOKEN_REPLICAS"),
+    ] = None,
     ray_address: Annotated[
-        str, Given(help="Ray cluster for --replicas: local, auto, or its address.", envvar="FORETOKEN_RAY_ADDRESS")
-    ] = "local",
+        str | None,
+        Given(
+            help="Ray cluster for --replicas: local, auto, or its address \\[local].", envvar="FORETOKEN_RAY_ADDRESS"
+        ),
+    ] = None,
     **flags: Any,
 ) -> None:
     """Serve MODEL over HTTP.
@@ -46,7 +50,11 @@ def serve_command(
     flags["api_keys"] = _keys(flags.pop("api_key"), api_key_file)
     for name in ("allowed_host", "allowed_origin"):
         flags[name] = tuple(flags[name] or ()) or None
-    settings = settings_from(flags, config)
+    settings, lines = settings_and_command(flags, config)
+    replicas = lines.get("replicas", 1) if replicas is None else replicas
+    if replicas < 1:
+        raise ValueError(f"{config}: replicas must be at least 1, not {replicas}")
+    ray_address = ray_address or lines.get("ray_address", "local")
     check_source(settings.model)
     _check_extra()
     with logs.installed(), answer_signals():  # checking for Ray imports it, which takes seconds
@@ -76,11 +84,8 @@ def _keys(keys_given: list[str] | None, file: Path | None) -> tuple[str, ...] | 
     """API keys from options and file; ``None`` if neither was set.  Raises ``ValueError`` for empty keys."""
     keys = [" ".join(key.split()) for key in keys_given or ()]
     if file is not None:
-        try:
-            keys += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except OSError as error:
-            raise ValueError(f"cannot read --api-key-file {file}: {error.strerror}") from None
-    if any(not key for key in keys) or (file is not None and not keys):
+        keys += keys_in(file)
+    if any(not key for key in keys):
         raise ValueError("an API key must not be empty")
     return tuple(keys) or None
 

@@ -56,8 +56,8 @@ def check_language(
     if request.max_new_tokens <= language.longest:
         raise OptionError(
             "max_new_tokens",
-            f"max_new_tokens={request.max_new_tokens} is too small: the longest string of the language "
-            f"has {language.longest} tokens, and end-of-text is one more",
+            f"a limit of {request.max_new_tokens} new tokens is too small: the longest string of the language has "
+            f"{language.longest} tokens, and end-of-text is one more",
         )
     if max(language.tokens) >= target.vocab_size:
         raise OptionError("constraint", "a string of the language holds tokens beyond the vocabulary")

@@ -17,11 +17,13 @@ class TokenLogprobs:
 
     Attributes:
         logprob: natural log-probability.
+        rank: its place among all tokens by likelihood, from 1; behind those that are equally likely.
         top: the most likely tokens with theirs, in descending order; the same number for the token itself.
     """
 
     token_id: int
     logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...]
 
 
@@ -30,10 +32,11 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[Token
     if not tokens:
         return []
     wide = torch.log_softmax(logits[: len(tokens)].to(torch.promote_types(logits.dtype, torch.float32)), -1)
-    chosen = wide.gather(1, torch.tensor(tokens, device=wide.device)[:, None])[:, 0].tolist()
+    chosen = wide.gather(1, torch.tensor(tokens, device=wide.device)[:, None])
+    ranks = (wide >= chosen).sum(1).tolist()
     values, ids = largest(wide, min(count, wide.shape[1]))
     tops = zip(ids.tolist(), values.tolist(), strict=True)
     return [
-        TokenLogprobs(token, value, tuple(zip(ids, values, strict=True)))
-        for token, value, (ids, values) in zip(tokens, chosen, tops, strict=True)
+        TokenLogprobs(token, value, rank, tuple(zip(ids, values, strict=True)))
+        for token, value, rank, (ids, values) in zip(tokens, chosen[:, 0].tolist(), ranks, tops, strict=True)
     ]

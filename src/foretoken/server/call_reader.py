@@ -63,6 +63,10 @@ class CallReader:
     Args:
         offered: names of the functions that may be called; if empty, everything is text.
         most: maximum number of calls reported; anything after the last is dropped.
+
+    Attributes:
+        count: number of calls so far.
+        ends: ends of the last parts returned, in characters of the answer.
     """
 
     def __init__(self, offered: Collection[str], most: int | None = None) -> None:
@@ -72,20 +76,26 @@ class CallReader:
         self._after = False  # whether a call came last: white space and separators after it are dropped
         self._value: _Value | None = None  # of the call being written
         self._opening: tuple[int, str] = (0, "")  # its position and mark
-        self.count = 0
+        self.count = self._read = 0
+        self.ends: list[int] = []
 
     def push(self, new: str, final: bool) -> list[str | Call]:
         """New certain parts, in order; texts are never empty or adjacent.  ``final`` marks the last text."""
+        self._read += len(new)
         if not self._offered:
+            self.ends = [self._read] if new else []
             return [new] if new else []
         self._text += new
         certain: list[str | Call] = []
+        self.ends = []
         while self._text and (parts := self._step(final)) is not None:
             for part in parts:
                 if isinstance(part, str) and certain and isinstance(certain[-1], str):
                     certain[-1] += part
+                    self.ends[-1] = self._read - len(self._text)
                 elif part:
                     certain.append(part)
+                    self.ends.append(self._read - len(self._text))
         return certain
 
     def _step(self, final: bool) -> list[str | Call] | None:

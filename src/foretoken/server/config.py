@@ -17,6 +17,8 @@ from foretoken.server.keys import Caller, Keys
 PREFIX = "FORETOKEN_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,A-Z]+")
 """An origin as browsers send it, in lower case."""
+COMMAND: dict[str, type] = {"target": str, "api_key_file": str, "replicas": int, "ray_address": str}
+"""Options of ``foretoken serve`` that are lines of the file, too, but no settings of a server."""
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "kb": 10**3, "m": 2**20, "mib": 2**20, "mb": 10**6}
 UNITS |= {"g": 2**30, "gib": 2**30, "gb": 10**9, "t": 2**40, "tib": 2**40, "tb": 10**12}
 
@@ -200,12 +202,31 @@ def settings_from(
 ) -> ServerSettings:
     """Settings from flags (``None``: not given), the environment and a file.  Raises ``ValueError`` for an unreadable
     file, an unknown name in it, and a value of the wrong type."""
+    return settings_and_command(flags, file, environ)[0]
+
+
+def settings_and_command(
+    flags: Mapping[str, Any], file: Path | None, environ: Mapping[str, str] = os.environ
+) -> tuple[ServerSettings, dict[str, Any]]:
+    """The settings, and the file's values for the command's own options; the file, perhaps a pipe, is read once."""
     kinds: dict[str, type] = {field.name: type(field.default) for field in fields(ServerSettings)}
     values: dict[str, Any] = {}
+    lines: dict[str, Any] = {}
     for name, value in _read(file).items():
+        if name in COMMAND:
+            lines[name] = _value(name, COMMAND[name], value, str(file))
+            continue
         if name not in kinds:
-            raise ValueError(f"{file} has {name!r}, which is not a setting: use one of {', '.join(kinds)}")
+            raise ValueError(f"{file} has {name!r}, which is not a setting: use one of {', '.join([*kinds, *COMMAND])}")
         values[name] = _value(name, kinds[name], value, str(file))
+    if "target" in lines:
+        if values.get("model", lines["target"]) != lines["target"]:
+            raise ValueError(
+                f"{file}: model is {values['model']!r} and target is {lines['target']!r}: give one of them"
+            )
+        values["model"] = lines["target"]
+    if "api_key_file" in lines:
+        values["api_keys"] = (*values.get("api_keys", ()), *keys_in(Path(lines["api_key_file"])))
     if any(not environ.get(name, "key").strip(", ") for name in ("FORETOKEN_API_KEY", "FORETOKEN_API_KEYS")):
         raise ValueError("FORETOKEN_API_KEY is set and empty: unset it to serve without a key, or put the key in it")
     for name in kinds:
@@ -214,7 +235,18 @@ def settings_from(
     values |= {
         name: _value(name, kinds[name], value, f"--{name}") for name, value in flags.items() if value is not None
     }
-    return replace(ServerSettings(insecure=True), **{"insecure": False} | values)
+    return replace(ServerSettings(insecure=True), **{"insecure": False} | values), lines
+
+
+def keys_in(file: Path) -> list[str]:
+    """Entries of a file with a key a line.  Raises ``ValueError`` for one that cannot be read or has no key."""
+    try:
+        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise ValueError(f"cannot read --api-key-file {file}: {error.strerror}") from None
+    if not keys:
+        raise ValueError("an API key must not be empty")
+    return keys
 
 
 def _read(file: Path | None) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,7 +22,7 @@ from foretoken.server.inputs import room_of
 from foretoken.server.schemas import DetokenizeRequest, TokenizeRequest
 from foretoken.server.serving import Serving
 from foretoken.server.templates import Conversation, prompt_of
-from foretoken.server.workers import TEXTS, in_thread
+from foretoken.server.workers import TEXTS, in_thread, json_bytes
 
 router = APIRouter(responses=RESPONSES)
 
@@ -117,21 +115,11 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
     def answer() -> bytes:
         ids = ids_with_one_bos(text, tokenizer, special)
         texts = tokenizer.convert_ids_to_tokens(ids) if with_texts else None
-        return _tokens_json(ids, longest, texts)
+        fields = {"count": len(ids), "max_model_len": longest, "tokens": ids}
+        return json_bytes(fields if texts is None else {**fields, "token_strs": texts})
 
     content = await in_thread(TEXTS, answer, cost=len(text))
     return Response(content, media_type="application/json", headers=headers)
-
-
-def _tokens_json(ids: Sequence[int], longest: int, texts: Sequence[str] | None) -> bytes:
-    """The answer, encoded in pieces: encoding a long list at once would block all other threads."""
-
-    def array(values: Sequence[Any], size: int = 4096) -> str:
-        pieces = (values[at : at + size] for at in range(0, len(values), size))
-        return "[" + ",".join(json.dumps(piece, ensure_ascii=False)[1:-1] for piece in pieces) + "]"
-
-    head = f'{{"count":{len(ids)},"max_model_len":{longest},"tokens":{array(ids)}'
-    return (head + ("" if texts is None else f',"token_strs":{array(texts)}') + "}").encode()
 
 
 @router.post("/detokenize")

@@ -21,6 +21,8 @@ from foretoken.server.workers import GRAMMARS, NotBegun, in_thread
 
 PATIENCE_S = 0.3
 """Seconds that a new grammar waits for others; its own trial then takes at most 1.6 s."""
+MOST_VALUES = 2**19
+"""Log-probabilities of the prompts of a request: 64 prompts of 4,096 tokens, each with its most likely other."""
 
 
 def check_fields(body: CompletionBody, serving: Serving) -> None:
@@ -147,6 +149,8 @@ def engine_requests(
         options["min_tokens"] = min(options["min_tokens"], options["max_new_tokens"])
     for prompt in prompts:
         _check_lengths(len(prompt), options, serving, body, field)
+    if more.get("prompt_logprobs") is not None:
+        _check_num_values(sum(map(len, prompts)) * (body.n or 1), 1 + more["prompt_logprobs"], body)
     seed, count = options.pop("seed", None), body.n or 1
     llm = serving.llm
     requests: list[Request] = []
@@ -198,6 +202,17 @@ def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body
         )
     if options.get("min_tokens", 0) > max_tokens:
         raise bad(f"min_tokens is {options['min_tokens']}, more than max_tokens, {max_tokens}", "min_tokens")
+
+
+def _check_num_values(num_tokens: int, each: int, body: CompletionBody) -> None:
+    """Raise ``ApiError`` 400 for too many log-probabilities of prompts; those of an answer come at the model's
+    speed."""
+    if num_tokens * each > MOST_VALUES:
+        raise bad(
+            f"{num_tokens} prompt tokens (with n) times {each} log-probabilities are {num_tokens * each}, more than "
+            f"{MOST_VALUES} of one request: give fewer prompts or ask for fewer log-probabilities",
+            "logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+        )
 
 
 def _options(body: CompletionBody, serving: Serving, tenant: str, defaults: Mapping[str, Any]) -> dict[str, Any]:

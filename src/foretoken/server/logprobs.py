@@ -105,11 +105,11 @@ def prompt_logprobs(
         if row is None:
             rows.append(None)
             continue
-        ranked = {token: rank + 1 for rank, (token, _) in enumerate(row.top)}
+        ranked = {row.token_id: row.rank, **{token: rank for rank, (token, _) in enumerate(row.top, 1)}}
         pairs = dict((*row.top[:count], (row.token_id, row.logprob)))
         rows.append(
             {
-                str(token): {"logprob": value, "rank": ranked.get(token), "decoded_token": texts(token)}
+                str(token): {"logprob": value, "rank": ranked[token], "decoded_token": texts(token)}
                 for token, value in pairs.items()
             }
         )

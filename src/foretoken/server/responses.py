@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ from fastapi.responses import Response
 from foretoken.engine.background import Ticket
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.output import Output
-from foretoken.server.call_reader import Call
+from foretoken.server.call_reader import Call, CallReader
 from foretoken.server.errors import RESPONSES, api_error
-from foretoken.server.logprobs import TokenTexts, chat_logprobs
+from foretoken.server.logprobs import Offsets, TokenTexts, chat_logprobs
 from foretoken.server.responses_bodies import ResponsesRequest, chat_request, no_effect, renamed
 from foretoken.server.serving import Serving
 from foretoken.server.sse import RESPONSES_API
@@ -37,7 +38,7 @@ class _Response(ChatTurn):
         items: finished items of a streamed answer.
         message: the message item being written, if any.
         values: log-probabilities of its tokens.
-        untold: log-probabilities of tokens whose text is held back.
+        tokens: log-probabilities of tokens that were not yet sent.
     """
 
     kind, dialect, renamed = "response", RESPONSES_API, staticmethod(renamed)
@@ -53,12 +54,16 @@ class _Response(ChatTurn):
         self.items: list[dict[str, Any]] = []
         self.message: dict[str, Any] | None = None
         self.values: list[TokenLogprobs] = []
-        self.untold: list[TokenLogprobs] = []
+        self.tokens = _Tokens(serving.llm.tokenizer)
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         (output,) = outputs
-        parts = self.reader().push(output.text, final=True)
-        items = [self.item(part, output.logprobs if index == 0 else None) for index, part in enumerate(parts) if part]
+        self.tokens.push(output.logprobs or ())
+        reader = self.reader()
+        parts = reader.push(output.text, final=True)
+        items = [
+            self.item(part, self.tokens.until(end)) for part, end in zip(parts, ends_of(reader, True), strict=True)
+        ]
         if items and items[-1]["type"] == "message":
             items[-1]["status"] = status_of(output.finish_reason)
         return self.ended(items, output.finish_reason)
@@ -162,11 +167,14 @@ class _Response(ChatTurn):
             yield {"type": f"response.{name}", "response": self.object("in_progress")}
         reader = self.reader()
         async for _, piece in self.gathered_pieces(tickets):
-            self.untold.extend(piece.logprobs)
-            for part in reader.push(piece.text, piece.finish_reason is not None):
-                values, self.untold = self.untold, []
-                for event in self._events_of(part, values):
+            self.tokens.push(piece.logprobs)
+            final = piece.finish_reason is not None
+            parts = reader.push(piece.text, final)
+            for part, end in zip(parts, ends_of(reader, final), strict=True):
+                for event in self._events_of(part, self.tokens.until(end)):
                     yield event
+            if final and self.message is not None:
+                self.values.extend(self.tokens.until(None))
             if piece.stats is not None:
                 for event in self._closed(status_of(piece.finish_reason)):
                     yield event
@@ -216,6 +224,30 @@ class _Response(ChatTurn):
         yield {"type": "response.output_item.done", "output_index": len(self.items), "item": item}
         self.items.append(item)
         self.message, self.values = None, []
+
+
+class _Tokens:
+    """Log-probabilities of an answer's tokens, each for the part in whose text it begins; calls report none."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._offsets = Offsets(tokenizer)
+        self._tokens: list[tuple[int, TokenLogprobs]] = []
+
+    def push(self, values: Sequence[TokenLogprobs]) -> None:
+        """Add the next tokens."""
+        begins = self._offsets.push([value.token_id for value in values])
+        self._tokens.extend(zip(begins, values, strict=True))
+
+    def until(self, end: int | None) -> list[TokenLogprobs]:
+        """Remove and return the tokens that begin before a position of the answer, or all that are left."""
+        count = len(self._tokens) if end is None else bisect_left(self._tokens, end, key=lambda token: token[0])
+        taken, self._tokens = self._tokens[:count], self._tokens[count:]
+        return [value for _, value in taken]
+
+
+def ends_of(reader: CallReader, final: bool) -> list[int | None]:
+    """Ends of the parts that a reader has just returned; the last of an answer has all tokens behind its text, too."""
+    return [*reader.ends[:-1], None] if final and reader.ends else [*reader.ends]
 
 
 def status_of(reason: str | None) -> str:

@@ -20,6 +20,7 @@ from pydantic import (
     StrictStr,
     Tag,
     create_model,
+    model_validator,
 )
 
 from foretoken.options import FIELDS
@@ -201,7 +202,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """Output constraint in vLLM's format: exactly one form, sampled token by token under a mask or as a whole."""
 
-    json_: JsonObject | Text | None = Field(default=None, alias="json")
+    json_: JsonObject | Text | StrictBool | None = Field(default=None, alias="json")
     regex: Text | None = None
     grammar: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1, max_length=MOST_WORDS)] | None = None
@@ -286,6 +287,12 @@ class TextPart(Body):
     text: Text = ""
     refusal: Text | None = None
 
+    @model_validator(mode="after")
+    def _check_text(self) -> TextPart:
+        if self.type == "text" and "text" not in self.model_fields_set:
+            raise ValueError("a part of type text needs its text in the field text")
+        return self
+
 
 class CompletionRequest(CompletionBody):
     """``POST /v1/completions``."""
@@ -323,6 +330,12 @@ class Message(Body):
     name: Short | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Short | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and self.role in ("system", "developer", "user"):
+            raise ValueError(f"a message of the role {self.role} needs content")
+        return self
 
 
 class Function(ShownBody):

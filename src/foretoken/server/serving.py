@@ -94,6 +94,18 @@ def tell(settings: ServerSettings, llm: Llm) -> None:
         log.warning(line, extra={"plain": True})
 
 
+def check_memory(settings: ServerSettings, llm: Llm) -> None:
+    """Raise ``ValueError`` if ``--kv-memory`` is too small for any request."""
+    budget = llm.engine.requests.budget
+    room = budget.room(1)
+    if room is not None and room < 1:
+        least = budget.need(Request((0,), max_new_tokens=1))
+        raise ValueError(
+            f"--kv-memory {settings.kv_memory} is too small for any request: one token and its answer need {least} "
+            "bytes, so give more"
+        )
+
+
 def tell_memory(settings: ServerSettings, llm: Llm) -> None:
     """Warn if requests without a token limit wait for memory because each reserves so much."""
     caps = [llm.target.context_length, settings.default_max_tokens, llm.defaults.sampling.get("max_new_tokens")]
@@ -203,6 +215,7 @@ class Serving:
                 prefix_bytes=settings.prefix_bytes,
                 on_end=partial(self._ended, llm.target.kv_bytes_per_token),
             )
+            check_memory(settings, llm)
             tell_memory(settings, llm)
             await asyncio.to_thread(capture, llm, settings.max_running)
             await engine.start()

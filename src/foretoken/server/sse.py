@@ -16,6 +16,8 @@ from foretoken.server.errors import ApiError, api_error, is_anthropic
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 _encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+LINE_ENDS = {"\u2028": "\\u2028", "\u2029": "\\u2029", "\x85": "\\u0085"}
+"""Characters that JSON leaves in a text and some clients take for the end of a line (``str.splitlines``, httpx)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ def dialect_of(path: str) -> Dialect:
 def event(data: Any, pad: int = 0, named: bool = False) -> bytes:
     """One event; with ``pad``, filled with a comment up to a multiple of that many bytes."""
     name = b"event: " + str(data["type"]).encode() + b"\n" if named else b""
-    message = name + b"data: " + _encoded(data).encode() + b"\n\n"
+    encoded = _encoded(data)
+    for character, escape in LINE_ENDS.items():
+        encoded = encoded.replace(character, escape)
+    message = name + b"data: " + encoded.encode() + b"\n\n"
     if not pad or len(message) % pad == 0:
         return message
     missing = -(len(message) + 3) % pad

@@ -56,7 +56,7 @@ class ChatTurn(Answer):
 
     def _check(self) -> None:
         body = self.body
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
         if body.reasoning_effort is not None and not takes_effort(self.serving.llm.tokenizer):
             raise bad("this model's chat template does not support reasoning effort: leave it out", "reasoning_effort")

@@ -33,10 +33,15 @@ def usage(
     }
 
 
-def metrics(stats: SpecStats, whole_s: float, longest_draft: int, predicted: float | None = None) -> dict[str, Any]:
-    """Times and speculation statistics."""
+def metrics(
+    all_stats: Sequence[SpecStats], whole_s: float, longest_draft: int, predicted: float | None = None
+) -> dict[str, Any]:
+    """Times and speculation statistics of choices, which run side by side: between tokens passes the time of the
+    longest."""
+    stats = merged(all_stats)
+    most = max((choice.num_new_tokens for choice in all_stats), default=0)
     writing_s = max(0.0, whole_s - stats.first_token_s)
-    between = writing_s / (stats.num_new_tokens - 1) if stats.num_new_tokens > 1 else 0.0
+    between = writing_s / (most - 1) if most > 1 else 0.0
     return {
         "time_to_first_token_ms": 1e3 * stats.first_token_s,
         "generation_time_ms": 1e3 * writing_s,

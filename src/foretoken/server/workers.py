@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
+from itertools import count, islice
 from typing import Any, TypeVar
 
 from foretoken.server.memory import FREED
@@ -15,6 +16,7 @@ from foretoken.server.memory import FREED
 T = TypeVar("T")
 LARGE = 32 * 1024
 """Characters of a large text: some ten milliseconds of tokenising."""
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class FairQueue:
@@ -81,6 +83,12 @@ TEMPLATES = ThreadPoolExecutor(2, "foretoken-templates")
 """Rendering chat templates, which are programs."""
 GRAMMARS = ThreadPoolExecutor(32, "foretoken-grammars")
 """Compiling grammars; nearly all of these threads only wait for the grammar that is on trial."""
+
+
+def json_bytes(value: Any) -> bytes:
+    """The value as JSON, encoded in pieces: encoding a large one at once would block all other threads."""
+    parts = _JSON.iterencode(value)
+    return b"".join(iter(lambda: "".join(islice(parts, 4096)).encode(), b""))
 
 
 class NotBegun(Exception):

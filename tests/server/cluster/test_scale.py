@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,8 +16,8 @@ import pytest
 from running_server import make_llm
 
 from foretoken.server.cluster.fleet_metrics import labelled
-from foretoken.server.cluster.gateway import Fleet, ReplicaLost, create_gateway
-from foretoken.server.cluster.replica import Replica
+from foretoken.server.cluster.gateway import Admission, Fleet, ReplicaLost, create_gateway
+from foretoken.server.cluster.replica import SPENT, Replica
 from foretoken.server.cluster.routing import asked_of, choices_of, order, ranked, session_of
 from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
@@ -577,5 +578,51 @@ def test_replicas_that_cannot_be_started_are_told() -> None:
         fleet = Fleet(SETTINGS, Broken(SETTINGS))  # type: ignore[arg-type]
         await fleet.start()
         assert fleet.trouble == "no cluster" and not fleet.is_loaded
+
+    asyncio.run(run())
+
+
+QUOTA = replace(SETTINGS, api_keys=("a tokens_per_minute=20",))
+
+
+@pytest.mark.parametrize("fate", ["lost in the middle", "ends in the middle"])
+def test_a_quota_counts_what_was_sent_of_a_stream_that_broke_off(fate: str) -> None:
+    async def run() -> None:
+        async with gateway(QUOTA, fate) as (client, replicas, _):
+            client.headers["Authorization"] = "Bearer a"
+            broken = await client.post("/v1/completions", json={**ASKED, "prompt": [5] * 30, "stream": True})
+            assert broken.status_code == 200 and "[DONE]" not in broken.text
+            check_error(await client.post("/v1/completions", json=ASKED), 429, "key_tokens_exceeded")
+            assert len(replicas.sessions) == 1, "a replica knows only what it has spent itself"
+
+    asyncio.run(run())
+
+
+def test_a_quota_does_not_count_what_a_lost_replica_has_read() -> None:
+    fleet = Fleet(QUOTA, mock.Mock())
+    slot = fleet.slots.slot(Caller(name="a", tokens_per_minute=20))
+    admission = Admission(fleet, slot, True)
+    admission.wait()
+    assert admission.takes({"type": SPENT, "tokens": 30})
+    admission.wait()  # for another replica
+    assert admission.takes({"type": SPENT, "tokens": 10}) and slot.spent == 10
+    admission.end()
+    assert slot.spent == 10
+
+
+def test_tokens_are_reported_before_an_answer_that_nobody_may_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.server.cluster.replica.REPORT_S", 0.01)
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    asked = json.dumps({**ASKED, "max_tokens": 600, "ignore_eos": True}).encode()
+
+    async def run() -> None:
+        async with gateway() as (_, replicas, _):
+            pieces = [piece async for piece in replicas._replica.answer(scope, asked)]
+            messages = [message for piece in pieces for message in piece]
+            kinds = [message["type"] for message in messages]
+            assert kinds.index(SPENT) < kinds.index("http.response.start") - 1, kinds
+            usage = json.loads(b"".join(message.get("body", b"") for message in messages))["usage"]
+            assert sum(message["tokens"] for message in messages if message["type"] == SPENT) == usage["total_tokens"]
 
     asyncio.run(run())

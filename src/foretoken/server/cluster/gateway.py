@@ -168,11 +168,13 @@ class Admission:
 
     def __init__(self, fleet: Fleet, slot: RequestSlot, writes: bool) -> None:
         self.slot, self._fleet, self._writes = slot, fleet, writes
-        self._is_undecided, self._choices = False, 0
+        self._is_undecided, self._choices, self._spent = False, 0, 0
 
     def wait(self) -> None:
-        """No replica has decided yet, or the one that had is lost."""
+        """No replica has decided yet, or the one that had is lost, and what it has spent was in vain."""
         self.end()
+        self.slot.spend(-self._spent)
+        self._spent = 0
         self._is_undecided = self._writes
         self._fleet.num_undecided += self._is_undecided
 
@@ -180,6 +182,7 @@ class Admission:
         """Whether a message is a replica's report, which is noted here, and no part of its answer."""
         if message["type"] == SPENT:
             self.slot.spend(message["tokens"])
+            self._spent += message["tokens"]
             return True
         is_report = message["type"] == TAKEN
         self._decide(message["choices"] if is_report else 0)  # an answer without admitted choices is a refusal

@@ -15,9 +15,11 @@ from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
 
 SPENT = "foretoken.spent"
-"""Type of the message that reports to the gateway how many ``tokens`` a request has used."""
+"""Type of the message that reports to the gateway how many ``tokens`` a request has used since the last such."""
 TAKEN = "foretoken.taken"
 """Type of the message that reports to the gateway how many ``choices`` of a request were admitted."""
+REPORT_S = 1.0
+"""Seconds between reports of used tokens while nothing is sent: no end is reported of a request whose client leaves."""
 
 
 class Replica:
@@ -79,12 +81,14 @@ class Replica:
         self, scope: dict[str, Any], body: bytes, caller: Caller | None = None
     ) -> AsyncGenerator[list[Message], None]:
         """ASGI messages of an answer.  Each piece has all messages that are ready, so that a burst travels at once.
-        The first message of an admitted request is :data:`TAKEN`, and the last one of any is :data:`SPENT`.
+        The first message of an admitted request is :data:`TAKEN`; a :data:`SPENT` precedes what follows new tokens.
 
         Closing the generator ends the request.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
+        state: dict[str, Any] = {"caller": caller or Caller()}
+        spent = _Spent(state, messages)
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
@@ -96,20 +100,22 @@ class Replica:
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (b"x-replica", self.name.encode())]}
+            spent.report()
             messages.put_nowait(message)
 
         def taken(choices: int) -> None:
             messages.put_nowait({"type": TAKEN, "choices": choices})
 
         async def run() -> None:
-            state: dict[str, Any] = {"caller": caller or Caller(), "on_take": taken}
+            state["on_take"] = taken
+            reports = asyncio.create_task(spent.report_often())
             try:
                 await self.app({**scope, "extensions": {}, "state": state}, receive, send)
             except Exception:  # the application has answered with 500 already
                 logging.getLogger("foretoken.server").exception("a request failed")
             finally:
-                slot = state.get("slot")
-                messages.put_nowait({"type": SPENT, "tokens": 0 if slot is None else slot.spent})
+                reports.cancel()
+                spent.report()
                 messages.put_nowait(None)
 
         task = asyncio.create_task(run())
@@ -129,3 +135,22 @@ class Replica:
             with suppress(asyncio.CancelledError, TimeoutError):
                 # Time limit for ending a request whose client has left
                 await asyncio.wait_for(task, 5.0)
+
+
+class _Spent:
+    """Reports the tokens that a request has used, among the messages of its answer."""
+
+    def __init__(self, state: dict[str, Any], messages: asyncio.Queue[Message | None]) -> None:
+        self._state, self._messages, self._reported = state, messages, 0
+
+    def report(self) -> None:
+        """Report the tokens used since the last report, if any."""
+        slot = self._state.get("slot")
+        if slot is not None and slot.spent > self._reported:
+            self._messages.put_nowait({"type": SPENT, "tokens": slot.spent - self._reported})
+            self._reported = slot.spent
+
+    async def report_often(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self.report()

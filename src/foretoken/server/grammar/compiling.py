@@ -122,7 +122,11 @@ def _schema(spec: Any) -> Any:
             spec = json.loads(spec)
         except json.JSONDecodeError as error:
             raise ValueError(f"the schema is not JSON: {error}") from None
-    if not isinstance(spec, dict | bool):
+    if isinstance(spec, bool):  # llguidance takes no options with such a schema
+        if not spec:
+            raise ValueError("no value fits the schema false")
+        spec = {}
+    if not isinstance(spec, dict):
         raise ValueError(f"a schema must be an object, not a value of type {type(spec).__name__}")
     if _depth(spec) > DEEPEST:
         raise ValueError(f"the schema is nested more than {DEEPEST} levels deep")
