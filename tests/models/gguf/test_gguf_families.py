@@ -241,3 +241,23 @@ def test_quantised_files_are_their_numbers(tmp_path: Path, name: str, kind: str)
     expected = rows(load_model(wide, backend="native"), prompt_of(20))
     assert near(rows(load_model(file, backend="native", dtype="float32"), prompt_of(20)), expected)
     assert not torch.equal(expected, rows(load_model(write_model(tmp_path / "f.gguf", model)), prompt_of(20)))
+
+
+def test_activations_beyond_float16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights in F16 keep their numbers; only what float16 cannot hold is computed in bfloat16 unless told otherwise."""
+    model = original("gemma3")
+    small = load_model(write_model(tmp_path / "small.gguf", model, "F16"), backend="native")
+    assert small.model.dtype == torch.float16
+    for layer in model.model.layers:
+        layer.post_feedforward_layernorm.weight.data.fill_(3e4)
+    file = write_model(tmp_path / "large.gguf", model, "F16")
+    read = load_model(file, backend="native")
+    line = f"float16: refused, the logits of {file} are not finite in it on a short text; activations are bfloat16"
+    lines = [record.message for record in caplog.records if record.message.startswith("float16")]
+    assert len(lines) == 1 and lines[0].startswith(line) and "\n" not in lines[0]
+    assert read.model.dtype == torch.bfloat16 and read.model.stored_as == "GGUF F16, with activations in"
+    text = prompt_of(9)
+    expected = rows(load_model(file, backend="native", dtype="float32"), text)
+    assert (rows(read, text) - expected).abs().max() < 0.1 * expected.abs().max()
+    told = load_model(file, backend="native", dtype="float16")
+    assert told.model.dtype == torch.float16 and not rows(told, text).isfinite().all()
