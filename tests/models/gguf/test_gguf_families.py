@@ -189,6 +189,27 @@ def test_older_keys_and_numbers_of_rotary_embeddings(tmp_path: Path) -> None:
     assert not near(plain_logits(without.model, text), plain_logits(yarn, text)), "they make a difference"
 
 
+@pytest.mark.parametrize("factor", [0.8, 3.0])
+def test_the_attention_factor_of_longrope(tmp_path: Path, factor: float) -> None:
+    model_type, values = FAMILIES["phi3_long"]
+    model = new_model(model_type, **{**values, "rope_parameters": {**LONG, "attention_factor": factor}})
+    change = partial(with_entry, "phi3.rope.scaling.attn_factor", factor)
+    read = load_model(write_model(tmp_path / "m.gguf", model, change=change), backend="native", dtype="float32")
+    usual = load_model(write_model(tmp_path / "u.gguf", model), backend="native", dtype="float32")
+    for text in texts():
+        expected = plain_logits(model, text)
+        assert near(plain_logits(read.model, text), expected) and near(rows(read, text), rows(load_model(model), text))
+        assert not near(plain_logits(usual.model, text), expected), "it makes a difference"
+
+
+@pytest.mark.parametrize(("key", "value"), [("type", "yarn"), ("factor", 4.0)])
+def test_longrope_and_another_scaling(tmp_path: Path, key: str, value: Any) -> None:
+    change = partial(with_entry, f"phi3.rope.scaling.{key}", value)
+    file = write_model(tmp_path / "m.gguf", original("phi3_long"), change=change)
+    with pytest.raises(LoadError, match="m.gguf scales rotary positions by .* and by LongRoPE's factors, which is not"):
+        load_model(file, backend="native")
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_windows_by_layer_or_by_their_period(tmp_path: Path, name: str) -> None:
     model = original(name)
