@@ -206,6 +206,15 @@ def test_headers_that_do_not_fit(
     refused(changed(tmp_path, model, change), words)
 
 
+@pytest.mark.usefixtures("no_weights", "no_llama_cpp")
+def test_divisors_of_rotary_frequencies_that_differ_by_layer(tmp_path: Path) -> None:
+    def change(header: Header, tensors: Tensors) -> None:
+        tensors["rope_freqs.weight"] = Stored(np.ones(8, np.float32), Quant.F32)
+
+    file = changed(tmp_path, new_model("gemma3_text", **SIZES, head_dim=16, tie_word_embeddings=True), change)
+    refused(file, "has rope_freqs.weight, which gemma3_text models do not have: llama.cpp may run it")
+
+
 def flat(tensor: Any) -> Any:
     return tensor.reshape(-1)
 

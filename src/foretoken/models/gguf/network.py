@@ -27,6 +27,8 @@ from foretoken.models.gguf.types import KINDS, PLAIN
 from foretoken.models.linear.product import QuantisedLinear
 
 EMBEDDING, HEAD, FINAL_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
+DIVISORS = "rope_freqs.weight"
+"""Divisors of the rotary frequencies."""
 
 
 def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
@@ -108,6 +110,8 @@ class _WeightFiller:
                 f"{file.path} lacks {len(missing)} tensors (first: {missing[0]}): it is incomplete, copy it again"
             )
         rotary = {f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")}
+        if not hasattr(self.model.model.rotary_emb, "inv_freq"):  # one for each kind of layers
+            rotary.discard(DIVISORS)
         unused = sorted(file.tensors.keys() - expected - rotary)
         if unused:
             raise UncoveredError(f"{file.path} has {unused[0]}, which {self.config.model_type} models do not have")
@@ -222,12 +226,12 @@ def _rotate(model: Any, file: GgufFile) -> None:
     """Recreate the rotary embedding with real tensors; the file may hold a divisor per frequency."""
     decoder = model.model
     decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)
-    factors = file.tensors.get("rope_freqs.weight")
+    factors = file.tensors.get(DIVISORS)
     if factors is not None:
         divisors = numbers_of(factors).float()
         if divisors.shape != decoder.rotary_emb.inv_freq.shape:
             raise GgufError(
-                f"rope_freqs.weight in {file.path} is {list(divisors.shape)}, and the heads have "
+                f"{DIVISORS} in {file.path} is {list(divisors.shape)}, and the heads have "
                 f"{list(decoder.rotary_emb.inv_freq.shape)} frequencies: convert the model again"
             )
         for name in ("inv_freq", "original_inv_freq"):
