@@ -112,6 +112,7 @@ def _check_options(options: Mapping[str, Any], reasons: Mapping[str, str], usual
 
 
 def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
+    from foretoken.models.gguf.experts import GIB, quantised_expert_bytes
     from foretoken.models.gguf.file import read_gguf
     from foretoken.models.gguf.network import build_network
     from foretoken.models.network.alone import BUILDING
@@ -128,7 +129,14 @@ def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
             why = f"the logits of {path} are not finite in it on a short text"
             refusal("float16", why, "activations are bfloat16, and every product widens the weights, which is slower")
             network = build_network(file, torch.bfloat16)
-        return network
+    stored, widened = quantised_expert_bytes(file, network.dtype)
+    if stored:
+        name, sizes = (
+            str(network.dtype).removeprefix("torch."),
+            f"{widened / GIB:.1f} GiB instead of {stored / GIB:.1f}",
+        )
+        refusal("quantised experts", "no kernel multiplies by them", f"those of {path} are in {name}: {sizes}")
+    return network
 
 
 @torch.inference_mode()

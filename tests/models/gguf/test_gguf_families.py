@@ -206,7 +206,9 @@ def test_the_attention_factor_of_longrope(tmp_path: Path, factor: float) -> None
 def test_longrope_and_another_scaling(tmp_path: Path, key: str, value: Any) -> None:
     change = partial(with_entry, f"phi3.rope.scaling.{key}", value)
     file = write_model(tmp_path / "m.gguf", original("phi3_long"), change=change)
-    with pytest.raises(LoadError, match="m.gguf scales rotary positions by .* and by LongRoPE's factors, which is not"):
+    with pytest.raises(
+        LoadError, match=r"m.gguf scales rotary positions by .* and by LongRoPE's factors, which is not"
+    ):
         load_model(file, backend="native")
 
 
@@ -264,8 +266,35 @@ def test_quantised_files_are_their_numbers(tmp_path: Path, name: str, kind: str)
     assert not torch.equal(expected, rows(load_model(write_model(tmp_path / "f.gguf", model)), prompt_of(20)))
 
 
+def test_quantised_experts_are_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """To the model's dtype, which is told in a line; unquantised experts keep their numbers without one."""
+    import gguf
+
+    sizes = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 32}
+    model = new_model("qwen3_moe", **{**FAMILIES["qwen3_moe"][1], **sizes}, experts_implementation="eager")
+    file = write_model(tmp_path / "m.gguf", model, "Q8_0")
+    read = load_model(file, backend="native")
+    lines = [record.message for record in caplog.records if "experts" in record.message]
+    line = f"no kernel multiplies by them; those of {file} are in bfloat16: 0.0 GiB instead of 0.0"
+    assert lines == [f"quantised experts: refused, {line}"]
+    assert read.model.stored_as == "GGUF Q8_0 F32, with experts and activations in"
+    tensors = gguf.GGUFReader(file).tensors
+    numbers = {t.name: torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()) for t in tensors}
+    for index, layer in enumerate(read.model.model.layers):
+        gate, up, down = (numbers[f"blk.{index}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+        assert torch.equal(layer.mlp.experts.gate_up_proj, torch.cat([gate, up], 1).bfloat16())
+        assert torch.equal(layer.mlp.experts.down_proj, down.bfloat16())
+    caplog.clear()
+    plain = load_model(write_model(tmp_path / "p.gguf", model, "BF16"), backend="native")
+    assert plain.model.stored_as == "GGUF BF16 F32, with activations in"
+    assert torch.equal(
+        plain.model.model.layers[1].mlp.experts.down_proj, model.model.layers[1].mlp.experts.down_proj.bfloat16()
+    )
+    assert not [record for record in caplog.records if "experts" in record.message]
+
+
 def test_activations_beyond_float16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Weights in F16 keep their numbers; only what float16 cannot hold is computed in bfloat16 unless told otherwise."""
+    """Weights in F16 keep their numbers; only what float16 cannot hold is computed in bfloat16 by default."""
     model = original("gemma3")
     small = load_model(write_model(tmp_path / "small.gguf", model, "F16"), backend="native")
     assert small.model.dtype == torch.float16

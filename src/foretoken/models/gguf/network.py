@@ -2,7 +2,7 @@
 
 Matrices in the model's dtype are views of the mapped file.  Quantised ones become
 :class:`~foretoken.models.linear.product.QuantisedLinear` with the file's numbers, one after another; the embedding
-reads its rows from the file.  So there is no second copy of the weights.
+reads its rows from the file.  So there is no second copy of the weights, except of quantised experts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from foretoken.models.checks.finite import REMEDY
 from foretoken.models.gguf.architectures import EXPERTS, Architecture, architecture_of, config_of, header_faults
+from foretoken.models.gguf.experts import check_memory, joined, quantised_expert_bytes
 from foretoken.models.gguf.file import GgufError, GgufFile, GgufTensor, UncoveredError
 from foretoken.models.gguf.grouped import numbers_of, weight_of
 from foretoken.models.gguf.kernel import product_of
@@ -53,13 +54,15 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     fill = _WeightFiller(file, architecture, model, dtype)
     fill.check()
+    check_memory(file, dtype)
     fill.fill()
     _rotate(model, file)
     with header_faults(file):
         model.generation_config.eos_token_id = end_ids(file) or config.eos_token_id
     kinds = stored_as(file)
     if kinds != "F32":
-        model.stored_as = f"GGUF {kinds}, with activations in"
+        widened = "experts and " if quantised_expert_bytes(file, dtype)[0] else ""
+        model.stored_as = f"GGUF {kinds}, with {widened}activations in"
     return model.eval()
 
 
@@ -134,8 +137,10 @@ class _WeightFiller:
             elif isinstance(module, nn.Linear):
                 linear += [owner] if leaf == "weight" else []
             else:
-                parts = [numbers_of(tensor) for tensor in tensors]
-                numbers = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+                if leaf in EXPERTS:
+                    setattr(module, leaf, _parameter(joined(tensors, self.dtype, self._check_finite)))
+                    continue
+                numbers = numbers_of(tensors[0])
                 self._check_finite(tensors[0].name, bool(numbers.isfinite().all()))
                 if owner.endswith("norm"):
                     numbers = numbers.float() - self.architecture.norm_offset
