@@ -112,16 +112,46 @@ def _check_options(options: Mapping[str, Any], reasons: Mapping[str, str], usual
 
 
 def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
+    from foretoken.models.gguf.experts import GIB, quantised_expert_bytes
     from foretoken.models.gguf.file import read_gguf
     from foretoken.models.gguf.network import build_network
     from foretoken.models.network.alone import BUILDING
+    from foretoken.models.refusals import refusal
 
     _check_options(options, OWN_REASONS, USUAL)
     dtype = options.get("dtype")
     if dtype == torch.float64:
         raise LoadError("a GGUF file takes no dtype=float64: its numbers are float32 at most; use dtype=float32")
     with BUILDING:
-        return build_network(read_gguf(path), dtype)
+        file = read_gguf(path)
+        network = build_network(file, dtype)
+        if dtype is None and network.dtype == torch.float16 and not _is_finite_on_text(network):
+            why = f"the logits of {path} are not finite in it on a short text"
+            refusal("float16", why, "activations are bfloat16, and every product widens the weights, which is slower")
+            network = build_network(file, torch.bfloat16)
+    stored, widened = quantised_expert_bytes(file, network.dtype)
+    if stored:
+        name, sizes = (
+            str(network.dtype).removeprefix("torch."),
+            f"{widened / GIB:.1f} GiB instead of {stored / GIB:.1f}",
+        )
+        refusal("quantised experts", "no kernel multiplies by them", f"those of {path} are in {name}: {sizes}")
+    return network
+
+
+@torch.inference_mode()
+def _is_finite_on_text(network: Any) -> bool:
+    """Whether a network's logits are finite on a short text, which begins as its prompts do: activations of first
+    tokens are the largest."""
+    from foretoken.models.checks.judging import ordinary_ids
+
+    config = network.config
+    first = [config.bos_token_id] if isinstance(config.bos_token_id, int) else []
+    ids = torch.tensor([[*first, *ordinary_ids(config.vocab_size, 16)]]) % config.vocab_size
+    try:
+        return bool(network(input_ids=ids, use_cache=False).logits.isfinite().all())
+    except RuntimeError:  # experts in a dtype that their kernel lacks: using the model raises it again
+        return True
 
 
 def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:

@@ -206,6 +206,15 @@ def test_headers_that_do_not_fit(
     refused(changed(tmp_path, model, change), words)
 
 
+@pytest.mark.usefixtures("no_weights", "no_llama_cpp")
+def test_divisors_of_rotary_frequencies_that_differ_by_layer(tmp_path: Path) -> None:
+    def change(header: Header, tensors: Tensors) -> None:
+        tensors["rope_freqs.weight"] = Stored(np.ones(8, np.float32), Quant.F32)
+
+    file = changed(tmp_path, new_model("gemma3_text", **SIZES, head_dim=16, tie_word_embeddings=True), change)
+    refused(file, "has rope_freqs.weight, which gemma3_text models do not have: llama.cpp may run it")
+
+
 def flat(tensor: Any) -> Any:
     return tensor.reshape(-1)
 
@@ -233,6 +242,31 @@ def test_experts_that_do_not_fit_together(tmp_path: Path, shape: Callable[[Any],
 
     file = changed(tmp_path, new_model("mixtral", **SIZES), change)
     refused(file, r"blk.1.ffn_gate_exps.weight in .* is \[.*\], and must be \[.*\]: convert the model again")
+
+
+@pytest.mark.usefixtures("no_weights", "no_llama_cpp")
+def test_experts_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = tmp_path / "meminfo"
+    memory.write_text("MemTotal:       999999 kB\nMemAvailable:       383 kB\nHugePages_Total:   0\n")
+    monkeypatch.setattr("foretoken.models.gguf.experts.MEMORY", memory)
+    sizes = {**SIZES, "intermediate_size": 256, "num_local_experts": 2, "num_experts_per_tok": 1}
+    file = write_model(tmp_path / "m.gguf", new_model("mixtral", **sizes, sliding_window=None), "Q8_0")
+    # 2 layers x 2 experts x 3 matrices of 64 x 256 numbers in 2 bytes are 384 KiB.
+    refused(file, "the experts of .*m.gguf take 0.0 GiB in bfloat16, and 0.0 GiB of memory are free: llama.cpp may run")
+    memory.write_text("MemAvailable:       384 kB\n")
+    with pytest.raises(AssertionError, match="weights are read"):
+        load_model(file)
+
+
+@pytest.mark.parametrize("part", ["gate", "up", "down"])
+def test_experts_that_are_not_finite(tmp_path: Path, part: str) -> None:
+    name = f"blk.1.ffn_{part}_exps.weight"
+
+    def change(header: Header, tensors: Tensors) -> None:
+        tensors[name].data.flat[-1] = np.inf
+
+    file = changed(tmp_path, new_model("mixtral", **SIZES, sliding_window=None), change)
+    refused(file, f"{name} in .* holds NaN or inf")
 
 
 def test_an_unknown_architecture(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

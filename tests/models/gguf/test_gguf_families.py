@@ -189,6 +189,29 @@ def test_older_keys_and_numbers_of_rotary_embeddings(tmp_path: Path) -> None:
     assert not near(plain_logits(without.model, text), plain_logits(yarn, text)), "they make a difference"
 
 
+@pytest.mark.parametrize("factor", [0.8, 3.0])
+def test_the_attention_factor_of_longrope(tmp_path: Path, factor: float) -> None:
+    model_type, values = FAMILIES["phi3_long"]
+    model = new_model(model_type, **{**values, "rope_parameters": {**LONG, "attention_factor": factor}})
+    change = partial(with_entry, "phi3.rope.scaling.attn_factor", factor)
+    read = load_model(write_model(tmp_path / "m.gguf", model, change=change), backend="native", dtype="float32")
+    usual = load_model(write_model(tmp_path / "u.gguf", model), backend="native", dtype="float32")
+    for text in texts():
+        expected = plain_logits(model, text)
+        assert near(plain_logits(read.model, text), expected) and near(rows(read, text), rows(load_model(model), text))
+        assert not near(plain_logits(usual.model, text), expected), "it makes a difference"
+
+
+@pytest.mark.parametrize(("key", "value"), [("type", "yarn"), ("factor", 4.0)])
+def test_longrope_and_another_scaling(tmp_path: Path, key: str, value: Any) -> None:
+    change = partial(with_entry, f"phi3.rope.scaling.{key}", value)
+    file = write_model(tmp_path / "m.gguf", original("phi3_long"), change=change)
+    with pytest.raises(
+        LoadError, match=r"m.gguf scales rotary positions by .* and by LongRoPE's factors, which is not"
+    ):
+        load_model(file, backend="native")
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_windows_by_layer_or_by_their_period(tmp_path: Path, name: str) -> None:
     model = original(name)
@@ -241,3 +264,50 @@ def test_quantised_files_are_their_numbers(tmp_path: Path, name: str, kind: str)
     expected = rows(load_model(wide, backend="native"), prompt_of(20))
     assert near(rows(load_model(file, backend="native", dtype="float32"), prompt_of(20)), expected)
     assert not torch.equal(expected, rows(load_model(write_model(tmp_path / "f.gguf", model)), prompt_of(20)))
+
+
+def test_quantised_experts_are_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """To the model's dtype, which is told in a line; unquantised experts keep their numbers without one."""
+    import gguf
+
+    sizes = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 32}
+    model = new_model("qwen3_moe", **{**FAMILIES["qwen3_moe"][1], **sizes}, experts_implementation="eager")
+    file = write_model(tmp_path / "m.gguf", model, "Q8_0")
+    read = load_model(file, backend="native")
+    lines = [record.message for record in caplog.records if "experts" in record.message]
+    line = f"no kernel multiplies by them; those of {file} are in bfloat16: 0.0 GiB instead of 0.0"
+    assert lines == [f"quantised experts: refused, {line}"]
+    assert read.model.stored_as == "GGUF Q8_0 F32, with experts and activations in"
+    tensors = gguf.GGUFReader(file).tensors
+    numbers = {t.name: torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()) for t in tensors}
+    for index, layer in enumerate(read.model.model.layers):
+        gate, up, down = (numbers[f"blk.{index}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+        assert torch.equal(layer.mlp.experts.gate_up_proj, torch.cat([gate, up], 1).bfloat16())
+        assert torch.equal(layer.mlp.experts.down_proj, down.bfloat16())
+    caplog.clear()
+    plain = load_model(write_model(tmp_path / "p.gguf", model, "BF16"), backend="native")
+    assert plain.model.stored_as == "GGUF BF16 F32, with activations in"
+    assert torch.equal(
+        plain.model.model.layers[1].mlp.experts.down_proj, model.model.layers[1].mlp.experts.down_proj.bfloat16()
+    )
+    assert not [record for record in caplog.records if "experts" in record.message]
+
+
+def test_activations_beyond_float16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights in F16 keep their numbers; only what float16 cannot hold is computed in bfloat16 by default."""
+    model = original("gemma3")
+    small = load_model(write_model(tmp_path / "small.gguf", model, "F16"), backend="native")
+    assert small.model.dtype == torch.float16
+    for layer in model.model.layers:
+        layer.post_feedforward_layernorm.weight.data.fill_(3e4)
+    file = write_model(tmp_path / "large.gguf", model, "F16")
+    read = load_model(file, backend="native")
+    line = f"float16: refused, the logits of {file} are not finite in it on a short text; activations are bfloat16"
+    lines = [record.message for record in caplog.records if record.message.startswith("float16")]
+    assert len(lines) == 1 and lines[0].startswith(line) and "\n" not in lines[0]
+    assert read.model.dtype == torch.bfloat16 and read.model.stored_as == "GGUF F16, with activations in"
+    text = prompt_of(9)
+    expected = rows(load_model(file, backend="native", dtype="float32"), text)
+    assert (rows(read, text) - expected).abs().max() < 0.1 * expected.abs().max()
+    told = load_model(file, backend="native", dtype="float16")
+    assert told.model.dtype == torch.float16 and not rows(told, text).isfinite().all()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import new_model, prompt_of, save
+from checkpoints import new_model, plain_logits, prompt_of, save
 
 import foretoken as ft
 from foretoken.lab.bench.gguf_export import write_gguf
@@ -125,3 +125,31 @@ def test_quantised_weights_are_kept_once(tmp_path: Path) -> None:
     assert kept <= 1.1 * numbers * 34 / 32
     wide = [weight for weight in network.parameters() if weight.dim() > 1]
     assert wide == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sliding_window": 8}, "a mistral model with sliding_window=8 as GGUF: only full attention is recorded"),
+        ({"sliding_window": None, "hidden_act": "gelu"}, "hidden_act=gelu as GGUF: only silu is recorded"),
+    ],
+)
+def test_settings_that_an_exported_file_would_lose(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        write_gguf(new_model("mistral", **changes), tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mistral", {"sliding_window": 64, "max_position_embeddings": 64}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ],
+)
+def test_an_exported_file_is_the_model(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    model = new_model(name, **changes)
+    write_gguf(model, tmp_path / "m.gguf")
+    read, text = load_model(tmp_path / "m.gguf", backend="native"), prompt_of(30)
+    expected = plain_logits(model, text)
+    assert (plain_logits(read.model, text) - expected).abs().max() < 1e-5 * expected.abs().max()

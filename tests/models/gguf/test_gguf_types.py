@@ -61,6 +61,18 @@ def test_matrices_are_taken_apart_in_slabs(monkeypatch: pytest.MonkeyPatch, kind
     assert same_bits(GroupedWeight.of(raw, kind).dequantised(), expected)
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_of_one_block(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Alone, as the last of a matrix read in slabs, and looked up in an embedding."""
+    width = gguf.GGML_QUANT_SIZES[Quant[kind]][0]
+    monkeypatch.setattr("foretoken.models.gguf.grouped.AT_ONCE", 4 * width)
+    raw, expected = sample(kind, 9, width)
+    assert same_bits(dequantised(raw[8:], kind), expected[8:])
+    assert same_bits(GroupedWeight.of(raw[8:], kind).dequantised(), expected[8:])
+    assert same_bits(GroupedWeight.of(raw, kind).dequantised(), expected)
+    assert same_bits(StoredEmbedding(raw, kind, width, torch.float32)(torch.tensor([5])), expected[5:6])
+
+
 @pytest.mark.parametrize("kind", sorted(PLAIN))
 def test_plain_numbers_are_the_files(kind: str) -> None:
     exact = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)

@@ -145,6 +145,20 @@ def test_a_row_has_the_same_bits_in_any_company(product: type[QuantisedProduct])
         assert torch.equal(kernel(x[i : i + 2])[0], together[i])
 
 
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_is_alone(product: type[QuantisedProduct], value: float) -> None:
+    kernel = make_product(product, weight(), None, 32)
+    x = inputs(9)
+    sound = kernel(x)
+    x[4, 5] = value
+    out = kernel(x)
+    assert not out[4].isfinite().any()
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(out[others], sound[others])
+    assert not kernel(x[4:5]).isfinite().any()
+
+
 def test_pytorchs_own_scale_depends_on_the_company() -> None:
     """Why the integer product brings its own scale: the operator by itself fails the test above."""
     kernel = IntegerProduct(Int8Weight.of(weight()), None)

@@ -24,7 +24,7 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
     time.
 
     The tokenizer must be a byte-level BPE that splits words as GPT-2 does, like the built-in one.  Raises
-    ``ValueError`` for other tokenizers and architectures.
+    ``ValueError`` for other tokenizers and architectures, and for settings that such a file does not record.
     """
     import gguf
     import numpy as np
@@ -37,6 +37,7 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
             f"cannot write a {config.model_type} model with {rope.get('rope_type', 'default')} positions as GGUF: "
             f"only {' and '.join(families)} with default ones"
         )
+    _check_fields(config)
     vocabulary = None if tokenizer is None else _vocabulary(tokenizer, int(config.vocab_size), gguf)
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_file_type(_file_type(model.model.embed_tokens.weight.dtype, gguf))
@@ -57,6 +58,18 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
             writer.write_tensor_data(_bytes(tensor))
     finally:
         writer.close()
+
+
+def _check_fields(config: Any) -> None:
+    """Refuse what llama.cpp would run differently: its ``llama`` has full attention and SiLU."""
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < config.max_position_embeddings:
+        raise ValueError(
+            f"cannot write a {config.model_type} model with sliding_window={window} as GGUF: only full attention is "
+            f"recorded; set max_position_embeddings to {window}, within which a window makes no difference"
+        )
+    if config.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"cannot write a model with hidden_act={config.hidden_act} as GGUF: only silu is recorded")
 
 
 def tensors(model: Any) -> Iterator[tuple[str, Tensor]]:

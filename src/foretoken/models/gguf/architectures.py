@@ -304,15 +304,12 @@ def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opt
     rope: Options = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", base)}
     if partial != 1.0:
         rope["partial_rotary_factor"] = partial
-    if "rope_factors_long.weight" in file.tensors:
-        for name in ("long", "short"):
-            rope[f"{name}_factor"] = numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
-        original = int(file.need("rope.scaling.original_context_length"))
-        return {**rope, "rope_type": "longrope", "original_max_position_embeddings": original}
-    _check_usual(file, {"rope.scaling.attn_factor": 1})
     # Older files use another name for the factor, without a type, which is linear.
     factor = _positive(file, "rope.scaling.factor", _positive(file, "rope.scale_linear", 1.0))
     kind = file.get("rope.scaling.type", "linear")
+    if "rope_factors_long.weight" in file.tensors:
+        return {**rope, **_longrope_of(file, kind, factor)}
+    _check_usual(file, {"rope.scaling.attn_factor": 1})
     if kind in ("linear", "yarn") and factor != 1.0:
         rope.update(rope_type=kind, factor=factor)
     elif kind not in ("none", "linear", "yarn"):
@@ -321,6 +318,23 @@ def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opt
         rope["original_max_position_embeddings"] = int(file.need("rope.scaling.original_context_length"))
         rope.update(_yarn_of(file))
     return rope
+
+
+def _longrope_of(file: GgufFile, kind: str, factor: float) -> Options:
+    """LongRoPE parameters.  llama.cpp applies the header's type and factor in addition to the frequencies' factors."""
+    if kind not in ("none", "linear", "longrope") or factor != 1.0:
+        raise UncoveredError(
+            f"{file.path} scales rotary positions by {kind!r} {factor:g} and by LongRoPE's factors, which is not "
+            "supported here"
+        )
+    rope: Options = {
+        f"{name}_factor": numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
+        for name in ("long", "short")
+    }
+    if file.get("rope.scaling.attn_factor") is not None:  # without it, it follows from the context lengths
+        rope["attention_factor"] = _positive(file, "rope.scaling.attn_factor")
+    original = int(file.need("rope.scaling.original_context_length"))
+    return {**rope, "rope_type": "longrope", "original_max_position_embeddings": original}
 
 
 def _yarn_of(file: GgufFile) -> Options:

@@ -2,7 +2,7 @@
 
 Matrices in the model's dtype are views of the mapped file.  Quantised ones become
 :class:`~foretoken.models.linear.product.QuantisedLinear` with the file's numbers, one after another; the embedding
-reads its rows from the file.  So there is no second copy of the weights.
+reads its rows from the file.  So there is no second copy of the weights, except of quantised experts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from foretoken.models.checks.finite import REMEDY
 from foretoken.models.gguf.architectures import EXPERTS, Architecture, architecture_of, config_of, header_faults
+from foretoken.models.gguf.experts import check_memory, joined, quantised_expert_bytes
 from foretoken.models.gguf.file import GgufError, GgufFile, GgufTensor, UncoveredError
 from foretoken.models.gguf.grouped import numbers_of, weight_of
 from foretoken.models.gguf.kernel import product_of
@@ -27,6 +28,8 @@ from foretoken.models.gguf.types import KINDS, PLAIN
 from foretoken.models.linear.product import QuantisedLinear
 
 EMBEDDING, HEAD, FINAL_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
+DIVISORS = "rope_freqs.weight"
+"""Divisors of the rotary frequencies."""
 
 
 def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
@@ -51,13 +54,15 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     fill = _WeightFiller(file, architecture, model, dtype)
     fill.check()
+    check_memory(file, dtype)
     fill.fill()
     _rotate(model, file)
     with header_faults(file):
         model.generation_config.eos_token_id = end_ids(file) or config.eos_token_id
     kinds = stored_as(file)
     if kinds != "F32":
-        model.stored_as = f"GGUF {kinds}, with activations in"
+        widened = "experts and " if quantised_expert_bytes(file, dtype)[0] else ""
+        model.stored_as = f"GGUF {kinds}, with {widened}activations in"
     return model.eval()
 
 
@@ -108,6 +113,8 @@ class _WeightFiller:
                 f"{file.path} lacks {len(missing)} tensors (first: {missing[0]}): it is incomplete, copy it again"
             )
         rotary = {f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")}
+        if not hasattr(self.model.model.rotary_emb, "inv_freq"):  # one for each kind of layers
+            rotary.discard(DIVISORS)
         unused = sorted(file.tensors.keys() - expected - rotary)
         if unused:
             raise UncoveredError(f"{file.path} has {unused[0]}, which {self.config.model_type} models do not have")
@@ -130,8 +137,10 @@ class _WeightFiller:
             elif isinstance(module, nn.Linear):
                 linear += [owner] if leaf == "weight" else []
             else:
-                parts = [numbers_of(tensor) for tensor in tensors]
-                numbers = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+                if leaf in EXPERTS:
+                    setattr(module, leaf, _parameter(joined(tensors, self.dtype, self._check_finite)))
+                    continue
+                numbers = numbers_of(tensors[0])
                 self._check_finite(tensors[0].name, bool(numbers.isfinite().all()))
                 if owner.endswith("norm"):
                     numbers = numbers.float() - self.architecture.norm_offset
@@ -222,12 +231,12 @@ def _rotate(model: Any, file: GgufFile) -> None:
     """Recreate the rotary embedding with real tensors; the file may hold a divisor per frequency."""
     decoder = model.model
     decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)
-    factors = file.tensors.get("rope_freqs.weight")
+    factors = file.tensors.get(DIVISORS)
     if factors is not None:
         divisors = numbers_of(factors).float()
         if divisors.shape != decoder.rotary_emb.inv_freq.shape:
             raise GgufError(
-                f"rope_freqs.weight in {file.path} is {list(divisors.shape)}, and the heads have "
+                f"{DIVISORS} in {file.path} is {list(divisors.shape)}, and the heads have "
                 f"{list(decoder.rotary_emb.inv_freq.shape)} frequencies: convert the model again"
             )
         for name in ("inv_freq", "original_inv_freq"):

@@ -59,7 +59,9 @@ def _half(blocks: Tensor, start: int, stop: int) -> Tensor:
 def _split(bytes_: Tensor, count: int, bits: int, width: int) -> Tensor:
     """Values [n, k, count, width]: for every ``width`` bytes of [n, k * width], first their lowest ``bits``, then the
     next."""
-    words = bytes_.contiguous().view(torch.int32).unflatten(1, (-1, width // 4))  # four bytes at a time
+    # Four bytes at a time.  A part of a single block counts as contiguous although it does not start on four bytes.
+    aligned = bytes_.clone(memory_format=torch.contiguous_format)
+    words = aligned.view(torch.int32).unflatten(1, (-1, width // 4))
     values = words.new_empty(*words.shape[:2], count, width // 4)
     for index in range(count):
         torch.bitwise_right_shift(words, index * bits, out=values[:, :, index])

@@ -229,6 +229,8 @@ class IntegerProduct(QuantisedProduct):
         scaled = wide / size
         whole = scaled.round()
         rows = torch.cat([whole, scaled.sub_(whole).mul_(126), self.ends])  # [2 n + 1, in]
+        # The operator refuses a call with one number that is not finite.  The size of such a row is not finite, either.
+        rows.nan_to_num_(0.0, 0.0, 0.0)
         out: Tensor = torch.ops.quantized.linear_dynamic(rows, self.packed, True)
         return out[:n].add_(out[n:-1], alpha=1 / 126).mul_(size)
 
