@@ -14,8 +14,10 @@ from tool_server import SCHEMA, TEMPLATE
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.engine.ends import special_tokens
+from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.llm import Llm
 from foretoken.server.config import ServerSettings
+from foretoken.server.logprobs import LEAST, TokenTexts, chat_logprobs
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 TURN = "<|turn|>"
@@ -73,3 +75,29 @@ def test_a_call_behind_text_is_found_by_its_special_token(text: str) -> None:
         target.prompt_length = prompt_of(None)
         plain = ask().json()["choices"][0]["message"]["content"]
         assert not any(mark in plain for mark in MARKS) and "look" in plain
+
+
+def test_log_probabilities_belong_to_the_text_around_a_call() -> None:
+    """The call's mark has a text here, so the offsets of what follows it count it."""
+    tokens = special_tokenizer()
+    text = 'So.<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call> the end.'
+    tool = {"type": "function", "name": "look", "parameters": SCHEMA}
+    prompt = tokens.apply_chat_template(MESSAGES, tools=[LOOK], tokenize=False, add_generation_prompt=True)
+    target = Writer(tokens(text)["input_ids"], len(tokens(prompt, add_special_tokens=False)["input_ids"]))
+    target.vocab_size = len(tokens)
+
+    with served(lambda settings: Llm(target, None, None, None, tokens)) as running:
+        asked = {"include": ["message.output_text.logprobs"], "max_output_tokens": 99, "temperature": 0}
+        answer = running.post("/v1/responses", input="The cat", tools=[tool], **asked)
+        items = answer.json()["output"]
+    assert [item["type"] for item in items] == ["message", "function_call", "message"]
+    for item in (items[0], items[2]):
+        part = item["content"][0]
+        texts = [value["token"] for value in part["logprobs"] if value["token"] not in (*MARKS, "<eos>")]
+        assert "".join(texts).strip() == part["text"].strip()
+
+
+def test_an_impossible_token_is_a_number_in_json() -> None:
+    row = TokenLogprobs(token_id=3, logprob=float("-inf"), top=((2, 0.0), (3, float("-inf"))), rank=2)
+    (entry,) = chat_logprobs([row], TokenTexts(None), 2)["content"]
+    assert entry["logprob"] == entry["top_logprobs"][1]["logprob"] == LEAST

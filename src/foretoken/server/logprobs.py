@@ -9,6 +9,9 @@ from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.stopping import Detokenizer
 from foretoken.methods.drafters.vocabulary import speller
 
+LEAST = -9999.0
+"""Value of an impossible token, as in vLLM: JSON has no infinity."""
+
 
 class TokenTexts:
     """Texts of single tokens, from the bytes that each adds to a text.
@@ -48,15 +51,16 @@ class TokenTexts:
         values: dict[str, float] = {}
         for token, value in dict((*logprobs.top[:count], (logprobs.token_id, logprobs.logprob))).items():
             text = self(token)
-            values[f"token_id:{token}" if text in values else text] = value
+            values[f"token_id:{token}" if text in values else text] = max(value, LEAST)
         return values
 
 
 class Offsets:
-    """Offsets of tokens in a growing text, the first of which begins at ``start``."""
+    """Offsets of tokens in a growing text, the first of which begins at ``start``; ``dropped`` is that of the text's
+    :class:`~foretoken.engine.stopping.Detokenizer`."""
 
-    def __init__(self, tokenizer: Any | None, start: int = 0) -> None:
-        self._text, self._start = Detokenizer(tokenizer), start
+    def __init__(self, tokenizer: Any | None, start: int = 0, dropped: frozenset[int] | None = None) -> None:
+        self._text, self._start = Detokenizer(tokenizer, dropped=dropped), start
 
     def push(self, ids: Sequence[int]) -> list[int]:
         """Offsets of the next tokens in characters; special tokens have no text.
@@ -76,7 +80,7 @@ def completion_logprobs(
     """Format of completions: four lists.  A token without a value (the first of a prompt) has ``null``."""
     return {
         "tokens": [texts(token) for token in ids],
-        "token_logprobs": [None if row is None else row.logprob for row in logprobs],
+        "token_logprobs": [None if row is None else max(row.logprob, LEAST) for row in logprobs],
         "top_logprobs": [None if row is None else texts.top(row, count) for row in logprobs],
         "text_offset": list(offsets),
     }
@@ -86,7 +90,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, count: i
     """Format of chat completions: one object per token."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
-        return {"token": texts(token), "logprob": value, "bytes": list(texts.bytes_of(token))}
+        return {"token": texts(token), "logprob": max(value, LEAST), "bytes": list(texts.bytes_of(token))}
 
     return {
         "content": [
@@ -109,7 +113,7 @@ def prompt_logprobs(
         pairs = dict((*row.top[:count], (row.token_id, row.logprob)))
         rows.append(
             {
-                str(token): {"logprob": value, "rank": ranked[token], "decoded_token": texts(token)}
+                str(token): {"logprob": max(value, LEAST), "rank": ranked[token], "decoded_token": texts(token)}
                 for token, value in pairs.items()
             }
         )

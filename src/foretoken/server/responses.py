@@ -11,8 +11,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from foretoken.engine.background import Ticket
+from foretoken.engine.ends import dropped_ids
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.output import Output
+from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.call_reader import Call, CallReader
 from foretoken.server.errors import RESPONSES, api_error
 from foretoken.server.logprobs import Offsets, TokenTexts, chat_logprobs
@@ -55,6 +57,11 @@ class _Response(ChatTurn):
         self.message: dict[str, Any] | None = None
         self.values: list[TokenLogprobs] = []
         self.tokens = _Tokens(serving.llm.tokenizer)
+
+    def submit(self, requests: Sequence[EngineRequest]) -> list[Ticket]:
+        tokenizer = self.serving.llm.tokenizer
+        self.tokens = _Tokens(tokenizer, dropped_ids(requests[0], tokenizer))
+        return super().submit(requests)
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         (output,) = outputs
@@ -229,8 +236,8 @@ class _Response(ChatTurn):
 class _Tokens:
     """Log-probabilities of an answer's tokens, each for the part in whose text it begins; calls report none."""
 
-    def __init__(self, tokenizer: Any | None) -> None:
-        self._offsets = Offsets(tokenizer)
+    def __init__(self, tokenizer: Any | None, dropped: frozenset[int] | None = None) -> None:
+        self._offsets = Offsets(tokenizer, dropped=dropped)
         self._tokens: list[tuple[int, TokenLogprobs]] = []
 
     def push(self, values: Sequence[TokenLogprobs]) -> None:

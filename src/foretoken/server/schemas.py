@@ -43,8 +43,7 @@ def encodable(text: Any) -> Any:
 
 
 def sendable(value: Any) -> Any:
-    """Free-form JSON.  Raises ``ValueError`` if it can be neither shown to a model nor sent back: half a surrogate
-    pair, NaN, or deep nesting."""
+    """Free-form JSON.  Raises ``ValueError`` for what cannot be sent: half a surrogate pair, NaN, deep nesting."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -333,7 +332,7 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
-        if self.content is None and self.role in ("system", "developer", "user"):
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError(f"a message of the role {self.role} needs content")
         return self
 
