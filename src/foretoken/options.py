@@ -322,7 +322,8 @@ def prediction_ids(prediction: Prediction | None, tokenizer: Any | None) -> list
     if prediction is None:
         return None
     if not isinstance(prediction, str):
-        return list(ids_of("prediction", plain(prediction))) or None
+        ids = plain(prediction)
+        return list(ids_of("prediction", [plain(token) for token in ids] if isinstance(ids, list) else ids)) or None
     check_text("prediction", prediction)
     return _ids(prediction, tokenizer, "prediction") or None
 

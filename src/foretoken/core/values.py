@@ -86,7 +86,7 @@ def texts_of(option: str, value: Any, each: str) -> tuple[str, ...]:
 
 def ids_of(option: str, value: Any) -> tuple[int, ...]:
     """Token ids, inside the vocabulary or not. Raises ``OptionError`` for anything but integers."""
-    ids = [plain(token) for token in _members(option, value, "a list of token ids")]
+    ids = _members(option, value, "a list of token ids")
     for token in ids:
         if not is_whole(token):
             raise OptionError(option, f"{option} must hold token ids (whole numbers), not {_shown(token)}")
