@@ -16,6 +16,7 @@ from foretoken.models.network.layers import LayerPlan
 from foretoken.models.network.low_rank import merged
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.network.traits import cache_argument
+from foretoken.models.variants import gated
 from foretoken.models.variants.gated import GatedModel, LowRankUpdates, linear_shapes, updated
 from models.checkpoints import new_model, prompt_of
 
@@ -127,3 +128,13 @@ def test_updates_leave_with_their_last_user(lean: bool) -> None:
         target.forward_part([Feed(sequence, [1])], LayerPlan(weights=name))
     sequence.clear_scratch()
     assert torch.equal(GatedModel(target, updates).forward([Feed(sequence, prompt_of(5))])[0].logits, logits[0])
+
+
+@pytest.mark.parametrize(("native", "factors"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_updates_are_multiplied_in_float32_where_bfloat16_is_emulated(
+    monkeypatch: pytest.MonkeyPatch, native: bool, factors: torch.dtype
+) -> None:
+    monkeypatch.setattr(gated, "has_bfloat16", lambda: native)
+    assert gated._fast(torch.bfloat16, torch.device("cpu")) == factors
+    assert gated._fast(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    assert gated._fast(torch.float64, torch.device("cpu")) == torch.float64
