@@ -10,13 +10,22 @@ from checkpoints import prompt_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from foretoken.models.base import Feed, Rows
+from foretoken.models.base import Feed, Rows, SequenceState
 from foretoken.models.checks.fast_paths import Checks
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
 
 TAPS = ["layer:0", "layer:1", "layer:3", "last"]
+
+
+def path_to(sequence: SequenceState, node: int) -> list[int]:
+    """Scratch nodes from the top to ``node``."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = sequence.scratch_parents[node]
+    return path[::-1]
 
 
 def outputs(model: HuggingFaceModel) -> list[Rows]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, VOCAB, best_dtype, checkpoint, plain_logits, prompt_of
+from forwards import path_to
 from torch import Tensor
 
 from foretoken.models import runner
@@ -68,15 +69,6 @@ class Subject:
     def forward(self, *feeds: Feed, **more: Any) -> list[Tensor]:
         """Logits of every feed."""
         return [rows.logits for rows in self.model.forward(feeds, **more)]
-
-
-def path_to(sequence: SequenceState, node: int) -> list[int]:
-    """Scratch nodes from the top to ``node``."""
-    path: list[int] = []
-    while node >= 0:
-        path.append(node)
-        node = sequence.scratch_parents[node]
-    return path[::-1]
 
 
 def path_tokens(sequence: SequenceState, node: int) -> list[int]:

@@ -82,8 +82,8 @@ class Pieces:
     """Converts a request's emissions into pieces of text."""
 
     def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer)
-        self._sent = 0
+        self._tokenizer, self._sent = tokenizer, 0
+        self._text: Detokenizer  # from the first round on, which names the request
         self._first = True
 
     def push(self, run: Running, emission: Emission) -> Piece:

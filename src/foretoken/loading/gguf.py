@@ -115,6 +115,7 @@ def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
     from foretoken.models.gguf.experts import GIB, quantised_expert_bytes
     from foretoken.models.gguf.file import read_gguf
     from foretoken.models.gguf.network import build_network
+    from foretoken.models.machine import free_bytes
     from foretoken.models.network.alone import BUILDING
     from foretoken.models.refusals import refusal
 
@@ -124,18 +125,16 @@ def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
         raise LoadError("a GGUF file takes no dtype=float64: its numbers are float32 at most; use dtype=float32")
     with BUILDING:
         file = read_gguf(path)
-        network = build_network(file, dtype)
+        network = build_network(file, dtype, free_bytes())
         if dtype is None and network.dtype == torch.float16 and not _is_finite_on_text(network):
             why = f"the logits of {path} are not finite in it on a short text"
             refusal("float16", why, "activations are bfloat16, and every product widens the weights, which is slower")
-            network = build_network(file, torch.bfloat16)
+            network = build_network(file, torch.bfloat16, free_bytes())
     stored, widened = quantised_expert_bytes(file, network.dtype)
     if stored:
-        name, sizes = (
-            str(network.dtype).removeprefix("torch."),
-            f"{widened / GIB:.1f} GiB instead of {stored / GIB:.1f}",
-        )
-        refusal("quantised experts", "no kernel multiplies by them", f"those of {path} are in {name}: {sizes}")
+        name = str(network.dtype).removeprefix("torch.")
+        costs = f"those of {path} are in {name}: {widened / GIB:.1f} GiB instead of {stored / GIB:.1f}"
+        refusal("quantised experts", "no kernel multiplies by them", costs)
     return network
 
 

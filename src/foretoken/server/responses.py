@@ -56,7 +56,7 @@ class _Response(ChatTurn):
         self.items: list[dict[str, Any]] = []
         self.message: dict[str, Any] | None = None
         self.values: list[TokenLogprobs] = []
-        self.tokens = _Tokens(serving.llm.tokenizer)
+        self.tokens: _Tokens  # from the request on, which says which tokens have a text
 
     def submit(self, requests: Sequence[EngineRequest]) -> list[Ticket]:
         tokenizer = self.serving.llm.tokenizer

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import HALF, VOCAB, new_model, plain_logits
+from forwards import path_to
 from torch import Tensor
 
 from foretoken.models.base import Feed, SequenceState
@@ -111,15 +112,6 @@ class RandomSequence:
             path = [sequence.scratch_tokens[node] for node in path_to(sequence, first + row)]
             expected = plain_logits(self.network, [*sequence.tokens, *path])[-1]
             self.worst = max(self.worst, float((logits[row] - expected).abs().max() / expected.abs().max()))
-
-
-def path_to(sequence: SequenceState, node: int) -> list[int]:
-    """Nodes from the committed text down to ``node``."""
-    path: list[int] = []
-    while node >= 0:
-        path.append(node)
-        node = sequence.scratch_parents[node]
-    return path[::-1]
 
 
 @pytest.mark.parametrize("name", MODELS)

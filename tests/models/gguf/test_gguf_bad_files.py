@@ -246,14 +246,13 @@ def test_experts_that_do_not_fit_together(tmp_path: Path, shape: Callable[[Any],
 
 @pytest.mark.usefixtures("no_weights", "no_llama_cpp")
 def test_experts_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = tmp_path / "meminfo"
-    memory.write_text("MemTotal:       999999 kB\nMemAvailable:       383 kB\nHugePages_Total:   0\n")
-    monkeypatch.setattr("foretoken.models.gguf.experts.MEMORY", memory)
+    free = 383 * 2**10
+    monkeypatch.setattr("foretoken.models.machine.free_bytes", lambda: free)
     sizes = {**SIZES, "intermediate_size": 256, "num_local_experts": 2, "num_experts_per_tok": 1}
     file = write_model(tmp_path / "m.gguf", new_model("mixtral", **sizes, sliding_window=None), "Q8_0")
     # 2 layers x 2 experts x 3 matrices of 64 x 256 numbers in 2 bytes are 384 KiB.
     refused(file, "the experts of .*m.gguf take 0.0 GiB in bfloat16, and 0.0 GiB of memory are free: llama.cpp may run")
-    memory.write_text("MemAvailable:       384 kB\n")
+    free += 2**10
     with pytest.raises(AssertionError, match="weights are read"):
         load_model(file)
 

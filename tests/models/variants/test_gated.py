@@ -135,6 +135,6 @@ def test_updates_are_multiplied_in_float32_where_bfloat16_is_emulated(
     monkeypatch: pytest.MonkeyPatch, native: bool, factors: torch.dtype
 ) -> None:
     monkeypatch.setattr(gated, "has_bfloat16", lambda: native)
-    assert gated._fast(torch.bfloat16, torch.device("cpu")) == factors
-    assert gated._fast(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
-    assert gated._fast(torch.float64, torch.device("cpu")) == torch.float64
+    assert gated._product_dtype(torch.bfloat16, torch.device("cpu")) == factors
+    assert gated._product_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    assert gated._product_dtype(torch.float64, torch.device("cpu")) == torch.float64

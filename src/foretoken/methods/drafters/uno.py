@@ -4,7 +4,7 @@ UNO 2026 (arXiv 2609.04010).  A round is two forwards of the target::
 
     draft:   root  z1   z2  ...  z(k-1)        the root's row is the target's own, the others go through the updates
               |    |    |          |
-             d1   d2   d3   ...   dk           d1 is the target's token: it is always accepted
+             d1   d2   d3   ...   dk           d1 is the target's token: it is accepted
     verify:  root  d1   d2  ...   dk
 """
 
@@ -92,7 +92,7 @@ class UnoDrafter(ParallelDrafter):
         net: the updates of its linear layers; they move to its device.
         k: maximum tokens per draft forward; 0: as many as were trained; in a spec by default as many as pay off.
         tree: the shape of a drawn tree: children per level, ``"1x3x2"``, or the spec of a static tree; by default
-            Sequoia's of ``nodes`` nodes below the first token, which is always accepted.
+            Sequoia's of ``nodes`` nodes below the first token, which is accepted but for rounding.
         head: the vocabulary projection over the draft vocabulary that replaces the target's.
     """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from foretoken.models.gguf.file import GgufFile, GgufTensor, UncoveredError
 from foretoken.models.gguf.grouped import dequantised, numbers_of
 from foretoken.models.gguf.types import KINDS, PLAIN
 
-MEMORY = Path("/proc/meminfo")
 GIB = 2**30
 
 
@@ -25,24 +23,15 @@ def quantised_expert_bytes(file: GgufFile, dtype: torch.dtype) -> tuple[int, int
     return sum(tensor.data.nbytes for tensor in quantised), widened
 
 
-def check_memory(file: GgufFile, dtype: torch.dtype) -> None:
-    """Raise ``UncoveredError`` if the widened experts exceed the available memory."""
+def check_memory(file: GgufFile, dtype: torch.dtype, free: int | None) -> None:
+    """Raise ``UncoveredError`` if the widened experts exceed the ``free`` bytes of memory (``None``: unknown)."""
     _, widened = quantised_expert_bytes(file, dtype)
-    free = _available_memory()
     if free is not None and widened > free:
         name = str(dtype).removeprefix("torch.")
         raise UncoveredError(
             f"the experts of {file.path} take {widened / GIB:.1f} GiB in {name}, and {free / GIB:.1f} GiB of memory "
             "are free"
         )
-
-
-def _available_memory() -> int | None:
-    """Bytes that Linux can give without swapping; ``None`` on other systems."""
-    if not MEMORY.exists():
-        return None
-    fields = dict(line.split(":") for line in MEMORY.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def joined(tensors: Sequence[GgufTensor], dtype: torch.dtype, check: Callable[[str, bool], None]) -> Tensor:

@@ -32,12 +32,13 @@ DIVISORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies."""
 
 
-def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
+def build_network(file: GgufFile, dtype: torch.dtype | None = None, free: int | None = None) -> Any:
     """A ``PreTrainedModel`` with the weights of a file.
 
     Args:
         dtype: dtype of activations, norms and all other unquantised numbers; by default the dtype of the file's
             matrices, or bfloat16 if they are quantised.
+        free: bytes of free memory, which widened experts must not exceed; ``None``: not checked.
     """
     from transformers import AutoModelForCausalLM
 
@@ -54,7 +55,7 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     fill = _WeightFiller(file, architecture, model, dtype)
     fill.check()
-    check_memory(file, dtype)
+    check_memory(file, dtype, free)
     fill.fill()
     _rotate(model, file)
     with header_faults(file):

@@ -225,7 +225,7 @@ class _GatedWeights:
         have = [pair for pair in pairs if pair is not None]
         if not have:
             return base
-        first = torch.cat([a for a, _ in have]).to(_fast(dtype, have[0][0].device))
+        first = torch.cat([a for a, _ in have]).to(_product_dtype(dtype, have[0][0].device))
         second = first.new_zeros(sum(outs), len(first))
         row = column = 0
         for out, pair in zip(outs, pairs, strict=True):
@@ -237,8 +237,8 @@ class _GatedWeights:
         return _GatedProduct(base, first, second, self._gate)
 
 
-def _fast(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of an update's products: CPUs that emulate bfloat16 take four times as long for it as for float32."""
+def _product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of an update's products. A CPU that emulates bfloat16 is several times faster in float32."""
     return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 and not has_bfloat16() else dtype
 
 
