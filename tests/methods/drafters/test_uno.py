@@ -528,7 +528,10 @@ def test_folders(tmp_path: Path) -> None:
         net.layers[1].mlp.up_proj.lora_B.bfloat16().float(),  # type: ignore
     )
     few = build_drafter(f"uno:{tmp_path},vocab=16", target, target_source="x")
-    assert few is not None and few.describe()[0]["vocabulary"] == 16
+    assert few is not None
+    (entry,) = few.describe()
+    assert (entry["vocabulary"], entry["forward"]) == (16, "lean" if target.is_lean else "public")
+    assert entry["native_off"]
     plain = outputs(engine(llamas()[0]), requests(SamplingParams()))
     assert outputs(engine(target, few), requests(SamplingParams())) == plain
     with pytest.raises(ValueError, match="needs a folder for this target"):

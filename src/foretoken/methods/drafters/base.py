@@ -140,7 +140,7 @@ class Drafter(ABC):
         """One entry for the drafter, or one for each member of a group.
 
         Keys: ``"drafter"``, its spec; for a network ``"vocabulary"``, the number of tokens that it can draft; for a
-        draft model ``"weights"``, their dtype or quantisation; for a trained head ``"forward"``, the implementation
+        draft model ``"weights"``, their dtype or quantisation; for a trained drafter ``"forward"``, the implementation
         that runs its network, and ``"native_off"``, why that is not our library (empty if it is).
         """
         return [{"drafter": self.spec or self.name}]

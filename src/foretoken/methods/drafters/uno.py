@@ -173,7 +173,8 @@ class UnoDrafter(ParallelDrafter):
 
     def describe(self) -> list[dict[str, Any]]:
         size = self.model.vocab_size if self.head is None else self.head.size
-        return [{**entry, "vocabulary": size} for entry in super().describe()]
+        runs = {"forward": self.model.forward_name, "native_off": self.model.native_off}
+        return [{**entry, "vocabulary": size, **runs} for entry in super().describe()]
 
     def _all_predictions(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Predictions]:
         """Run the forward, which leaves the target's sequences unchanged."""

@@ -190,14 +190,15 @@ class _GatedWeights:
         return sum(weight.nbytes for weight in self.updates.parameters())
 
     def run(self, network: Network, call: NetworkCall) -> Outputs:
-        lean = self._lean_of(network)
+        lean = self.lean_of(network)
         if lean is None:
             with alone(network.model), updated(network.model, self.updates, call.ids.shape[1]):
                 return network.run_public(call)
         self._gate.rows = _behind_the_first(call)
         return lean.run_all([call])[0]
 
-    def _lean_of(self, network: Network) -> LeanForward | None:
+    def lean_of(self, network: Network) -> LeanForward | None:
+        """The lean forward with the updates; ``None`` if the public one runs."""
         if network.fast is None:
             return None
         made_of = (network.fast, *((w.data_ptr(), num_writes(w)) for w in self.updates.parameters()))
@@ -268,3 +269,13 @@ class GatedModel(OwnSequencesModel):
     @property
     def weight_bytes(self) -> int:
         return self.target.weight_bytes + self.weights.nbytes
+
+    @property
+    def forward_name(self) -> str:  # type: ignore[override]
+        gated: Any = self.weights
+        return "public" if gated.lean_of(self.target.forwards) is None else "lean"
+
+    @property
+    def native_off(self) -> str:
+        """Why drafts do not run in our library."""
+        return self.target.forwards.native_off or "our library has no updates for some of the rows"
