@@ -92,7 +92,7 @@ class UnoDrafter(ParallelDrafter):
         net: the updates of its linear layers; they move to its device.
         k: maximum tokens per draft forward; 0: as many as were trained; in a spec by default as many as pay off.
         tree: the shape of a drawn tree: children per level, ``"1x3x2"``, or the spec of a static tree; by default
-            Sequoia's of ``nodes`` nodes below the first token, which is accepted but for rounding.
+            Sequoia's of ``nodes`` nodes below the first token, which is accepted.
         head: the vocabulary projection over the draft vocabulary that replaces the target's.
     """
 

@@ -23,6 +23,7 @@ from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, 
 from foretoken.models.forward.lean_parts import Norm, norm_of
 from foretoken.models.linear.packing import draft_projection, is_plain, pays_packed, unpack_linears
 from foretoken.models.linear.product import Product, QuantisedLinear, has_quantised
+from foretoken.models.linear.updated import RowGate
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.extra import known_ids, put_in
 from foretoken.models.network.rotary import LeanTurns
@@ -61,9 +62,11 @@ class LeanForward:
 
     Attributes:
         dtype: dtype of hidden states, keys, values and logits.
+        gate: rows of a call that the updates of its products change; ``None`` if they have none.
     """
 
     name = "lean"
+    gate: RowGate | None = None
 
     def __init__(self, owner: Network) -> None:
         config, family = owner.config, family_of(owner.config)
@@ -112,12 +115,14 @@ class LeanForward:
         """The forward of this kind that uses tensor calls."""
         return self
 
-    def with_products(self, change: Change) -> LeanForward:
+    def with_products(self, change: Change, gate: RowGate) -> LeanForward:
         """The same forward, in tensor calls, with other products in its layers; everything else is shared.
 
-        ``change`` also gets a layer's index, see :meth:`LeanLayer.with_products`.
+        ``change`` also gets a layer's index, see :meth:`LeanLayer.with_products`.  ``gate`` has the rows that its
+        updates change.
         """
         clone = copy.copy(self.twin)
+        clone.gate = gate
         clone.layers = [layer.with_products(partial(change, i)) for i, layer in enumerate(self.layers)]
         return clone
 

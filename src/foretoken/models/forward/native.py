@@ -75,11 +75,7 @@ class NativeForward(LeanForward):
 
     def again(self, owner: Any) -> LeanForward:
         """The same for other weights; the lean forward if the library does not support them."""
-        twin = super().again(owner)
-        try:
-            return NativeForward(twin)
-        except NotCoveredError:
-            return twin
+        return native_or(super().again(owner))[0]
 
     def row_dependent(self) -> str | None:
         """Always ``None``: every kernel works row by row."""
@@ -151,6 +147,7 @@ class NativeForward(LeanForward):
             *(ctypes.addressof(pointers) for pointers in (cos, sin, tapped)),
             *(None if last is None else last.data_ptr(), len(want), ctypes.addressof(rows)),
             *((None, output.data_ptr()) if whole else (output.data_ptr(), None)),
+            updated=None if self.gate is None else self.gate.flags(n),
         )
         native_forward.run(self.model, call, torch.get_num_threads())
         del pointed_to
@@ -199,6 +196,14 @@ def _activation(activation: Any) -> int:
     raise NotCoveredError(f"its activation is {type(activation).__name__}")
 
 
+def native_or(lean: LeanForward) -> tuple[LeanForward, str]:
+    """The native forward and "" if it covers the model, else ``lean`` and the reason."""
+    try:
+        return NativeForward(lean), ""
+    except NotCoveredError as error:
+        return lean, str(error)
+
+
 def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
     """The native forward if it covers the model and passes the check, else ``lean``.
 
@@ -206,10 +211,8 @@ def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
     check.
     """
     owner = lean.owner
-    try:
-        fast = NativeForward(lean)
-    except NotCoveredError as error:
-        owner.native_off = str(error)
+    fast, owner.native_off = native_or(lean)
+    if fast is lean:
         return lean
     reason = checks.fault(f"{PATH} {owner.way}", lambda: (fast.run, fast.dtype, fast.is_coarse))
     if reason is None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from foretoken.models.forward.lean_parts import LeanRmsNorm
 from foretoken.models.linear.layouts import NativeLayout
 from foretoken.models.linear.packing import Projection
 from foretoken.models.linear.product import SideBySide
 from foretoken.models.linear.quantised_products import NativeProduct
+from foretoken.models.linear.updated import UpdatedProduct
 from foretoken.models.native import forward as native_forward
 from foretoken.models.native.library import NotCoveredError, address
 from foretoken.models.native.linear import Linear
@@ -49,6 +51,8 @@ class Description:
 
     def product(self, *projections: Any) -> native_forward.ProductStruct:
         """Linear layers with a common input.  Raises ``NotCoveredError`` for an unsupported weight."""
+        if len(projections) == 1 and isinstance(projections[0], UpdatedProduct):
+            return self._updated(projections[0])
         parts = [
             part
             for projection in projections
@@ -56,6 +60,15 @@ class Description:
         ]
         linears = self.keep(native_forward.array(Linear, [self._linear(part) for part in parts]))
         return native_forward.ProductStruct(ctypes.addressof(linears), len(parts))
+
+    def _updated(self, updated: UpdatedProduct) -> native_forward.ProductStruct:
+        product = self.product(updated.base)
+        odd = len(updated.second) % 2  # kernels read pairs of inputs
+        factors = F.pad(updated.first, (0, odd)), F.pad(updated.second, (0, 0, 0, odd))
+        linears = [self.keep(self._native(NativeLayout(factor.t().to(torch.bfloat16)))) for factor in factors]
+        products = [native_forward.ProductStruct(ctypes.addressof(linear), 1) for linear in linears]
+        product.update = ctypes.addressof(self.keep(native_forward.UpdateStruct(*products)))
+        return product
 
     def products(self, projections: Sequence[Any]) -> int:
         """Address of an array of products with separate inputs."""
@@ -66,11 +79,13 @@ class Description:
         owner = product.layout if isinstance(product, Projection) and not product.block else product
         if not isinstance(owner, NativeLayout | NativeProduct):
             raise NotCoveredError("its weights are laid out for PyTorch's matrix products")
-        described = owner.linear()
         wide = None if product.bias is None else product.bias.float().contiguous()
-        self._owners += [owner, wide]
-        described.bias = address(wide)
+        described = self._native(owner)
+        described.bias = address(self.keep(wide))
         return described
+
+    def _native(self, owner: NativeLayout | NativeProduct) -> Linear:
+        return self.keep(owner).linear()
 
 
 class BestTokens:

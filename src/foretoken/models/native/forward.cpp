@@ -65,6 +65,7 @@ struct Call {
     bfloat16 *normed, *logits;                   // [wanted, width] and [wanted, vocabulary]
     const bfloat16 *beside;                      // embeddings [rows, width] of a head
     Best best;                                   // of the logits, where some are asked for
+    const char *updated;                         // [rows] those that products' updates change; null: none
 };
 
 struct Row {
@@ -91,6 +92,7 @@ struct ForwardBuffers {
     bfloat16 *x;                 // [rows, width], the residual stream
     bfloat16 *queries;           // [rows, heads, dim], turned
     Inputs inputs;               // of the next product
+    Inputs inner;                // of the second product of an update
     long side;                   // numbers of a row of `output`
     bfloat16 *output;            // of a product that is not added at once
     long moving;                 // numbers of a row of `kernels`
@@ -99,12 +101,16 @@ struct ForwardBuffers {
 
     ForwardBuffers(const Model &model, const Call &call, long threads, char *base) {
         Pieces pieces = {base};
-        InputRoom inputs_room(call.rows, model.width);
+        InputRoom inputs_room(call.rows, model.width), inner_room(call.rows, 0);
         long used = 0;
         side = model.width;
         moving = 0;
         const auto fit = [&](const Product &product) {
             inputs_room.fit(product);
+            if (product.update && call.updated) {
+                inputs_room.fit(product.update->first);
+                inner_room.fit(product.update->second);
+            }
             if (product.out() > side && &product != &model.head) side = product.out();
         };
         for (long i = call.start; i < call.stop; i++) {
@@ -130,6 +136,7 @@ struct ForwardBuffers {
         x = pieces.take<bfloat16>(call.rows * model.width);
         queries = pieces.take<bfloat16>(call.rows * model.heads * model.dim);
         inputs = inputs_room.take(pieces);
+        inner = inner_room.take(pieces);
         side = apart(side);
         output = pieces.take<bfloat16>(call.rows * side);
         moving = apart(moving);
@@ -150,6 +157,8 @@ struct ForwardWorker : Worker {
     void end() const;
     void tap(bfloat16 *place) const;
 
+    void run(const Product &product, const Inputs &inputs, const Outputs &outputs) const;
+    void change(const Update &update, const Inputs &inputs, const Outputs &outputs) const;
     void paired(const Product &product, const Inputs &inputs) const;
     void heads(const Layer &layer, long index) const;
     void mix(const Layer &layer, long index, const Inputs &inputs) const;
@@ -210,6 +219,31 @@ void ForwardWorker::begin() const {
         paired(model.entry, inputs);
         model.entry.run(inputs, {buffers.x, nullptr, model.width}, thread, threads);
     }
+    wait();
+}
+
+// A product, with its update in the rows that have one.
+void ForwardWorker::run(const Product &product, const Inputs &inputs, const Outputs &outputs) const {
+    product.run(inputs, outputs, thread, threads);
+    wait();
+    if (product.update && call.updated) change(*product.update, inputs, outputs);
+}
+
+// The other rows add zeros, which is simpler than to gather those that change, and few rows are others.
+void ForwardWorker::change(const Update &update, const Inputs &inputs, const Outputs &outputs) const {
+    for (long row = from(call.rows); row < to(call.rows); row++) update.first.prepare_row(inputs, row);
+    wait();
+    Inputs inner = buffers.inner;
+    const long width = update.second.in();
+    inner.stride = apart(width);
+    update.first.run(inputs, {inner.rows, nullptr, inner.stride}, thread, threads);
+    wait();
+    for (long row = from(call.rows); row < to(call.rows); row++) {
+        if (!call.updated[row]) std::memset(inner.rows + row * inner.stride, 0, 2 * width);
+        update.second.prepare_row(inner, row);
+    }
+    wait();
+    update.second.run(inner, {outputs.result, outputs.result, outputs.stride}, thread, threads);
     wait();
 }
 
@@ -307,10 +341,9 @@ void ForwardWorker::finish(const Product &product, const Inputs &inputs, Norm af
     const long width = model.width;
     const bool plain = !after.weight && scale == 1 && !around.kernels.count;
     if (plain)
-        product.run(inputs, {buffers.x, buffers.x, width}, thread, threads);
+        run(product, inputs, {buffers.x, buffers.x, width});
     else
-        product.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
-    wait();
+        run(product, inputs, {buffers.output, nullptr, buffers.side});
     if (plain) return;
     for (long row = from(call.rows); row < to(call.rows); row++) {
         if (around.kernels.count) {
@@ -330,8 +363,7 @@ void ForwardWorker::attention(const Layer &layer, long index) const {
         paired(layer.qkv, inputs);
     else
         entered(layer.qkv, inputs, layer.before_attention, layer.around_attention);
-    layer.qkv.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
-    wait();
+    run(layer.qkv, inputs, {buffers.output, nullptr, buffers.side});
     heads(layer, index);
     if (!layer.out.count) return;
     const Inputs mixed = inputs_of(layer.out, call.rows);
@@ -344,8 +376,7 @@ void ForwardWorker::attention(const Layer &layer, long index) const {
 void ForwardWorker::mlp(const Layer &layer) const {
     const Inputs inputs = inputs_of(layer.gate_up, call.rows), gated = inputs_of(layer.down, call.rows);
     entered(layer.gate_up, inputs, layer.before_mlp, layer.around_mlp);
-    layer.gate_up.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
-    wait();
+    run(layer.gate_up, inputs, {buffers.output, nullptr, buffers.side});
     const long inner = layer.down.in();
     for (long row = from(call.rows); row < to(call.rows); row++) {
         const bfloat16 *gates = buffers.output + row * buffers.side;

@@ -16,9 +16,15 @@ SILU, GELU_TANH = range(2)
 
 
 class ProductStruct(Structure):
-    """Linear layers with a common input."""
+    """Linear layers with a common input, and possibly a low-rank update."""
 
-    _fields_ = (("parts", c_void_p), ("count", c_long))
+    _fields_ = (("parts", c_void_p), ("count", c_long), ("update", c_void_p))
+
+
+class UpdateStruct(Structure):
+    """A change of a product for some rows of a call: ``second (first x)``."""
+
+    _fields_ = (("first", ProductStruct), ("second", ProductStruct))
 
 
 class NormStruct(Structure):
@@ -97,6 +103,7 @@ class CallStruct(Structure):
         ("wanted", c_long),
         *((name, c_void_p) for name in ("want", "normed", "logits", "beside")),
         ("best", BestStruct),
+        ("updated", c_char_p),
     )
 
 

@@ -23,7 +23,7 @@ extern "C" void linear_product(const Linear *linear, bfloat16 *x, long rows, lon
     char *const work = kept.of(size);
     *failed = size && !work;
     if (*failed) return;
-    const Product alone = {linear, 1};
+    const Product alone = {linear, 1, nullptr};
 #pragma omp parallel if (linear->in * linear->out > one_thread(Kind(linear->kind)))
     {
         const long thread = omp_get_thread_num(), threads = omp_get_num_threads();

@@ -104,10 +104,13 @@ inline void multiply(const Linear &linear, const Inputs &x, const Outputs &y, lo
         multiply_integers(linear, x, y, from, to);
 }
 
+struct Update;
+
 // Linear layers of one input, whose outputs lie side by side.
 struct Product {
     const Linear *parts;
     long count;
+    const Update *update;  // null: none
 
     long in() const { return parts[0].in; }
     long out() const {
@@ -143,4 +146,9 @@ struct Product {
             column += parts[i].out;
         }
     }
+};
+
+// What some rows of a call add to a product: second (first x).
+struct Update {
+    Product first, second;
 };

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import local
 from typing import Any
 
 import torch
@@ -18,9 +17,11 @@ from torch.nn import functional as F
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.lean_layers import RowLayout
+from foretoken.models.forward.native import native_or
 from foretoken.models.forward.network import Network
 from foretoken.models.linear.packing import PackedLinear, has_bfloat16
 from foretoken.models.linear.product import Product, QuantisedLinear
+from foretoken.models.linear.updated import RowGate, UpdatedProduct
 from foretoken.models.network.alone import alone, only_here
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.taps import decoder_layers
@@ -133,55 +134,18 @@ def _after(a: Any, b: Any, scale: float, width: int) -> Callable[..., Tensor]:
     return after
 
 
-class _Gate(local):
-    """The rows [m] of this thread's forward that get the updates."""
-
-    rows: Tensor | slice = slice(0, 0)
-
-
-class _GatedProduct:
-    """A product of a lean forward, with the update of some rows.
-
-    Args:
-        first: [R, in] factors A of its linear layers, concatenated.
-        second: [out, R] their factors B at their outputs, scaled.
-    """
-
-    def __init__(self, base: Product, first: Tensor, second: Tensor, gate: _Gate) -> None:
-        self.base, self.gate = base, gate
-        self.first, self.second = first.t().contiguous(), second.t().contiguous()
-
-    @property
-    def alone(self) -> bool:
-        return self.base.alone
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._updated(self.base(x), x)
-
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self._updated(self.base.plus(x, residual), x)
-
-    def _updated(self, out: Tensor, x: Tensor) -> Tensor:
-        rows = self.gate.rows
-        change = ((x[rows].to(self.first.dtype) @ self.first) @ self.second).to(out.dtype)
-        if isinstance(rows, slice):
-            out[rows] += change
-        else:
-            out.index_add_(0, rows, change)
-        return out
-
-
 class _GatedWeights:
     """Runs a network with the updates for every row of a text but the first.
 
-    A network on a lean or native forward gets a lean one with the same weights, whose products add the updates; on the
+    A network on a lean or native forward gets another one with the same weights, whose products add the updates; on the
     public forward they are added during a call.  Both are rebuilt when the network or the updates change.
     """
 
     def __init__(self, updates: LowRankUpdates) -> None:
         self.updates = updates
-        self._gate = _Gate()
-        self._lean: LeanForward | None = None
+        self._gate = RowGate()
+        self._forward: LeanForward | None = None
+        self.native_off = ""
         self.fast = None  # only some rows run it
         self._made_of: tuple[Any, ...] = ()
 
@@ -190,24 +154,25 @@ class _GatedWeights:
         return sum(weight.nbytes for weight in self.updates.parameters())
 
     def run(self, network: Network, call: NetworkCall) -> Outputs:
-        lean = self.lean_of(network)
-        if lean is None:
+        forward = self.forward_of(network)
+        if forward is None:
             with alone(network.model), updated(network.model, self.updates, call.ids.shape[1]):
                 return network.run_public(call)
         self._gate.rows = _behind_the_first(call)
-        return lean.run_all([call])[0]
+        return forward.run_all([call])[0]
 
-    def lean_of(self, network: Network) -> LeanForward | None:
-        """The lean forward with the updates; ``None`` if the public one runs."""
+    def forward_of(self, network: Network) -> LeanForward | None:
+        """The lean or native forward with the updates; ``None`` if the public one runs."""
         if network.fast is None:
+            self.native_off = network.native_off
             return None
         made_of = (network.fast, *((w.data_ptr(), num_writes(w)) for w in self.updates.parameters()))
         if made_of != self._made_of:
-            self._lean, self._made_of = self._gated(network, network.fast), made_of
-        return self._lean
+            self._forward, self._made_of = self._gated(network, network.fast), made_of
+        return self._forward
 
     def _gated(self, network: Network, fast: LeanForward) -> LeanForward | None:
-        """The lean forward; ``None`` if some updates belong to layers outside its products."""
+        """The forward with the updates; ``None`` if some belong to layers outside its products."""
         layers, updated = decoder_layers(network.model), set[str]()
 
         def change(layer: int, product: Product, names: tuple[str, ...]) -> Product:
@@ -215,8 +180,15 @@ class _GatedWeights:
             modules = [layers[layer].get_submodule(name) for name in names]
             return self._product(layer, product, names, [_shape(m)[0] for m in modules], fast.dtype)
 
-        gated = fast.with_products(change)
-        return gated if updated.issuperset(self.updates.shapes) else None
+        lean = fast.with_products(change, self._gate)
+        if not updated.issuperset(self.updates.shapes):
+            self.native_off = "some updates belong to layers that a lean forward does not multiply by itself"
+            return None
+        if fast is fast.twin:
+            self.native_off = network.native_off
+            return lean
+        gated, self.native_off = native_or(lean)
+        return gated
 
     @torch.no_grad()
     def _product(
@@ -235,7 +207,7 @@ class _GatedWeights:
                 second[row : row + out, column : column + rank] = self.updates.scale * pair[1]
                 column += rank
             row += out
-        return _GatedProduct(base, first, second, self._gate)
+        return UpdatedProduct(base, first.t(), second.t(), self._gate)
 
 
 def _product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -273,9 +245,12 @@ class GatedModel(OwnSequencesModel):
     @property
     def forward_name(self) -> str:  # type: ignore[override]
         gated: Any = self.weights
-        return "public" if gated.lean_of(self.target.forwards) is None else "lean"
+        forward = gated.forward_of(self.target.forwards)
+        return "public" if forward is None else forward.name
 
     @property
     def native_off(self) -> str:
-        """Why drafts do not run in our library."""
-        return self.target.forwards.native_off or "our library has no updates for some of the rows"
+        """Why drafts do not run in our library; empty if they do."""
+        gated: Any = self.weights
+        gated.forward_of(self.target.forwards)
+        return str(gated.native_off)
