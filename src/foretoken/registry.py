@@ -7,8 +7,10 @@ no code here.
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal
 
 from foretoken.core.names import unknown
@@ -341,6 +343,10 @@ def find(role: Role, name: str) -> Row:
     return _find(role, name)
 
 
+def path_is_no_drafter(path: Path | str) -> ValueError:
+    return ValueError(f"a path is not a drafter: give model:{path} for a draft model, or NAME:{path}")
+
+
 @cache
 def _find(role: Role, name: str) -> Row:
     for row in rows(role):
@@ -354,6 +360,8 @@ def _find(role: Role, name: str) -> Row:
     for row in others:
         if row.name == name:
             return row
+    if role == "drafter" and ("/" in name or os.sep in name):
+        raise path_is_no_drafter(name)
     names = [row.name for row in (*rows(role), *others)]
     catalogue = f"`foretoken methods --role {role}` lists all"
     raise unknown(f"unknown {role} {name!r}", name, names, catalogue=catalogue, examples=EXAMPLES.get(role, ()))

@@ -136,6 +136,7 @@ def test_a_killed_run_goes_on(target: str, source: Path, tmp_path: Path, kill: s
         ("[1]", "line 2: not an object"),
         ("{", "line 2: "),
         ('{"prompt": "x", "temprature": 1}', "line 2: unknown field 'temprature': use one of id, prompt"),
+        ('{"prompt": "x", "max_tokens": 1}', "'max_tokens': this is max_new_tokens here; use one of id, prompt"),
         ('{"id": "a"}', "line 2: give either prompt or messages"),
         ('{"prompt": 5}', "line 2: prompt must be text"),
         ('{"prompt": "x", "temperature": -3}', "line 2: temperature must be >= 0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +76,40 @@ def test_without_a_prompt_the_built_in_one_is_completed(run: Any, target: str, m
     assert result.json["token_ids"] == expected(target, DEFAULT_PROMPT).token_ids
 
 
-def test_an_open_but_silent_pipe_does_not_hang(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_pipe_is_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer to another prompt than the one that comes would be worse than to wait."""
     reader, writer = os.pipe()
     monkeypatch.setattr(generate, "STDIN_WAIT_S", 0.01)
-    with os.fdopen(reader) as silent, os.fdopen(writer, "w") as other:
-        monkeypatch.setattr("sys.stdin", silent)
-        assert generate.read_prompt(None, None) == DEFAULT_PROMPT
-        assert "nothing on stdin" in capsys.readouterr().err
-        other.write(PROMPT)
-        other.close()
+    with os.fdopen(reader) as slow:
+        monkeypatch.setattr("sys.stdin", slow)
+        later = threading.Timer(0.3, lambda: (os.write(writer, PROMPT.encode()), os.close(writer)))
+        later.start()
         assert generate.read_prompt(None, None) == PROMPT
+        later.join()
+    assert capsys.readouterr().err == "waiting for the prompt on stdin\n"
+
+
+def test_a_pipe_or_file_without_text_is_no_prompt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(writer)
+    (tmp_path / "empty").touch()
+    for empty in (os.fdopen(reader), (tmp_path / "empty").open(encoding="utf-8")):
+        with empty:
+            monkeypatch.setattr("sys.stdin", empty)
+            for prompt in (None, "-"):
+                with pytest.raises(ValueError, match=r"^standard input is empty: give at least one character$"):
+                    generate.read_prompt(prompt, None)
+
+
+def test_nothing_connected_means_the_built_in_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path(os.devnull).open(encoding="utf-8") as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        assert generate.read_prompt(None, None) == DEFAULT_PROMPT
+
+
+def test_a_prompt_in_another_encoding_is_named_as_such() -> None:
+    with pytest.raises(ValueError, match=r"^the prompt is not UTF-8 text$"):
+        generate.read_prompt(os.fsdecode(b"caf\xe9"), None)
 
 
 def test_a_stop_string_ends_the_text(run: Any, target: str) -> None:

@@ -668,7 +668,7 @@ def test_a_draining_engine_finishes_what_it_has_and_takes_nothing() -> None:
         assert [len((await answer).token_ids) for answer in answers] == [60] * 4
         await closing
         assert engine._thread is not None and not engine._thread.is_alive()
-        with pytest.raises(EngineDead, match="shutting down"):
+        with pytest.raises(EngineDead, match="the engine was closed"):
             engine.submit(Request(PROMPT))
 
     during(toy(), scenario, max_running=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,8 @@ def test_through_the_hook() -> None:
         (object(), "an object is not a drafter"),
         (type(llama()), "a type is not a drafter"),
         (Path("draft"), "a path is not a drafter: give model:draft"),
+        ("./draft,k=4", "a path is not a drafter: give model:./draft for a draft model, or NAME:./draft"),
+        (SimpleNamespace(encode=list, decode=str), "a tokenizer is not a drafter: .* tokenizer=TOKENIZER"),
         (["ngram", 3], "an int is not a drafter"),
         (["ngram", None], "a list of drafters cannot hold 'none'"),
         ([], "at least one member"),

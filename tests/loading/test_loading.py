@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -456,3 +458,11 @@ def test_networks_are_built_one_after_the_other(tmp_path: Path, monkeypatch: pyt
     with ThreadPoolExecutor(len(dtypes)) as threads:
         models = list(threads.map(lambda dtype: load_model(tmp_path, dtype=dtype), dtypes))
     assert [loaded.dtype for loaded in models] == dtypes and torch.get_default_dtype() == torch.float32
+
+
+def test_python_without_docstrings_is_refused() -> None:
+    """Transformers reads its docstrings when it is imported."""
+    code = "import foretoken as ft\nft.load('builtin')"
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("run Python without -OO (PYTHONOPTIMIZE=2)")

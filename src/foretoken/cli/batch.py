@@ -26,6 +26,7 @@ from foretoken.core.conversation import checked, from_sharegpt, is_messages, to_
 from foretoken.core.io.locks import lock
 from foretoken.core.values import check_text, one_line
 from foretoken.options import FIELDS as REQUEST_FIELDS
+from foretoken.options import OTHER_NAMES
 
 if TYPE_CHECKING:
     from foretoken.engine.request import Emission, Running
@@ -166,7 +167,8 @@ def _job(row: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
     known = ("id", "prompt", "messages", "conversations", *OPTIONS)
     unknown = [name for name in row if name not in known]
     if unknown:
-        raise ValueError(f"unknown field {unknown[0]!r}: use one of {', '.join(known)}")
+        hint = OTHER_NAMES.get(unknown[0], "")
+        raise ValueError(f"unknown field {unknown[0]!r}: {hint}use one of {', '.join(known)}")
     prompt = _prompt_of(row)
     shared = {name: value for name, value in options.items() if value is not None}
     if shared.get("seed") is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import select
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +35,8 @@ Words = Annotated[
     typer.Argument(
         metavar="[MODEL] [PROMPT]",
         help="MODEL: builtin, a name of `foretoken models`, a model folder, a GGUF file or a Hugging Face id; alone, "
-        "it must be one of them or a path. PROMPT: text to complete, or to answer; - reads stdin.",
+        "it must be one of them or a path. PROMPT: text to complete, or to answer; - or a pipe without PROMPT: stdin "
+        "(without a pipe: a built-in one).",
         show_default=False,
     ),
 ]
@@ -206,10 +209,14 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         text = read_text(file)
     elif prompt == "-":
         text = _stdin()
+    elif prompt is None:
+        piped = _piped()
+        text = DEFAULT_PROMPT if piped is None else piped
     else:
-        text = _piped() or DEFAULT_PROMPT if prompt is None else prompt
+        text = _utf8(prompt, "the prompt")
     if not text:
-        raise ValueError("the prompt is empty: give at least one character")
+        empty = "the prompt is" if (prompt != "-" and prompt is not None) or file else "standard input is"
+        raise ValueError(f"{empty} empty: give at least one character")
     return text
 
 
@@ -224,24 +231,36 @@ def read_text(file: Path) -> str:
 def _stdin() -> str:
     """All of stdin.  Raises ``ValueError`` if it is not UTF-8."""
     try:
-        text = sys.stdin.read()
-        text.encode()  # some locales decode invalid bytes to lone surrogates, which fail here
-    except UnicodeError:
+        return _utf8(sys.stdin.read(), "standard input")
+    except UnicodeDecodeError:
         raise ValueError("standard input is not UTF-8 text") from None
+
+
+def _utf8(text: str, what: str) -> str:
+    """The text.  Raises ``ValueError`` if it is not UTF-8: some locales, and arguments, decode invalid bytes to lone
+    surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} is not UTF-8 text") from None
     return text
 
 
-def _piped() -> str:
-    """Text piped into stdin, else empty.  Waits only briefly: an open but silent pipe must not hang the program."""
-    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
-        return ""
+def _piped() -> str | None:
+    """Text from a pipe or a file at stdin; ``None`` if there is neither (a terminal, or /dev/null)."""
+    if sys.stdin is None or sys.stdin.closed:
+        return None
+    try:
+        if stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode):
+            return None
+    except (OSError, ValueError):  # an object without a file descriptor
+        return _stdin() or None
     try:
         ready, _, _ = select.select([sys.stdin], [], [], STDIN_WAIT_S)
-    except (OSError, ValueError):  # no file descriptor, or a system that cannot select on pipes
+    except (OSError, ValueError):  # a system that cannot select on pipes
         ready = [sys.stdin]
     if not ready:
-        print("nothing on stdin: using the built-in prompt (- waits for stdin)", file=sys.stderr)
-        return ""
+        print("waiting for the prompt on stdin", file=sys.stderr)
     return _stdin()
 
 

@@ -309,7 +309,7 @@ class AsyncLlm:
                     if self._mishaps == 3:  # in a row: the engine gives up
                         raise
                     self._fail_lost(error)
-            self._finish("the server is shutting down", EngineClosed)
+            self._finish("the engine was closed", EngineClosed)
         except TargetGone as error:
             self._finish(f"the engine has stopped: {error}")
         except BaseException as error:

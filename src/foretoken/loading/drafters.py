@@ -35,7 +35,7 @@ from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.refusals import refusal
-from foretoken.registry import construct, find, parse_spec, read_spec, rows, split_specs
+from foretoken.registry import construct, find, parse_spec, path_is_no_drafter, read_spec, rows, split_specs
 
 Part = str | Drafter | LanguageModel | nn.Module
 """Anything that a drafter can be made from."""
@@ -134,10 +134,12 @@ class LoadingContext(BuildContext):
         if isinstance(spec, type) and issubclass(spec, Drafter):
             raise DrafterError(fault_of(spec, Drafter, "drafter"))
         if isinstance(spec, Path):
-            raise ValueError(f"a path is not a drafter: give model:{spec} for a draft model, or NAME:{spec}")
+            raise path_is_no_drafter(spec)
         if isinstance(spec, LanguageModel) or (isinstance(spec, nn.Module) and not isinstance(spec, type)):
             draft = given_draft_model(spec, self.target, self.tokenizer)
             return (ModelDrafter if mask_token(draft) is None else PardDrafter)(draft, target=self.target)
+        if hasattr(spec, "encode"):
+            raise ValueError("a tokenizer is not a drafter: ft.load(model, drafter, tokenizer=TOKENIZER)")
         raise ValueError(
             f"{with_article(type(spec).__name__)} is not a drafter: "
             'give a spec string ("ngram,k=8", "model:PATH"), a drafter, a draft model, a list of these, or None'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,8 @@ def load_model(
     """
     source = unwrapped(source)
     check_handed_in(source)
+    if sys.flags.optimize > 1:
+        raise LoadError("Transformers cannot be imported without docstrings: run Python without -OO (PYTHONOPTIMIZE=2)")
     if pack != "auto" and not isinstance(pack, bool):
         raise ValueError(f"pack must be 'auto', True or False, not {pack!r}")
     check_exact(exact)

@@ -7,6 +7,7 @@ import random
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -21,6 +22,7 @@ from foretoken.cli.main import main
 from foretoken.engine.request import Request
 from foretoken.loading import LoadError, load_model, load_tokenizer
 from foretoken.loading import gguf as loading
+from foretoken.models.gguf.architectures import header_faults
 from foretoken.models.gguf.network import _WeightFiller
 from gguf_writer import Stored, header_of, random_bytes, write_model
 from toys import engine, outputs
@@ -75,6 +77,12 @@ def length_of_header(data: bytes) -> int:
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("backend", ["auto", "native"])
+def test_a_broken_installation_is_not_blamed_on_the_file() -> None:
+    file: Any = SimpleNamespace(path="x.gguf", architecture="llama")
+    with pytest.raises(ImportError, match="no such package"), header_faults(file):
+        raise ImportError("no such package")
+
+
 def test_cut_off(tmp_path: Path, good: Path, backend: str) -> None:
     data, file = good.read_bytes(), tmp_path / "m.gguf"
     header = length_of_header(data)

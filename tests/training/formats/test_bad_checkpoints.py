@@ -205,6 +205,8 @@ def test_unknown_layouts(target: Path, tmp_path: Path) -> None:
     refused(empty, target, "no other project supports drafters of the method 'ngram'", method="ngram")
     drafter = save_net("medusa", tmp_path / "mine", target)
     refused(drafter, target, "is a drafter already: use it with --drafter medusa:")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    refused(tmp_path / "m.gguf", target, r"is a GGUF file, which holds a model: use it with --drafter model:.*m\.gguf")
 
 
 class Trap:

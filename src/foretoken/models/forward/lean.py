@@ -282,8 +282,10 @@ def _not_covered(owner: Network) -> str | None:
         return f"this {kind} model has linear layers of another kind (adapted, or quantised by another package)"
     size = sum(p.numel() for p in owner.model.parameters())
     if owner.packing.home is None and size > MAX_PARAMETERS:
-        reason = "its layers must not be changed (the model was passed as an object, or is trained)"
-        return f"{reason}, and copies of its {size / 1e9:.1f}b weights would take too much memory"
+        return (
+            f"its layers must stay as they are, and {size / 1e9:.1f}b weights, above {MAX_PARAMETERS / 1e9:.1f}b, are "
+            "not copied: ft.load(model, pack=True) packs those of a model object in place"
+        )
     return None
 
 

@@ -235,7 +235,7 @@ def header_faults(file: GgufFile) -> Iterator[None]:
     """Convert the various errors that Transformers raises for bad header values to ``GgufError``."""
     try:
         yield
-    except GgufError:
+    except (GgufError, ImportError):
         raise
     except Exception as error:
         cause = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:120]

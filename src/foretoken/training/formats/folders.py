@@ -97,6 +97,8 @@ class Found:
         self.path = path.expanduser()
         if not self.path.exists():
             raise ValueError(f"no such folder: {path}")
+        if self.path.suffix == ".gguf":
+            raise ValueError(f"{path} is a GGUF file, which holds a model: use it with --drafter model:{path}")
         if (self.path / OURS).exists():
             method = self.json(OURS).get("method", "METHOD")
             raise ValueError(f"{path} is a drafter already: use it with --drafter {method}:{path}")

@@ -100,7 +100,7 @@ class UnoPeft(NetFormat):
         bound = min(len(target.tokenizer), target.parts.vocab_size) if target.tokenizer else target.parts.vocab_size
         self.warnings.append(
             f"a PEFT adapter does not say what was drafted: {PUBLISHED_PLACES} tokens a forward behind random tokens "
-            f"below {bound} are taken, as published"
+            f"below {bound} are taken, as published (an ordinary LoRA is no drafter: load it as MODEL)"
         )
         return {"places": PUBLISHED_PLACES, "noise": "random", "mask_token": bound}
 
