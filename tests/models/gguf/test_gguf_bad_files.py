@@ -77,12 +77,6 @@ def length_of_header(data: bytes) -> int:
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("backend", ["auto", "native"])
-def test_a_broken_installation_is_not_blamed_on_the_file() -> None:
-    file: Any = SimpleNamespace(path="x.gguf", architecture="llama")
-    with pytest.raises(ImportError, match="no such package"), header_faults(file):
-        raise ImportError("no such package")
-
-
 def test_cut_off(tmp_path: Path, good: Path, backend: str) -> None:
     data, file = good.read_bytes(), tmp_path / "m.gguf"
     header = length_of_header(data)
@@ -507,3 +501,9 @@ def test_the_header_is_as_the_writer_says(good: Path, model: Any) -> None:
     """The tests above change a file that is otherwise sound."""
     assert header_of(model)["llama.block_count"] == 2
     assert load_model(good, backend="native").vocab_size == model.config.vocab_size
+
+
+def test_a_broken_installation_is_not_blamed_on_the_file() -> None:
+    file: Any = SimpleNamespace(path="x.gguf", architecture="llama")
+    with pytest.raises(ImportError, match="no such package"), header_faults(file):
+        raise ImportError("no such package")
