@@ -25,6 +25,7 @@ from foretoken.methods.drafters.uno import UnoDrafter, paying_rows
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.native import why_not
 from foretoken.models.variants.gated import GatedModel, linear_shapes
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.uno import UnoRecipe
@@ -542,3 +543,24 @@ def test_folders(tmp_path: Path) -> None:
     save_drafter(tmp_path, "uno", config, net, parts.fingerprint())
     with pytest.raises(ValueError, match="does not describe a valid drafter, copy it again: uno needs a mask_token"):
         build_drafter(f"uno:{tmp_path}", target, target_source="x")
+
+
+# -- the native forward ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"no kernels: {why_not()}")
+@pytest.mark.parametrize("sampling", SEEDED)
+def test_native_drafts_leave_the_text_as_it_is(monkeypatch: pytest.MonkeyPatch, sampling: str) -> None:
+    """In a batch, and the target's own first token is always accepted: its row has the same bits in both forwards."""
+    layout = "foretoken.models.linear.packing.fastest_layout"
+    monkeypatch.setattr(layout, lambda dtype, *_: "native" if dtype == torch.bfloat16 else "plain")
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
+    target = HuggingFaceModel(new_model("llama", **sizes).to(torch.bfloat16))
+    drafter = drafter_for(target, size=0.1)
+    (entry,) = drafter.describe()
+    assert (entry["forward"], entry["native_off"]) == ("native", "")
+    plain = outputs(engine(target), requests(SEEDED[sampling], 60))
+    finished = serve(engine(target, drafter), requests(SEEDED[sampling], 60))
+    assert [run.output for run in finished] == plain
+    for run in finished:
+        assert run.stats.num_accepted_tokens_per_pos[0] == run.stats.num_drafted_rounds > 10
