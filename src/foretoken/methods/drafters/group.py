@@ -53,11 +53,14 @@ class GroupDrafter(BatchDrafter):
         all_traits = [member.traits for member in drafters]
         sorts = frozenset[tuple[Kind, bool]]().union(*(traits.proposals for traits in all_traits))
         demanding = (Kind.WITHOUT_REPLACEMENT, Kind.IID, Kind.POINT)
+        kind = next(kind for kind in demanding if any(kind is drawn for drawn, _ in sorts))
         self.traits = Traits(
-            next(kind for kind in demanding if any(kind is drawn for drawn, _ in sorts)),
+            kind,
             any(traits.draws_trees for traits in all_traits),
             sorts,
             shares_state=any(traits.shares_state for traits in all_traits),
+            # Not where a member draws: whether coupling costs it more than the others gain has not been measured.
+            prefers_noise=kind is Kind.POINT and any(traits.prefers_noise for traits in all_traits),
             runs_target=any(traits.runs_target for traits in all_traits),
         )
         self.vocab_size = next((v for v in map(vocabulary_of, drafters) if v is not None), None)
