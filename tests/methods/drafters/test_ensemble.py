@@ -131,7 +131,9 @@ def test_what_a_group_says_of_itself() -> None:
 def test_a_group_prefers_noise_as_its_members_do(group: Callable[[Sequence[Drafter]], Drafter]) -> None:
     """Without it, a member's drafts for sampled requests without a seed are accepted less often than alone."""
     _, draft = tables()
-    assert group([JacobiDrafter()]).traits.prefers_noise and group([NgramDrafter(), JacobiDrafter()]).traits.prefers_noise
+    assert (
+        group([JacobiDrafter()]).traits.prefers_noise and group([NgramDrafter(), JacobiDrafter()]).traits.prefers_noise
+    )
     assert not group([NgramDrafter()]).traits.prefers_noise
     assert not group([JacobiDrafter(), ModelDrafter(draft)]).traits.prefers_noise  # drawn drafts have their own rules
 
