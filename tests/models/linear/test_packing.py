@@ -391,7 +391,9 @@ def test_new_weights_for_packed_layers_are_refused_until_they_are_unpacked() -> 
     model = nn.ModuleDict({"up": PackedLinear(Projection(random_weight(8, 16), None))})
     weights = {"up.weight": random_weight(8, 16) * 0.5}
     for strict in (True, False):
-        with pytest.raises(ValueError, match=r"^up.weight is packed: call llm.target.unpack\(\) first, or .*pack=False"):
+        with pytest.raises(
+            ValueError, match=r"^up.weight is packed: call llm.target.unpack\(\) first, or .*pack=False"
+        ):
             model.load_state_dict(weights, strict=strict)
     assert model.load_state_dict({"other": torch.zeros(1)}, strict=False).unexpected_keys == ["other"]
     unpack_linears(model)
