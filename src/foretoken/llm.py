@@ -57,7 +57,8 @@ class Llm:
 
     The target's network may change between two requests (training steps, ``load_state_dict``, adapters, ``to``, hooks,
     forwards; :class:`~foretoken.models.network.watch.Watch` lists undetected changes). A change is detected when a
-    request begins, which uses the changed network, and when one ends, as an error of the running requests.
+    request begins, which uses the changed network, and when one ends, as an error of the running requests. Weights of
+    packed layers (checkpoints on a CPU) are read-only copies: ``llm.target.unpack()`` makes them ordinary parameters.
 
     Args:
         target: the target model.

@@ -146,7 +146,8 @@ class CommonOptions(TypedDict, total=False):
         min_tokens: fewest output tokens: earlier end-of-text ids, stop tokens and stop strings have no effect. A
             complete constraint, or other rules that allow only an end, do end the text.
         allowed_token_ids: the only tokens allowed in the output, besides those that end it.
-        bad_words: texts forbidden in the output.
+        bad_words: texts whose tokens, with and without a leading space, are forbidden in the output; other tokens may
+            still spell them.
         constraint: a rule for the output (:mod:`foretoken.core.constraints`) that masks token by token, or a finite
             language from which a whole string is drawn.
         logprobs: report the log-probabilities of the output's tokens and of this many most likely ones.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from tiny_tokenizer import Writer, eos, ids_of, tokenizer
 from torch import Tensor
 
+import foretoken as ft
 from foretoken.core import OptionError
 from foretoken.core.constraints import CannotGoOn
 from foretoken.core.sampling import SamplingParams
@@ -343,6 +345,24 @@ def test_numbers_of_numpy_are_numbers() -> None:
     llm = Llm(target, None, None, None, None)
     options: dict[str, Any] = {"allowed_token_ids": ids, "logit_bias": {ids[1]: np.float32(2)}, "top_k": ids[0]}
     assert llm.generate([1], temperature=np.float64(0), max_new_tokens=4, **options).token_ids == [3] * 4
+
+
+@pytest.mark.parametrize("temperature", [np.float64(0.8), np.float32(0.5), np.float64(0), Fraction(1, 2)])
+def test_numbers_of_other_types_decode_as_pythons(temperature: Any) -> None:
+    """Under ``auto``, the default controller, they divided by zero; a fraction failed inside NumPy."""
+    options: dict[str, Any] = {"max_new_tokens": 8, "seed": 1, "top_k": 3}
+    llm = ft.load("builtin", "ngram")
+    ours = llm.generate("def f(", temperature=float(temperature), **options)
+    assert llm.generate("def f(", temperature=temperature, **options).token_ids == ours.token_ids
+
+
+def test_requests_hold_pythons_numbers() -> None:
+    """A length of NumPy's reached the cost model as a depth, where it had no ``bit_length``."""
+    whole = dict.fromkeys(("max_new_tokens", "min_tokens", "max_draft_tokens", "logprobs", "priority"), np.int64(3))
+    request = Request([0], SamplingParams(np.float32(0.5), top_k=np.int64(3)), **whole, deadline_s=Fraction(1, 2))  # type: ignore[arg-type]
+    assert all(type(getattr(request, name)) is int for name in whole) and type(request.deadline_s) is float
+    assert type(request.params.temperature) is float and type(request.params.top_k) is int
+    assert type(request.params.top_p) is float and replace(request, seed=np.uint64(5)).seed == 5
 
 
 def test_large_numbers_leave_a_distribution() -> None:

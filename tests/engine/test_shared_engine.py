@@ -83,6 +83,23 @@ def test_a_call_of_the_engine_thread_may_generate() -> None:
     assert asyncio.run(asyncio.wait_for(scenario(), LIMIT_S)) == expected
 
 
+def test_a_processor_that_calls_its_own_llm_ends_its_request_alone() -> None:
+    """The inner round served the outer request, too, down to a RecursionError."""
+    llm = small()
+    expected = [list(llm.generate(prompt, **OPTIONS).token_ids) for prompt in PROMPTS[:2]]
+    stream = llm.stream(PROMPTS[1], **OPTIONS)
+    beside = list(next(stream).token_ids)
+
+    def reentrant(ids: Any, scores: Any) -> Any:
+        llm.generate(PROMPTS[2], max_new_tokens=1)
+        return scores
+
+    with pytest.raises(RuntimeError, match="called the Llm that was running it: give it an Llm of its own"):
+        llm.generate(PROMPTS[0], logits_processor=[reentrant], **OPTIONS)
+    assert [*beside, *(token for piece in stream for token in piece.token_ids)] == expected[1]
+    assert not llm.engine.busy and list(llm.generate(PROMPTS[0], **OPTIONS).token_ids) == expected[0]
+
+
 def test_a_stream_that_nobody_reads_meanwhile_outlives_the_service() -> None:
     llm = small()
     expected = list(llm.generate(PROMPTS[0], **OPTIONS).token_ids)

@@ -537,6 +537,7 @@ CASES: dict[str, list[Case]] = {
                 [LookaheadDrafter(w=3, n=3, g=2), RecyclingDrafter(nodes=4, share=False), NgramDrafter(n=2, k=3)]
             ),
         ),
+        Case("coupled", lambda target, draft: EnsembleDrafter([JacobiDrafter(m=3), NgramDrafter(n=2, k=3)])),
     ],
     "router": [
         Case(
@@ -570,6 +571,7 @@ CASES: dict[str, list[Case]] = {
                 bias=(0, 1, 0),
             ),
         ),
+        Case("coupled", lambda target, draft: RouterDrafter([NgramDrafter(n=2), JacobiDrafter(m=3)])),
     ],
     "cascade": [
         Case("ngram", lambda target, draft: CascadeDrafter(draft, NgramDrafter(n=2, k=3), inner_rule, k=4)),

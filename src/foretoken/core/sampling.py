@@ -25,7 +25,7 @@ from foretoken.core.filters import Filters
 from foretoken.core.noise import Noise
 from foretoken.core.processed import LogitsProcessor, check_processed, one_row
 from foretoken.core.tally import TokenTally
-from foretoken.core.values import check_ids, check_real, check_whole
+from foretoken.core.values import check_ids, check_real, check_whole, python_number
 
 LARGEST = 1e30
 """Bound of numbers that are added to, multiply or divide logits, so that float32 does not overflow."""
@@ -80,6 +80,8 @@ class SamplingParams:
             check_ids("logit_bias", [token], None)
             check_real("logit_bias", bias)
             _check_finite("logit_bias", bias)
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, python_number(value))
 
 
 FILTERS = ("top_k", "top_p", "min_p")

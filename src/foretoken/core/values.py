@@ -55,6 +55,16 @@ def check_real(option: str, value: Any) -> None:
         raise OptionError(option, f"{option} must be a number, not {_shown(value)}")
 
 
+def python_number(value: Any) -> Any:
+    """A number of another type (NumPy's, ``Fraction``) as ``int`` or ``float``; any other value unchanged.
+
+    Comparisons of NumPy's numbers give ``np.bool_``, which is neither ``True`` nor ``False``.
+    """
+    if type(value) in (int, float, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def check_flags(**options: Any) -> None:
     """Raise ``OptionError`` for options that are not booleans."""
     for option, value in options.items():

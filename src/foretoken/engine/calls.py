@@ -33,6 +33,7 @@ class Calls:
         self._limited_by: object | None = None
         self._own_limits: dict[str, Any] | None = None  # the engine's, while those of a service apply
         self._process = os.getpid()
+        self._in_round = False
 
     def limit(self, service: object, **limits: Any) -> None:
         """Apply a service's limits to the engine, unless they apply already.
@@ -117,10 +118,24 @@ class Calls:
         return run, emission
 
     def round(self) -> None:
-        """Run one round for all requests."""
+        """Run one round for all requests.
+
+        Raises:
+            RuntimeError: called inside a round, by a logits processor or another part of the caller's.
+        """
         with self.turn:
+            if self._in_round:  # of this thread, which has the lock
+                raise RuntimeError(
+                    "a logits processor (or another part of a request) called the Llm that was running it: give it an "
+                    "Llm of its own"
+                )
+            self._in_round = True
+            try:
+                emitted = self._engine.step()
+            finally:
+                self._in_round = False
             others: list[tuple[Running, Emission]] = []
-            for run, emission in self._engine.step():
+            for run, emission in emitted:
                 box = self._boxes.get(run.id)
                 (others if box is None else box).append((run, emission))
             if others and self.others is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from foretoken.core import Context, HiddenStates, HiddenText, Scores, TokenTree, Verdict
 from foretoken.core.constraints import Constraint, FiniteLanguage
 from foretoken.core.sampling import SamplingParams
+from foretoken.core.values import python_number
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import FinishReason, Stopper
@@ -81,6 +82,10 @@ class Request:
     explain: bool = False
     constraint: Constraint | None = None
     language: FiniteLanguage | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, python_number(value))
 
     @property
     def drafting_choice(self) -> str:

@@ -115,6 +115,8 @@ def test_heuristic_starts_from_the_drafter() -> None:
     controller.attach(Limits("toy", 9, 5))
     budget = controller.budget(context(), 1)
     assert budget.max_depth == 9 and budget.max_nodes >= 20
+    controller.attach(Limits("another", 2, 5))
+    assert controller.budget(context(), 1).max_depth == 2
 
 
 def test_heuristic_persists_where_asked() -> None:
@@ -125,6 +127,8 @@ def test_heuristic_persists_where_asked() -> None:
     transient = HeuristicController(start=4)
     transient.observe(request, record(4, 4))
     assert transient.budget(context(1), 1).max_depth == 4
+    controller.attach(Limits("another", 9, 5))
+    assert controller.budget(context(2), 1).max_depth == 4
 
 
 def test_confidence_stops_below_its_threshold() -> None:
@@ -184,6 +188,9 @@ def test_the_threshold_follows_what_is_accepted() -> None:
     assert controller.threshold == 0.4, "five tokens are not enough"
     round_of([0.85, 0.2], 1)
     assert controller.threshold == 0.7
+    controller.attach(Limits("another", 6, 40))
+    round_of([0.9, 0.2], 1)
+    assert controller.threshold == 0.4, "what was learned of the first drafter says nothing of another"
     fixed = ConfidenceController(0.4, adapt=False)
     fixed.attach(Limits("toy", 6, 40))
     controller = fixed

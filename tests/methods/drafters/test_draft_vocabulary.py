@@ -74,6 +74,15 @@ def test_how_many_of_the_stored_ids_are_guessed() -> None:
             chosen_ids(str(vocab), context, 32, IDS)
 
 
+def test_a_file_may_name_tokens_that_were_rare_in_training(tmp_path: Path) -> None:
+    """A head with the target's projection can draft them; one with a projection of its own cannot."""
+    context, file = LoadingContext(llamas()[0], "x"), tmp_path / "ids.json"
+    file.write_text("[4, 25, 3, 26]")
+    assert chosen_ids(str(file), context, 32, IDS, others=True).tolist()[:4] == [4, 25, 3, 26]  # type: ignore[union-attr]
+    own = chosen_ids(str(file), context, 32, IDS)
+    assert own is not None and own.tolist() == [4, 3]
+
+
 def test_frequent_tokens_make_up_nearly_all_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.training.recipes.base.FREQUENT", 2)
     text = np.repeat([7, 3, 9, 4], [600, 300, 96, 4])
@@ -135,6 +144,8 @@ def test_the_ids_are_stored_with_the_drafter(method: str, monkeypatch: pytest.Mo
     assert (size(), size(",vocab=5"), size(",vocab=32")) == (12, 5, 32)
     with pytest.raises(ValueError, match="vocab is the number of tokens that can be drafted"):
         size(",vocab=20")
+    (tmp_path / "ids.json").write_text(json.dumps([25, 26, *IDS]))
+    assert size(f",vocab={tmp_path}/ids.json") == 14
 
 
 def test_labels_over_few_tokens_are_the_targets_distribution_among_them(monkeypatch: pytest.MonkeyPatch) -> None:

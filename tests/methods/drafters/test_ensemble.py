@@ -127,6 +127,17 @@ def test_what_a_group_says_of_itself() -> None:
     assert EnsembleDrafter(tapped).taps == ("last", "layer:2", "layer:1")
 
 
+@pytest.mark.parametrize("group", [EnsembleDrafter, RouterDrafter])
+def test_a_group_prefers_noise_as_its_members_do(group: Callable[[Sequence[Drafter]], Drafter]) -> None:
+    """Without it, a member's drafts for sampled requests without a seed are accepted less often than alone."""
+    _, draft = tables()
+    assert (
+        group([JacobiDrafter()]).traits.prefers_noise and group([NgramDrafter(), JacobiDrafter()]).traits.prefers_noise
+    )
+    assert not group([NgramDrafter()]).traits.prefers_noise
+    assert not group([JacobiDrafter(), ModelDrafter(draft)]).traits.prefers_noise  # drawn drafts have their own rules
+
+
 def test_ensembles_in_an_ensemble_are_opened() -> None:
     members = [NgramDrafter(), NgramDrafter(), SuffixDrafter()]
     assert EnsembleDrafter([members[0], EnsembleDrafter(members[1:])]).drafters == tuple(members)

@@ -185,3 +185,16 @@ def test_the_longer_draft_of_another_member_is_whole() -> None:
     drafter.start(context)
     (tree,) = drafter.propose_batch([context], [budget])
     assert tree.num_drafts == 6
+
+
+@pytest.mark.parametrize("group", ["router", "ensemble"])
+@pytest.mark.parametrize("member", ["prediction", "known", "(known,inner=(ngram,n=2))"])
+def test_a_group_takes_no_member_whose_knowledge_it_would_hide(group: str, member: str) -> None:
+    """Its predicted tokens were counted as none, and its forced ones waited for the controller."""
+    target, _ = tables()
+    with pytest.raises(ValueError, match=f"cannot be a member of '{group}'.*: use known,inner=\\({group},") as error:
+        build_drafter(f"{group},drafters=({member}|ngram)", target, target_source=target)
+    assert "\n" not in str(error.value)
+    built = build_drafter(f"known,inner=({group},drafters=(suffix|ngram))", target, target_source=target)
+    run = finish(engine(target, built), Request(PROMPT, max_new_tokens=8, prediction=[1, 0, 1, 0]))
+    assert run.stats.num_prediction_tokens > 0

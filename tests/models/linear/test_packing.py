@@ -386,6 +386,21 @@ def test_other_values_of_pack_are_refused() -> None:
         ft.load("builtin", None, pack="yes")
 
 
+def test_new_weights_for_packed_layers_are_refused_until_they_are_unpacked() -> None:
+    """With ``strict=False`` they were dropped, and a model of old and new weights served."""
+    model = nn.ModuleDict({"up": PackedLinear(Projection(random_weight(8, 16), None))})
+    weights = {"up.weight": random_weight(8, 16) * 0.5}
+    for strict in (True, False):
+        with pytest.raises(
+            ValueError, match=r"^up.weight is packed: call llm.target.unpack\(\) first, or .*pack=False"
+        ):
+            model.load_state_dict(weights, strict=strict)
+    assert model.load_state_dict({"other": torch.zeros(1)}, strict=False).unexpected_keys == ["other"]
+    unpack_linears(model)
+    model.load_state_dict(weights)
+    assert torch.equal(model["up"].weight, weights["up.weight"])
+
+
 def test_a_model_is_not_unpacked_below_a_running_request() -> None:
     model = HuggingFaceModel(half_model(torch.bfloat16), in_place=True)
     sequence = model.open()

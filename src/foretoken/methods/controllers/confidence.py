@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 from torch import Tensor
 
-from foretoken.core import Context, StepRecord
+from foretoken.core import Context, Limits, StepRecord
 from foretoken.methods.controllers.stopping import Stop, StoppingController, levels
 
 
@@ -33,8 +33,15 @@ class ConfidenceController(StoppingController):
         super().__init__(k)
         if not 0 <= threshold <= 1:
             raise ValueError(f"confidence needs a threshold in [0, 1], not {threshold}")
-        self.threshold, self.adapt = threshold, adapt
+        self.threshold = self._first = threshold
+        self.adapt = adapt
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=1000)  # Transformers stores all
+
+    def attach(self, limits: Limits) -> None:
+        """Start over, because probabilities of another drafter have another threshold."""
+        super().attach(limits)
+        self.threshold = self._first
+        self._outcomes.clear()
 
     def rule(self, context: Context) -> Stop:
         threshold = self.threshold

@@ -32,19 +32,18 @@ class HeuristicController(Controller):
             raise ValueError("heuristic needs 1 <= low <= high, start within them, up >= 0 and down >= 0")
         self.start, self.up, self.down, self.low, self.high = start, up, down, low, high
         self.persist = persist
-        self._last: int | None = None
+        self._first = start or 5
         self._nodes = 64
 
     def attach(self, limits: Limits) -> None:
-        self.start = self.start or limits.max_depth
+        self._first = self.start or limits.max_depth
         self._nodes = max(limits.max_nodes, self.high)
 
     def budget(self, context: Context, batch_size: int) -> Budget:
         return Budget(self._length(context), self._nodes)
 
     def _length(self, context: Context) -> int:
-        first = self._last or self.start or 5
-        return context.state.setdefault(self, min(max(first, self.low), self.high))
+        return context.state.setdefault(self, min(max(self._first, self.low), self.high))
 
     def observe(self, context: Context, record: StepRecord) -> None:
         if record.num_draft_tokens == 0:
@@ -53,4 +52,4 @@ class HeuristicController(Controller):
         full = record.num_accepted_tokens == levels(record)
         context.state[self] = min(self.high, k + self.up) if full else max(self.low, k - self.down)
         if self.persist:
-            self._last = context.state[self]
+            self._first = context.state[self]

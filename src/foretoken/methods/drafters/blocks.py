@@ -91,8 +91,9 @@ class BlockDrafter(OnePassDrafter):
         net, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         if vocab and net.vocabulary is not None:
             raise ValueError(f"this {cls.name} has its own draft vocabulary: leave vocab out")
-        frequent = measured.get("frequent", ())
-        ids = chosen_ids(vocab, context, parts.vocab_size, frequent) if net.vocabulary is None else None
+        ids = None
+        if net.vocabulary is None:
+            ids = chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ()), others=True)
         built = cls.sized(context.target, nodes, block_model(net, parts, context.target, ids), **options)
         built.start_from(measured)
         return built

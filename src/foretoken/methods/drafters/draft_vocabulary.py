@@ -27,7 +27,9 @@ LAYOUT = 'a JSON list of token ids, {"ids": [id, ...]} or {"counts": {"id": coun
 """Layouts of a draft vocabulary's file."""
 
 
-def chosen_ids(vocab: str, context: BuildContext, size: int, trained: Sequence[int] = ()) -> Tensor | None:
+def chosen_ids(
+    vocab: str, context: BuildContext, size: int, trained: Sequence[int] = (), others: bool = False
+) -> Tensor | None:
     """The target's ids that a drafter may draft.
 
     Args:
@@ -37,6 +39,7 @@ def chosen_ids(vocab: str, context: BuildContext, size: int, trained: Sequence[i
         context: the target, with its end-of-sequence tokens and its tokenizer.
         size: V, number of ids that the drafter could draft.
         trained: the ids that it was trained to draft, the most frequent one first.
+        others: whether it can draft others, too, because the target's projection has rows for all.
 
     Returns:
         int64 [V_d], with end-of-sequence tokens; ``None`` for all ids.
@@ -51,7 +54,7 @@ def chosen_ids(vocab: str, context: BuildContext, size: int, trained: Sequence[i
         number = None
     if number == 0:
         return torch.tensor(list(trained)) if trained else None
-    able = set(trained) or set(range(size))
+    able = set(trained if trained and not others else range(size))
     ends = sorted(able & set(context.target.eos_token_ids))
     if number is None:
         listed = read_ids(Path(vocab).expanduser(), size, context.tokenizer)

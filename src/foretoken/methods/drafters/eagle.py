@@ -29,5 +29,6 @@ class EagleDrafter(FeatureDrafter):
     ) -> EagleDrafter:
         """Build from a spec ``eagle[:FOLDER]``."""
         net, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
-        head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
-        return cls.sized(FeatureModel(net, parts, context.target, head), context.target, nodes, options)
+        ids = chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ()), others=True)
+        model = FeatureModel(net, parts, context.target, DraftHead(parts, ids))
+        return cls.sized(model, context.target, nodes, options)

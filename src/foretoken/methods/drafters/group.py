@@ -46,6 +46,8 @@ class GroupDrafter(BatchDrafter):
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         check_members(self.name, drafters)
+        if self.foresight is None:
+            check_no_foresight(self.name, drafters)
         self.drafters = tuple(drafters)
         self._observers = [i for i, member in enumerate(drafters) if member.traits.learns]
         self.taps = tuple(dict.fromkeys(tap for member in drafters for tap in member.taps))
@@ -53,11 +55,14 @@ class GroupDrafter(BatchDrafter):
         all_traits = [member.traits for member in drafters]
         sorts = frozenset[tuple[Kind, bool]]().union(*(traits.proposals for traits in all_traits))
         demanding = (Kind.WITHOUT_REPLACEMENT, Kind.IID, Kind.POINT)
+        kind = next(kind for kind in demanding if any(kind is drawn for drawn, _ in sorts))
         self.traits = Traits(
-            next(kind for kind in demanding if any(kind is drawn for drawn, _ in sorts)),
+            kind,
             any(traits.draws_trees for traits in all_traits),
             sorts,
             shares_state=any(traits.shares_state for traits in all_traits),
+            # Not where a member draws: whether coupling costs it more than the others gain has not been measured.
+            prefers_noise=kind is Kind.POINT and any(traits.prefers_noise for traits in all_traits),
             runs_target=any(traits.runs_target for traits in all_traits),
         )
         self.vocab_size = next((v for v in map(vocabulary_of, drafters) if v is not None), None)
@@ -161,6 +166,17 @@ def check_members(name: str, drafters: Sequence[Drafter]) -> None:
         raise ValueError(
             f"the members of {name!r} have different vocabularies, {listed}: take drafters of one tokenizer"
         )
+
+
+def check_no_foresight(name: str, drafters: Sequence[Drafter]) -> None:
+    """Raise ``ValueError`` for a member whose knowledge a group without foresight would hide: known tokens would wait
+    for the controller, and predicted ones be counted as none."""
+    for member in drafters:
+        if member.foresight is not None:
+            raise ValueError(
+                f"drafter {member.name!r} cannot be a member of {name!r}, which would hide what it knows: use "
+                f"known,inner=({name},drafters=(...)), which drafts from prediction=... and forced tokens first"
+            )
 
 
 def vocabulary_of(drafter: Drafter) -> int | None:

@@ -141,7 +141,7 @@ class HeadsDrafter(BatchDrafter):
         options["accuracies"] = ranked_first(measured.get("accuracies"), width)
         own: Tensor | None = getattr(heads, "vocabulary", None)
         known = measured.get("frequent", ()) if own is None else own.tolist()
-        ids = chosen_ids(vocab, context, parts.vocab_size, known)
+        ids = chosen_ids(vocab, context, parts.vocab_size, known, others=own is None)
         options["frequent"] = () if ids is None else ids.tolist()
         if nodes is not None:
             options["nodes"] = nodes

@@ -71,8 +71,8 @@ class JumpDrafter(OwnLayersDrafter):
             vocab: as for :class:`~foretoken.methods.drafters.features.FeatureDrafter`.
         """
         net, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
-        head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
-        return cls(context.target, net, head=head, **options)
+        ids = chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ()), others=True)
+        return cls(context.target, net, head=DraftHead(parts, ids), **options)
 
     def cost_beside(self, target_bytes: int) -> float:
         """Cost of the share of layers that runs, with the predictor's weights."""

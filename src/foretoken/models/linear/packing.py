@@ -240,7 +240,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The original weight [out, in]; a copy, computed on every access."""
+        """The original weight [out, in]; a copy, computed on every access, whose changes have no effect."""
         return self.projection.weight[self.start : self.stop]
 
     @property
@@ -253,6 +253,10 @@ class PackedLinear(nn.Module):
         """Same as ``nn.Linear``: [..., in] -> [..., out]."""
         out = self.projection(x.reshape(-1, self.in_features))
         return out[:, self.start : self.stop].view(*x.shape[:-1], self.out_features)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}weight" in state:  # which load_state_dict(strict=False) would drop without a word
+            raise ValueError(f"{prefix}weight is packed: call llm.target.unpack() first, or ft.load(..., pack=False)")
 
 
 def is_plain(module: nn.Module) -> bool:
