@@ -30,6 +30,7 @@ from foretoken.models.linear.packing import (
     unpack_linears,
     weight_bytes,
 )
+from foretoken.models.linear.quantised_linear import quantise_linears
 from foretoken.models.native import why_not
 from foretoken.models.variants import second_weights
 
@@ -421,3 +422,11 @@ def test_models_without_trees_are_packed_and_unpacked_too(name: str, measured: s
     assert len(llm.generate(prompt_of(5), max_new_tokens=4, ignore_eos=True).token_ids) == len(plain.token_ids)
     llm.target.unpack()
     assert [type(m) for m in network.modules()] == before
+
+
+def test_new_weights_for_quantised_layers_are_refused() -> None:
+    model = new_model("llama")
+    weights = model.state_dict()
+    quantise_linears(model, "int8")
+    with pytest.raises(ValueError, match=r"_proj.weight is quantised: load the model without quantize="):
+        model.load_state_dict(weights, strict=False)

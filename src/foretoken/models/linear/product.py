@@ -72,6 +72,10 @@ class QuantisedLinear(nn.Module):
             [linear.product if isinstance(linear, QuantisedLinear) else _plain(linear) for linear in linears]
         )
 
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}weight" in state:  # which load_state_dict(strict=False) would drop without a word
+            raise ValueError(f"{prefix}weight is quantised: load the model without quantize=")
+
     def forward(self, x: Tensor) -> Tensor:
         """Same as ``nn.Linear``: [..., in] -> [..., out]."""
         return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
