@@ -281,6 +281,7 @@ class FakeArm:
     """Takes the seconds that a script says, and notes its calls."""
 
     most_nodes = 4
+    ran = None
 
     def __init__(self, name: str, calls: list[tuple[Any, ...]], seconds: Callable[[], float], remembers: bool) -> None:
         self.name, self.calls, self.seconds, self.remembers = name, calls, seconds, remembers

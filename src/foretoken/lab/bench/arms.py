@@ -8,7 +8,7 @@ decoding speeds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,14 @@ class Arm(ABC):
         most_nodes: maximum number of nodes per request in a target forward; 0 if unknown.
         remembers: whether a run may profit from an earlier one of the same prompt, so that only the first counts: what
             ``online`` learns is used with any salt.
+        ran: specs of the ``drafter``, ``controller`` and ``verifier`` that the arm's own spec may leave open; ``None``
+            for another engine.
     """
 
     name: str
     most_nodes: int = 0
     remembers: bool = False
+    ran: Mapping[str, str] | None = None
 
     def can(self, setting: Condition) -> bool:
         """Whether the arm can run at a temperature and batch size."""
