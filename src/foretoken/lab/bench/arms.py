@@ -128,9 +128,11 @@ class Generation:
 
 class ForeignArm(Arm):
     """Another engine on the same weights, one request at a time.  Raises ``ValueError`` for filters, which are not
-    compared."""
+    compared, and for outputs of one token, which the prefill makes."""
 
     def __init__(self, name: str, shared: ArmSetup) -> None:
+        if shared.max_new_tokens < 2:
+            raise ValueError(f"{name} makes the first token in its prefill: give --max-new-tokens of at least 2")
         if any(shared.filters.get(key, neutral) != neutral for key, neutral in NO_FILTERS.items()):
             raise ValueError(f"{name} supports temperature only: leave out --top-k, --top-p and --min-p")
         self.name, self.shared = name, shared
