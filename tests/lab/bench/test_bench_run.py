@@ -457,8 +457,6 @@ def test_another_run_is_not_mixed_in(
     table: MarkovTable, calls: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run.jsonl"
-    circumstances = Bench.circumstances.fget
-    assert circumstances is not None
 
     def stop(done: int, total: int, text: str) -> None:
         if done == 1:
@@ -467,6 +465,7 @@ def test_another_run_is_not_mixed_in(
     with pytest.raises(KeyboardInterrupt):
         run_bench(shared(table), PROMPTS, BenchSettings(("x",)), out, on_progress=stop)
     kept = partial_of(out).read_bytes()
+    circumstances = Bench(shared(table), PROMPTS, BenchSettings(("x",))).circumstances
     for settings, prompts, more, words in (
         (BenchSettings(("y",)), PROMPTS, {}, r"other settings \(arms\)"),
         (BenchSettings(("x",), seed=1), PROMPTS, {}, r"other settings \(seed\)"),
@@ -481,8 +480,7 @@ def test_another_run_is_not_mixed_in(
     with pytest.raises(ValueError, match="add --resume"):
         run_bench(shared(table), PROMPTS, BenchSettings(("x",)), out)
     for name, now in (("threads", 99), ("versions", {}), ("cpu", "another"), ("kernels", "none"), ("ran", {"auto": 1})):
-        changed = property(lambda bench, name=name, now=now: {**circumstances(bench), name: now})
-        monkeypatch.setattr(Bench, "circumstances", changed)
+        monkeypatch.setattr(Bench, "circumstances", {**circumstances, name: now})
         with pytest.raises(ValueError, match=rf"other settings \({name}\)"):
             run_bench(shared(table), PROMPTS, BenchSettings(("x",)), out, True)
     assert partial_of(out).read_bytes() == kept
