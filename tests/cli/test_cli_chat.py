@@ -49,6 +49,26 @@ def test_every_turn_sees_the_ones_before(session: Session) -> None:
     assert text.startswith(f"User: one\nAssistant: {answer}\nUser: two\n") and text.endswith("User: three\nAssistant:")
 
 
+def test_every_answer_has_a_seed_of_its_own(target: str) -> None:
+    llm = ft.load(target, drafter="ngram")
+
+    def answers(seed: int) -> list[str]:
+        session = Session(llm, {**OPTIONS, "temperature": 1.0, "seed": seed})
+        for line in ("one", "/reset", "one", "/reset", "one"):
+            session.handle(line)
+            if session.messages:
+                said.append(session.messages[-1]["content"])
+        return said[-3:]
+
+    said: list[str] = []
+    first = answers(2**64 - 2)  # the seed behind the largest one is 0
+    assert len(set(first)) == 3
+    assert answers(2**64 - 2) == first and answers(2**64 - 1)[:2] == first[1:]
+    options = {**OPTIONS, "temperature": 1.0, "stop": ["\nUser:"]}
+    want = [llm.generate("User: one\nAssistant:", seed=seed, **options).text.strip() for seed in (2**64 - 2, 0)]
+    assert [first[0], first[2]] == want
+
+
 def test_a_chat_template_is_used(session: Session) -> None:
     tokenizer = session.llm.tokenizer
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"

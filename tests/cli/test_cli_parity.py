@@ -68,6 +68,22 @@ def test_all_that_fit_pass_and_the_json_is_the_contract(run: Any, target: str, t
     assert modes["seed"] == modes["greedy"]
 
 
+def test_a_profile_replaces_auto(run: Any, target: str, tmp_path: Path) -> None:
+    """What is checked is what ``generate --profile`` runs."""
+    profile, prompts = tmp_path / "p.json", tmp_path / "prompts.txt"
+    profile.write_text(json.dumps({"drafter": "suffix,k=3", "controller": "constant,k=2"}))
+    prompts.write_text("for item in items: for item in items:\n")
+    options = ("--json", "--mode", "greedy", "--profile", str(profile), "--prompts", str(prompts))
+    with_spec = parity(run, target, *options, "--drafter", "suffix,k=3").json["checks"]
+    with_auto = parity(run, target, *options, "--drafter", "auto").json["checks"]
+    assert with_auto == [{**check, "drafter": "auto"} for check in with_spec]
+    every = parity(run, target, *options).json["checks"]
+    assert {**with_spec[0]} in every
+    profile.write_text('{"drafter": null}')
+    result = parity(run, target, *options, "--drafter", "auto")
+    assert result.code == 2 and "'none' is plain decoding itself" in result.err
+
+
 def test_the_backend_reads_the_tokenizer_too_and_is_certified(
     run: Any, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import re
 import shutil
@@ -76,6 +77,12 @@ def test_a_row_of_a_prompt_file_is_drawn(run: Any, target: str, tokenizer: Any, 
     rows.write_text('{"prompt": "for item"}\n')
     assert run(*words).code == 0
     assert 'class="prompt">for item</span>' in out.read_text()
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"prompt": "for item"}'))
+    out.unlink()
+    assert run(*words[:2], str(packed), *words[3:]).code == 0
+    assert 'class="prompt">for item</span>' in out.read_text()
+    assert "give a prompt or --prompt-file, not both" in run(*words, "a prompt").err
     system = ("--system", "be brief")
     assert run(*words, *system).code == 0
     assert "[system] be brief [user] for item" in out.read_text()

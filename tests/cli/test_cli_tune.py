@@ -63,6 +63,19 @@ def test_the_result_loads_as_a_drafter(run: Any, target: str, prompts: str, tmp_
     assert outputs[1]["stats"]["num_draft_tokens"] > 0
 
 
+def test_sets_are_queued_silently(
+    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed search wrote a line of a library's log over the progress bar for every set that was queued already."""
+    optuna = pytest.importorskip("optuna")
+    levels: list[int] = []
+    monkeypatch.setattr(optuna.Study, "enqueue_trial", lambda *_, **more: levels.append(optuna.logging.get_verbosity()))
+    out = tmp_path / "skips.json"
+    assert run("tune", "layer-skip", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT).code == 0
+    assert levels and set(levels) == {optuna.logging.ERROR}
+    assert optuna.logging.get_verbosity() != optuna.logging.ERROR
+
+
 def test_the_table_and_going_on(run: Any, target: str, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "skips.json"
     command = ("tune", "layer-skip", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)

@@ -180,6 +180,10 @@ def test_folders_and_a_profile_offer_drafters(
     assert result.code == 0, result.err
     tried = {row["drafter"] for row in result.json["table"]} | set(result.json["skipped"])
     assert {f"model:{named},k=8", f"model:{model / 'inside'},k=8", "recycling"} <= tried, tried
+    result = run("tune", str(model), "--prompts", prompts, *options, "--drafters", "ngram,k=8", "--json")
+    tried = {row["drafter"] for row in result.json["table"]} | set(result.json["skipped"])
+    assert {f"model:{named},k=8", "recycling", "ngram,k=8"} <= tried, tried
+    assert not any("inside" in spec for spec in tried), "only these and what was named"
     empty = tmp_path / "empty"
     empty.mkdir()
     check(run("tune", str(model), "--draft", str(empty), *SHORT), "contains no drafter", "foretoken drafters")

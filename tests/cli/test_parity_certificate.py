@@ -31,7 +31,17 @@ def written(target: str, draft: str, tmp_path_factory: pytest.TempPathFactory) -
     from foretoken.cli.main import main
 
     file = tmp_path_factory.mktemp("certificates") / "parity.json"
-    arguments = ("parity", target, "--drafter", "ngram", "--drafter", f"model:{draft},k=3", *QUICK)
+    arguments = (
+        "parity",
+        target,
+        "--drafter",
+        "ngram",
+        "--drafter",
+        f"model:{draft},k=3",
+        "--drafter",
+        "ngram",
+        *QUICK,
+    )
     assert main([*arguments, "--certificate", str(file)]) == 0
     return file
 
@@ -67,6 +77,8 @@ def test_the_certificate_says_what_ran_where_and_what_came_out(written: Path, ta
     assert {"forward", "weights", "layout", "exactness", "exactness_why", "refused"} <= set(model)
     assert model["options"]["dtype"] == "float32"
     assert [drafter["spec"] for drafter in record["drafters"]] == ["ngram", f"model:{draft},k=3"]
+    checks = [(check["drafter"], check["mode"]) for check in record["result"]["checks"]]
+    assert len(set(checks)) == len(checks)
     assert record["drafters"][0]["checksums"] == {} and "model/model.safetensors" in record["drafters"][1]["checksums"]
     assert len(record["texts"]["greedy"]) == len(record["prompts"]) == 4 and len(record["texts"]["seeded"]) == 8
     assert record["result"]["passed"] is True and record["result"]["identical"] == record["result"]["prompts"]

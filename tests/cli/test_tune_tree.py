@@ -14,6 +14,7 @@ import pytest
 import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.cli.tune import workload_of
+from foretoken.lab.tune.choices import with_tree
 from foretoken.lab.tune.tree import SizeCost, TunedTree
 from foretoken.lab.workload import Speed
 from foretoken.loading.tree_files import TreeWarning
@@ -154,8 +155,21 @@ def test_the_spec_that_is_printed_names_what_was_measured(
     target: str, draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, shown = tmp_path / "tree.json", [part for part in SMALL if part != "--json"]
-    assert main([*shown, "--target", target, "--drafter", f"model:{draft},k=2", "--out", str(file)]) == 0
-    assert f"--drafter model:{draft},tree={file}" in capsys.readouterr().out
+    assert main([*shown, "--target", target, "--drafter", f"model:{draft},k=2,quantize=none", "--out", str(file)]) == 0
+    assert f"--drafter model:{draft},quantize=none,tree={file}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("spec", "filled"),
+    [
+        ("quantized,bits=8,k=3", "quantized,bits=8,tree=t.json"),
+        ("model:./d,vocab=100,tree=3x2,draw=iid", "model:./d,vocab=100,tree=t.json"),
+        ("model:./d,draw=greedy", "model:./d,draw=greedy,tree=t.json"),
+        ("hydra,nodes=4,width=2,window=64", "hydra,window=64,tree=t.json"),
+    ],
+)
+def test_a_tuned_tree_leaves_the_options_that_shape_no_tree(spec: str, filled: str) -> None:
+    assert with_tree(spec, "t.json") == filled
 
 
 def test_what_was_only_right_behind_its_siblings_fills_no_small_tree(
@@ -234,6 +248,8 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more, words in (
         (["--drafter", "ngram"], "choose one of model"),
         (["--drafter", "early_exit"], "choose one of model"),
+        (["--drafter", "ahead"], "'ahead' has no tree to tune: choose one of model"),
+        (["--drafter", "eagle3,tree=3x2,draw=without_replacement"], "has a tree already: leave tree out"),
         (
             ["--drafter", "eagle3", "--shape", "sequoia"],
             "the tree of eagle3 follows its probabilities: leave out --shape",

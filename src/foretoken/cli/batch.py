@@ -55,7 +55,7 @@ def batch_command(
 
     Run it again after Ctrl-C, a kill or a power cut to answer the missing lines.  A line may set its own options
     (max_new_tokens, temperature, seed, stop, prediction, ...).  With --seed, line i (from 0) has the seed plus i.
-    Exit code 1: some lines failed; their answers give the reason.
+    Exit code 1: some lines failed, now or in an earlier run; their answers give the reason.  Delete these to ask again.
     """
     model, files = model_before(words, "IN OUT")
     common, (source, out) = common.of(model), map(Path, files)
@@ -68,15 +68,18 @@ def batch_command(
     common.check()
     jobs = read_jobs(source, common.request_options)
     with output_file(out) as file:
-        answered = finished_ids(out)
-        missing = [job for job in jobs if job.id not in answered]
+        failures = finished_ids(out)
+        missing = [job for job in jobs if job.id not in failures]
+        failed = sum(failures.get(job.id, False) for job in jobs)
         with json_only(as_json):
             counts = _run(common, missing, len(jobs), file, max_running) if missing else Counts()
     if as_json:
-        print_json({"jobs": len(jobs), "skipped": len(jobs) - len(missing), **counts.public()})
+        skipped = {"skipped": len(jobs) - len(missing), "skipped_failed": failed}
+        print_json({"jobs": len(jobs), **skipped, **counts.public()})
     else:
-        print(f"{len(jobs) - len(missing)} were there, {counts} -> {out}", file=sys.stderr)
-    if counts.failed:
+        there = f"{len(jobs) - len(missing)} were there{f' ({failed} failed: delete them to ask again)' * bool(failed)}"
+        print(f"{there}, {counts} -> {out}", file=sys.stderr)
+    if counts.failed or failed:
         raise typer.Exit(1)
 
 
@@ -208,24 +211,24 @@ def _prompt_of(row: Mapping[str, Any]) -> Any:
     raise ValueError("prompt must be text, a list of token ids, or messages")
 
 
-def finished_ids(file: Path) -> set[str]:
-    """Ids of the answers in an output file.
+def finished_ids(file: Path) -> dict[str, bool]:
+    """Ids of the answers in an output file, and whether each is a failure.
 
     A killed run leaves an unfinished last line: a partial answer is cut off, a complete one gets its newline.  Raises
     ``ValueError`` for a file that holds anything else, and leaves that file unchanged.
     """
     if not file.exists():
-        return set()
+        return {}
     data = file.read_bytes()
     whole = data.rfind(b"\n") + 1
     lines = data[:whole].splitlines()
-    ids = {_answered(line, file, number) for number, line in enumerate(lines, 1)}
+    ids = dict(_answered(line, file, number) for number, line in enumerate(lines, 1))
     tail = data[whole:]
     if _is_torn(tail):
         with file.open("r+b") as cut:
             cut.truncate(whole)
     elif tail:
-        ids.add(_answered(tail, file, len(lines) + 1))
+        ids |= [_answered(tail, file, len(lines) + 1)]
         with file.open("ab") as end:
             end.write(b"\n")
     return ids
@@ -235,8 +238,8 @@ _STRING = re.compile(rb'(?:[^"\\]|\\.)*')
 """Contents of a JSON string, without the quotes."""
 
 
-def _answered(line: bytes, file: Path, number: int) -> str:
-    """The id of an output line.  Raises ``ValueError`` if the line is not an answer."""
+def _answered(line: bytes, file: Path, number: int) -> tuple[str, bool]:
+    """The id of an output line, and whether it is a failure.  Raises ``ValueError`` if the line is not an answer."""
     try:
         answer = json.loads(line)
     except ValueError:
@@ -244,7 +247,7 @@ def _answered(line: bytes, file: Path, number: int) -> str:
     names = set(answer) if isinstance(answer, dict) else set()
     if not ({"id", "text", "finish_reason"} <= names or {"id", "error"} <= names):
         raise ValueError(f"{file}, line {number}: not an answer of this command; choose another file")
-    return str(answer["id"])
+    return str(answer["id"]), "error" in names
 
 
 def _is_torn(tail: bytes) -> bool:

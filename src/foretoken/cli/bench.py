@@ -79,7 +79,8 @@ def bench_command(
 ) -> None:
     """Measure drafters against plain decoding: by category, temperature and batch size, interleaved, with proof.
 
-    Ctrl-C and SIGTERM lose nothing: --resume goes on with what is in OUT.partial.
+    After Ctrl-C and SIGTERM --resume goes on with what is in OUT.partial, on the same machine and versions.  Arms that
+    remember earlier answers begin an unfinished setting anew.
     """
     if context.invoked_subcommand is not None:
         refuse_options_before(context)

@@ -25,7 +25,10 @@ HELP = (
 
 @with_common(own_sampling=True, max_new_tokens=256)
 def chat_command(system: System = None, *, common: Common) -> None:
-    """Talk to the target, turn by turn."""
+    """Talk to the target, turn by turn.
+
+    With --seed, answer i (from 0) has the seed plus i; /reset does not start the count again.
+    """
     common.check()
     interactive = sys.stdin.isatty()
     llm = common.load(own_sampling=True)
@@ -66,7 +69,11 @@ def _read(interactive: bool) -> str | None:
 
 @dataclass
 class Session:
-    """One conversation: ``messages`` of user and assistant in turn, after a permanent ``system`` message."""
+    """One conversation: ``messages`` of user and assistant in turn, after a permanent ``system`` message.
+
+    Attributes:
+        num_answers: number of answers so far, also of those before ``/reset``.
+    """
 
     llm: Llm
     options: dict[str, Any]
@@ -74,6 +81,7 @@ class Session:
     stats: SpecStats | None = None
     system: str | None = None
     shows_stats: bool = True
+    num_answers: int = 0
 
     def handle(self, line: str) -> None:
         """Answer a line or run a command."""
@@ -104,12 +112,21 @@ class Session:
         self.messages.append({"role": "user", "content": line})
         try:
             prompt, room = self._fitting_prompt()
-            answer = self._say(prompt, {**self.options, "max_new_tokens": room})
+            answer = self._say(prompt, {**self._options, "max_new_tokens": room})
         except ValueError as error:  # nothing was generated: the user can try another line
             self.messages.pop()
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             return
+        self.num_answers += 1
         self.messages.append({"role": "assistant", "content": answer})
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The options of the next answer.  With one seed for all, every answer would be drawn with the same noise."""
+        from foretoken.core.noise import SEEDS
+
+        seed = self.options.get("seed")
+        return self.options if seed is None else {**self.options, "seed": (seed + self.num_answers) % SEEDS}
 
     def _say(self, prompt: list[int], options: dict[str, Any]) -> str:
         """Stream one answer; Ctrl-C ends it and keeps the text so far.

@@ -192,21 +192,26 @@ def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"sampling": {name: options[name] for name in names}, "sampling_source": llm.defaults.source}
 
 
-def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | None) -> tuple[Common, str]:
-    """The checked options with their MODEL, and the prompt.  Raises ``ValueError`` for contradictory options."""
+def common_and_prompt(
+    common: Common, words: Sequence[str] | None, file: Path | None, text: str | None = None
+) -> tuple[Common, str]:
+    """The checked options with their MODEL, and the prompt.  Raises ``ValueError`` for contradictory options.
+
+    ``text`` is that of the file if it was read already.
+    """
     model, prompt = model_and_prompt(words or (), "target" in common.explicit)
     common = common.of(model)
     common.check()
-    return common, read_prompt(prompt, file)
+    return common, read_prompt(prompt, file, text)
 
 
-def read_prompt(prompt: str | None, file: Path | None) -> str:
+def read_prompt(prompt: str | None, file: Path | None, text: str | None = None) -> str:
     """The prompt from the argument, a file, stdin or the built-in one.  Raises ``ValueError`` for two prompts or an
     empty one."""
     if prompt is not None and file is not None:
         raise ValueError("give a prompt or --prompt-file, not both")
     if file is not None:
-        text = read_text(file)
+        text = read_text(file) if text is None else text
     elif prompt == "-":
         text = _stdin()
     elif prompt is None:

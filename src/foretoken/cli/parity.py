@@ -74,7 +74,8 @@ def parity_command(*, options: Annotated[ParityOptions, FromOptions()], as_json:
 
         texts = read_prompts(options.prompts)
         subject = common.subject()
-        report, stopped = run_on(subject, options.drafter, texts, settings)
+        drafters = list(dict.fromkeys(options.drafter)) if options.drafter else None
+        report, stopped = run_on(subject, drafters, texts, settings)
     if as_json:
         print_json(report.public())
     else:

@@ -75,7 +75,7 @@ def show_command(
     _check_round(out, number)
     check_out(out)
     row = _row_of(prompt_file, system, raw)
-    common, text = common_and_prompt(common, words, prompt_file)
+    common, text = common_and_prompt(common, words, prompt_file, None if row is None else row.text)
     with json_only(as_json):
         llm = common.load(own_sampling=True)
         tell_defaults(llm)

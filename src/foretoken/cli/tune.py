@@ -14,7 +14,6 @@ from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import check_out, json_only, print_json, print_table, progress_bar, screen, status_line, table
 from foretoken.cli.settings import FromOptions
 from foretoken.core.settings import setting
-from foretoken.core.specs import parse_spec
 
 if TYPE_CHECKING:
     from foretoken.lab.tune.layer_skip import LayerSkipStudy, TunedSkips
@@ -185,14 +184,14 @@ def _checked_shape(spec: str, drafter: Drafter | None, shape: str, temperature: 
     from foretoken.lab.tune.limits import limits_of
     from foretoken.methods.drafters.heads import HeadsDrafter
     from foretoken.methods.drafters.model import ModelDrafter
-    from foretoken.registry import rows
+    from foretoken.registry import options_of, rows
 
     # Draft models that run the target's own layers need a request's states, which a tuner of shapes does not have.
     classes = {row.name: row.load() for row in rows("drafter")}
     fixed = [
         name
         for name, cls in classes.items()
-        if issubclass(cls, HeadsDrafter | ModelDrafter) and not cls.traits.runs_target
+        if issubclass(cls, HeadsDrafter | ModelDrafter) and "tree" in options_of(cls) and not cls.traits.runs_target
     ]
     limited = [name for name, cls in classes.items() if name not in fixed and limits_of(cls)]
     name = None if drafter is None else drafter.name
@@ -212,6 +211,7 @@ def _checked_shape(spec: str, drafter: Drafter | None, shape: str, temperature: 
 
 
 def _print_tree(outcome: TunedTree | TunedLimits, drafter: str, out: Path) -> None:
+    from foretoken.lab.tune.choices import with_option, with_tree
     from foretoken.lab.tune.limits import TunedLimits
 
     console = screen()
@@ -227,11 +227,10 @@ def _print_tree(outcome: TunedTree | TunedLimits, drafter: str, out: Path) -> No
         console.print(f"{faster} is faster than this tree for this target on this machine", style="yellow")
     if isinstance(outcome, TunedLimits):
         limits = ", ".join(f"{name}={value}" for name, value in outcome.limits.items())
-        console.print(f"{limits or 'the default limits'}: --drafter {drafter},tree={out}")
+        console.print(f"{limits or 'the default limits'}: --drafter {with_option(drafter, 'tree', out)}")
         return
-    spec = parse_spec(drafter)
-    filled = f"{spec.name}:{spec.path}" if spec.path else spec.name
-    console.print(f"{len(outcome.choices)} nodes, {max(map(len, outcome.choices))} deep: --drafter {filled},tree={out}")
+    size = f"{len(outcome.choices)} nodes, {max(map(len, outcome.choices))} deep"
+    console.print(f"{size}: --drafter {with_tree(drafter, out)}")
 
 
 def _print_promises(outcome: TunedTree) -> None:

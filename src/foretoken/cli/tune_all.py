@@ -84,7 +84,7 @@ def _job(common: Common, options: TuneOptions, began_s: float) -> TuneJob:
     SamplingParams(common.temperature)
     chosen = parse_names(options.drafters) if options.drafters else []
     prompts = None if options.prompts is None else load_prompts(options.prompts)
-    offers = _offers(common, options.draft or ())
+    offers = _offers(common, options.draft or (), from_model=not chosen)
     subject = common.subject()
     target = subject.target
     if (message := settle_threads(target)) is not None:
@@ -95,14 +95,14 @@ def _job(common: Common, options: TuneOptions, began_s: float) -> TuneJob:
     return TuneJob(work, chosen, offers, options.minutes, perf_counter, began_s)
 
 
-def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
-    """Specs from ``--draft`` folders, the model's own folder, and the drafter of a profile."""
+def _offers(common: Common, folders: Sequence[Path], from_model: bool) -> list[str]:
+    """The drafter of a profile, and specs from ``--draft`` folders and with ``from_model`` the model's own folder."""
     from foretoken.lab.bench.fitting import candidates_in, offered
     from foretoken.loading import read_profile
 
     drafter = None if common.profile is None else read_profile(common.profile).get("drafter")
     beside = Path(common.target).expanduser()
-    inside = [path for path in candidates_in(beside) if path != beside] if beside.is_dir() else []
+    inside = [path for path in candidates_in(beside) if path != beside] if from_model and beside.is_dir() else []
     specs = [] if drafter is None else [drafter]
     for folder in folders:
         usable = [spec for path in candidates_in(folder) if (spec := offered(path)) is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,6 +153,19 @@ def test_packed_weights_are_unpacked() -> None:
     assert all(torch.equal(weights[name], before[name]) for name in before)
 
 
+def test_arms_share_one_unpacked_network() -> None:
+    """Each held the whole model again."""
+    model = copy.deepcopy(llama()).bfloat16()
+    layout = usable_layouts(torch.bfloat16)[-1]
+    if layout == "plain":
+        pytest.skip("this machine has no packed bfloat16 layers")
+    assert pack_linears(model, Packing(layout)) > 0
+    shared = ArmSetup(HuggingFaceModel(model), "a toy")
+    arms: list[Any] = [make_arm(f"transformers:{name}", shared) for name in ("plain", "prompt_lookup")]
+    first, second = ({id(value) for value in arm.network.parameters()} for arm in arms)
+    assert first == second
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +183,13 @@ def test_packed_weights_are_unpacked() -> None:
 def test_bad_specs(spec: str, words: str, shared: ArmSetup) -> None:
     with pytest.raises(ValueError, match=words):
         make_arm(spec, shared)
+
+
+@pytest.mark.parametrize("spec", ["transformers:plain", "transformers:prompt_lookup"])
+def test_the_speed_of_another_engine_needs_a_second_token(spec: str, shared: ArmSetup) -> None:
+    assert make_arm(spec, replace(shared, max_new_tokens=2)).name == spec
+    with pytest.raises(ValueError, match=rf"{spec} makes the first token in its prefill: give --max-new-tokens of at"):
+        make_arm(spec, replace(shared, max_new_tokens=1))
 
 
 def test_a_table_model_has_no_other_engine() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import t as student
 
+import foretoken
 from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.engine.stats import SpecStats
 from foretoken.lab.bench import run as bench_run
@@ -281,6 +283,7 @@ class FakeArm:
     """Takes the seconds that a script says, and notes its calls."""
 
     most_nodes = 4
+    ran = None
 
     def __init__(self, name: str, calls: list[tuple[Any, ...]], seconds: Callable[[], float], remembers: bool) -> None:
         self.name, self.calls, self.seconds, self.remembers = name, calls, seconds, remembers
@@ -443,14 +446,16 @@ def test_finished_results_are_used_as_they_were(
         (r["result"]["arm"], r["result"]["category"], r["result"]["unit"]): r["result"] for r in rows if "result" in r
     }
     bench = Bench(shared(table), PROMPTS, settings)
-    bench.run(Partial(out, bench.config, True))
+    bench.run(Partial(out, {**bench.config, **bench.circumstances}, True))
     for result in bench.results.values():
         was = kept.get((result.arm, result.category, result.unit))
         assert was is None or was["seconds"] == result.seconds
     assert len(kept) == 3 and any("note" in row for row in rows)
 
 
-def test_another_run_is_not_mixed_in(table: MarkovTable, calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_another_run_is_not_mixed_in(
+    table: MarkovTable, calls: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run.jsonl"
 
     def stop(done: int, total: int, text: str) -> None:
@@ -460,6 +465,7 @@ def test_another_run_is_not_mixed_in(table: MarkovTable, calls: list[tuple[Any, 
     with pytest.raises(KeyboardInterrupt):
         run_bench(shared(table), PROMPTS, BenchSettings(("x",)), out, on_progress=stop)
     kept = partial_of(out).read_bytes()
+    circumstances = Bench(shared(table), PROMPTS, BenchSettings(("x",))).circumstances
     for settings, prompts, more, words in (
         (BenchSettings(("y",)), PROMPTS, {}, r"other settings \(arms\)"),
         (BenchSettings(("x",), seed=1), PROMPTS, {}, r"other settings \(seed\)"),
@@ -473,7 +479,41 @@ def test_another_run_is_not_mixed_in(table: MarkovTable, calls: list[tuple[Any, 
             run_bench(shared(table, **more), prompts, settings, out, True)
     with pytest.raises(ValueError, match="add --resume"):
         run_bench(shared(table), PROMPTS, BenchSettings(("x",)), out)
+    for name, now in (("threads", 99), ("versions", {}), ("cpu", "another"), ("kernels", "none"), ("ran", {"auto": 1})):
+        monkeypatch.setattr(Bench, "circumstances", {**circumstances, name: now})
+        with pytest.raises(ValueError, match=rf"other settings \({name}\)"):
+            run_bench(shared(table), PROMPTS, BenchSettings(("x",)), out, True)
     assert partial_of(out).read_bytes() == kept
+
+
+def test_other_threads_are_not_mixed_in(table: MarkovTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(shared(table), PROMPTS, BenchSettings(("auto", "recycling")))
+    before = bench.circumstances
+    assert before["ran"] == {"auto": bench.arms[1].ran} and before["versions"]["foretoken"] == foretoken.__version__
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    assert bench.circumstances == {**before, "threads": 99}
+
+
+def test_what_remembers_runs_again_from_the_start(
+    table: MarkovTable, calls: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
+    """Its memory of the finished prompts is lost, which a whole run has."""
+    settings, out = BenchSettings(("x", "keeps"), temperatures=(0, 1)), tmp_path / "run.jsonl"
+    prompts = {"a": [[1], [2], [3]]}
+
+    def stop(done: int, total: int, text: str) -> None:
+        if done == 9 + 4:  # in the second unit of the second temperature
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(shared(table), prompts, settings, out, on_progress=stop)
+    done = timed(calls)[9:]
+    calls.clear()
+    run_bench(shared(table), prompts, settings, out, True)
+    again = timed(calls)
+    assert [unit for name, _, unit in again if name == "keeps"] == [0, 1, 2]
+    others = [call for call in (*done, *again) if call[0] != "keeps"]
+    assert sorted(others) == sorted((name, "a", unit) for name in ("plain", "x") for unit in range(3))
 
 
 def test_a_damaged_partial_file_is_told(table: MarkovTable, calls: list[tuple[Any, ...]], tmp_path: Path) -> None:

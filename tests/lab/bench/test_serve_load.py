@@ -175,6 +175,17 @@ def test_every_pass_and_arm_asks_the_same_with_a_salt_of_its_own(scripted: Any) 
     assert order == [True] * 3 + [False] * 6 + [True] * 3  # arms take turns at going first
 
 
+def test_a_second_run_shares_no_salt_with_the_first(scripted: Any) -> None:
+    server, url = scripted
+    server.owner = "foretoken"
+    load(url, ["a", "b"])
+    first = {body["cache_salt"] for body in server.seen}
+    server.seen.clear()
+    load(url, ["a", "b"])
+    second = {body["cache_salt"] for body in server.seen}
+    assert len(first) == len(second) == 2 and not first & second  # the warm-up and the only pass
+
+
 def test_unknown_servers_get_no_salt(scripted: Any) -> None:
     server, url = scripted
     load(url, ["a"])

@@ -11,13 +11,15 @@ from xml.etree import ElementTree
 import pytest
 
 from foretoken.lab.bench.arms import ArmSetup
+from foretoken.lab.bench.run import BenchSettings, run_bench
 from foretoken.lab.bench.serving import OwnArm
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.parity.weights import drafter_checksums
 from foretoken.lab.report.cards.card import Card, checksum_of, fault_of, read_card, read_cards, to_json
 from foretoken.lab.report.cards.page import equality, matrix_name, render, write_page
-from foretoken.lab.report.cards.written import card_of, fingerprint, origin, without_folders
+from foretoken.lab.report.cards.written import Origin, card_of, fingerprint, markdown_card, origin, without_folders
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.other.table import TableModel
 from named_models import register, wheel
 from toys import llama
 
@@ -208,6 +210,7 @@ def a_summary(arms: dict[str, float], controller: str = "auto", profile: str | N
                 "speedup_ci95": [1.0, 2.123456], "mean_acceptance_length": None}  # fmt: skip
 
     return {
+        "ran": {},
         "runs_as": {"forward": "native", "weights": "4 bits", "exactness": "bitwise"},
         "machine": {
             "hardware": {"cpu": "c", "cores": 1, "cpu_flags": [], "gpus": [], "kernels": "no compiler"},
@@ -229,6 +232,7 @@ def test_the_figures_are_those_of_the_run() -> None:
     """Another engine's first time holds its first token; equality is counted over categories."""
     arms = {"plain": 10.0, "ngram@constant,k=2": 15.0, "llama.cpp": 20.0}
     summary = a_summary(arms)
+    summary["ran"] = {"ngram@constant,k=2": {"drafter": "ngram", "controller": "constant,k=2", "verifier": "auto"}}
     about = origin("builtin", {"quantize": None, "inflate": None, "backend": "auto"}, list(arms)[1:])
     ngram, llama = card_of(BenchResult([], summary), about).figures
     assert (ngram["method"], ngram["drafter"], ngram["controller"]) == ("ngram", "ngram", "constant,k=2")
@@ -247,10 +251,36 @@ def test_a_card_names_the_controller_that_ran(controller: str) -> None:
     target = HuggingFaceModel(llama())
     setup = ArmSetup(target, "a toy", controller=controller)
     summary = a_summary(dict.fromkeys(ARMS, 10.0), controller)
+    summary["ran"] = {arm: OwnArm(arm, setup).ran for arm in ARMS[:-1]}
     figures = card_of(BenchResult([], summary), origin("builtin", {}, ARMS[1:])).figures
     ran = [OwnArm(arm, setup).controller for arm in ARMS[1:-1]]
     assert [figure["controller"] for figure in figures] == [*ran, "none"]
     assert ran == (["constant", "auto"] if controller == "auto" else ["goodput"] * 2) + ["heuristic", "constant"]
+
+
+def test_a_card_names_what_auto_was(tmp_path: Path) -> None:
+    """By its name alone the figure could not be attributed: another release or profile means something else by it."""
+    profile, out = tmp_path / "p.json", tmp_path / "run.jsonl"
+    profile.write_text('{"drafter": "ngram,n=2,k=3", "controller": "constant,k=2", "verifier": "greedy"}')
+    target = TableModel.random(4, seed=1)
+
+    def card_with(profile: Path | None, drafter: str = "auto") -> tuple[dict[str, Any], str]:
+        setup = ArmSetup(target, "toy", None, max_new_tokens=6, profile=profile)
+        result = run_bench(setup, {"a": [[1, 2, 3, 1, 2]]}, BenchSettings((drafter,)), out)
+        assert json.loads(out.read_text().splitlines()[-1])["ran"] == result.summary["ran"]
+        (figure,) = card_of(result, Origin("toy", {}, {})).figures
+        named = {"drafter": figure["drafter"], "controller": figure["controller"], "verifier": figure["verifier"]}
+        assert result.summary["ran"][drafter] == named and figure["method"] == drafter.partition("@")[0]
+        return named, markdown_card(result.cells, result.summary)
+
+    tuned, text = card_with(profile)
+    assert tuned == json.loads(profile.read_text())
+    assert "- `auto` ran with drafter `ngram,n=2,k=3`, controller `constant,k=2`, verifier `greedy`\n" in text
+    assert card_with(profile, "auto@heuristic")[0] == {**tuned, "controller": "heuristic"}
+    usual, _ = card_with(None)
+    assert usual["drafter"] not in ("auto", tuned["drafter"]) and usual["controller"] == "auto"
+    profile.write_text('{"drafter": null}')
+    assert set(card_with(profile)[0].values()) == {"none"}
 
 
 def test_a_card_names_the_drafters_with_files_that_auto_had(tmp_path: Path) -> None:

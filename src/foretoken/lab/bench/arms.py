@@ -8,7 +8,7 @@ decoding speeds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,14 @@ class Arm(ABC):
         most_nodes: maximum number of nodes per request in a target forward; 0 if unknown.
         remembers: whether a run may profit from an earlier one of the same prompt, so that only the first counts: what
             ``online`` learns is used with any salt.
+        ran: specs of the ``drafter``, ``controller`` and ``verifier`` that the arm's own spec may leave open; ``None``
+            for another engine.
     """
 
     name: str
     most_nodes: int = 0
     remembers: bool = False
+    ran: Mapping[str, str] | None = None
 
     def can(self, setting: Condition) -> bool:
         """Whether the arm can run at a temperature and batch size."""
@@ -125,9 +128,11 @@ class Generation:
 
 class ForeignArm(Arm):
     """Another engine on the same weights, one request at a time.  Raises ``ValueError`` for filters, which are not
-    compared."""
+    compared, and for outputs of one token, which the prefill makes."""
 
     def __init__(self, name: str, shared: ArmSetup) -> None:
+        if shared.max_new_tokens < 2:
+            raise ValueError(f"{name} makes the first token in its prefill: give --max-new-tokens of at least 2")
         if any(shared.filters.get(key, neutral) != neutral for key, neutral in NO_FILTERS.items()):
             raise ValueError(f"{name} supports temperature only: leave out --top-k, --top-p and --min-p")
         self.name, self.shared = name, shared

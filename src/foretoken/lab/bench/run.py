@@ -14,7 +14,7 @@ from foretoken.lab.bench.arms import MAX_BATCH, Arm, ArmSetup, Unit
 from foretoken.lab.bench.partial import Partial
 from foretoken.lab.bench.results import Condition, Key, UnitResult
 from foretoken.lab.bench.serving import make_arm
-from foretoken.lab.bench.specs import PLAIN
+from foretoken.lab.bench.specs import PLAIN, split_arm
 from foretoken.lab.bench.summary import BenchResult, dtype_of, machine, runs_as, tally
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.lab.timing import interleave, median_run
@@ -153,6 +153,14 @@ class Bench:
             "chat": settings.chat,
         }
 
+    @property
+    def circumstances(self) -> dict[str, Any]:
+        """What else must be equal for the parts of a resumed run to be comparable."""
+        where = machine(self.shared)
+        ran = {arm.name: arm.ran for arm in self.arms if split_arm(arm.name)[0] == "auto"}
+        processor = {name: where["hardware"][name] for name in ("cpu", "kernels", "gpus")}
+        return {"threads": where["threads"]["torch_threads"], "versions": where["versions"], **processor, "ran": ran}
+
     def run(self, partial: Partial | None = None) -> BenchResult:
         """Run all missing units, then compute cells and summary."""
         where = machine(self.shared)
@@ -183,6 +191,7 @@ class Bench:
     def _run_setting(self, setting: Condition, partial: Partial | None) -> None:
         able = [arm for arm in self.arms if arm.can(setting)]
         entered: set[str] = set()
+        self._forget_partial(able, setting)
         traced = setting[1] == self.settings.settings[0][1]
         for turn, unit in enumerate(self.units(setting[1])):
             key = (*setting, unit.category, unit.number)
@@ -195,6 +204,14 @@ class Bench:
                 self.results[result.key] = result
                 if partial is not None:
                     partial.add(result)
+
+    def _forget_partial(self, arms: Sequence[Arm], setting: Condition) -> None:
+        """Drop an interrupted run's results of arms whose memory of them is lost: these run again from the start."""
+        keys = [(*setting, unit.category, unit.number) for unit in self.units(setting[1])]
+        for arm in arms:
+            if arm.remembers and not all((arm.name, *key) in self.results for key in keys):
+                for key in keys:
+                    self.results.pop((arm.name, *key), None)
 
     def _warm_up(self, arm: Arm, setting: Condition) -> None:
         self._tell(setting, f"warming up {arm.name}")
@@ -248,7 +265,7 @@ def run_bench(
     bench = Bench(shared, prompts, settings, on_progress)
     if out is None:
         return bench.run()
-    partial = Partial(out, bench.config, resume)
+    partial = Partial(out, {**bench.config, **bench.circumstances}, resume)
     try:
         result = bench.run(partial)
         partial.finish(result.lines)

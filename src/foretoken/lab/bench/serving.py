@@ -118,8 +118,11 @@ class OwnArm(Arm):
         self.name, self.shared = name, shared
         self.recorder = RoundRecorder()
         self.spec, self.controller = split_arm(name)[0], controller_of(name, shared.controller)
+        profile = shared.profile if self.spec == "auto" else None
+        self._tuned = {} if profile is None else read_profile(profile)
         self.drafter = self._drafter()
         self.llm = self._llm()
+        self.ran = self._ran()
         drafter = self.drafter
         self.remembers = drafter is not None and drafter.traits.shares_state
         self.most_nodes = 1
@@ -131,9 +134,15 @@ class OwnArm(Arm):
         if spec in (PLAIN, "none"):
             return None
         if spec == "auto":
-            tuned = read_profile(shared.profile) if shared.profile is not None else {}
-            return shared.drafter(tuned.get("drafter", default_drafter(shared.target, shared.source)))
+            return shared.drafter(self._tuned.get("drafter", default_drafter(shared.target, shared.source)))
         return shared.drafter(spec)
+
+    def _ran(self) -> dict[str, str]:
+        if self.drafter is None:
+            return dict.fromkeys(("drafter", "controller", "verifier"), "none")
+        chosen = {"controller": self.controller, "verifier": self.shared.verifier}
+        tuned = {role: self._tuned.get(role, spec) if spec == "auto" else spec for role, spec in chosen.items()}
+        return {"drafter": self.drafter.spec, **tuned}
 
     def _llm(self) -> Llm:
         shared = self.shared

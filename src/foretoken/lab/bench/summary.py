@@ -63,6 +63,7 @@ def tally(bench: Bench, where: dict[str, Any]) -> BenchResult:
         "machine": where,
         "runs_as": runs_as(bench.shared),
         "arms": bench.settings.names,
+        "ran": {arm.name: arm.ran for arm in bench.arms if arm.ran is not None},
         "settings": {**bench.config, "cut_prompts": bench.num_cut},
         "inflation": inflation(bench.shared.target),
         "cells": len(cells),

@@ -45,7 +45,8 @@ class TransformersArm(ForeignArm):
         model = shared.target.model
         if not hasattr(model, "generate"):
             raise ValueError(f"this arm needs a Transformers target, not {type(shared.target).__name__}")
-        self.network: Any = neutral(_twin(model))
+        self._twin = _twin(model)  # which the next arm finds as long as this one holds it
+        self.network: Any = neutral(self._twin)
 
     def options(self) -> dict[str, Any]:
         """Extra keyword arguments of ``generate`` in this mode."""

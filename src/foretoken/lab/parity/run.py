@@ -33,7 +33,7 @@ from foretoken.lab.parity.report import Settings as Settings
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.lab.workload import REFUSALS
 from foretoken.llm import Llm, load
-from foretoken.loading import build_drafter, default_drafter
+from foretoken.loading import build_drafter, default_drafter, read_profile
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
 from foretoken.options import Prompt
@@ -138,8 +138,8 @@ def _checked(subject: Tested, mode: str, limit: float) -> Check | None:
 
 
 def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple[list[str | Drafter], list[str]]:
-    """The default drafter and every registered drafter that runs on this target, and reasons for the others."""
-    first = default_drafter(target, settings.target_source)
+    """The drafter of ``auto`` and every registered drafter that runs on this target, and reasons for the others."""
+    first = _auto(target, settings)
     specs = [] if first is None else [first]
     specs += [row.example for row in rows("drafter") if row.example not in specs]
     fitting: list[str | Drafter] = []
@@ -164,8 +164,15 @@ def _subject(spec: str | Drafter, reference: Reference, tokenizer: Any) -> Teste
     return Tested(name, drafting, as_requested, reference)
 
 
+def _auto(target: LanguageModel, settings: Settings) -> str | None:
+    """The profile's drafter (``"none"``: plain decoding), else the target's default one."""
+    tuned = {} if settings.profile is None else read_profile(settings.profile)
+    drafter: str = tuned.get("drafter", "auto") or "none"
+    return default_drafter(target, settings.target_source) if drafter == "auto" else drafter
+
+
 def _llm(spec: str | Drafter, target: LanguageModel, tokenizer: Any, settings: Settings) -> Llm:
-    resolved = default_drafter(target, settings.target_source) if spec == "auto" else spec
+    resolved = _auto(target, settings) if spec == "auto" else spec
     if resolved is None:
         raise ValueError("this target's state cannot be rolled back: it supports plain decoding only")
     drafter = build_drafter(

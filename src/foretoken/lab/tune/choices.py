@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foretoken.core.specs import split_outside
+from foretoken.core.specs import Spec, split_outside
 from foretoken.lab.workload import Subject
 from foretoken.loading import BUILTIN
 from foretoken.loading.drafters import brought_drafters
@@ -105,7 +105,23 @@ def sizes(spec: str, is_chosen: bool) -> list[str]:
 
 def with_option(spec: str, key: str, value: object) -> str:
     parsed = parse_spec(spec)
-    options = {**parsed.options, key: str(value)}
+    return _text(parsed, {**parsed.options, key: str(value)})
+
+
+def with_tree(spec: str, tree: object) -> str:
+    """The spec with a tuned tree in place of the options that shape another one.
+
+    ``draw=iid`` is left out, too: siblings of tuned trees are drawn without replacement.
+    """
+    parsed = parse_spec(spec)
+    shaped = {"k", "nodes", "width", "tree"}
+    kept = {
+        key: value for key, value in parsed.options.items() if key not in shaped and (key, value) != ("draw", "iid")
+    }
+    return _text(parsed, {**kept, "tree": str(tree)})
+
+
+def _text(parsed: Spec, options: Mapping[str, str]) -> str:
     head = parsed.name if parsed.path is None else f"{parsed.name}:{parsed.path}"
     return ",".join([head, *(f"{name}={_wrapped(text)}" for name, text in options.items())])
 

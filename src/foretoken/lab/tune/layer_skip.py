@@ -79,9 +79,10 @@ class LayerSkipStudy:
         # A new seed for every part of a search: the same one would repeat the random sets.
         self._study.sampler = optuna.samplers.TPESampler(seed=work.seed + len(self._study.trials))
         tried = [(_set_of(trial.params), trial.value or 0.0) for trial in trials]
-        for skips in first_sets(self._layers):
-            if skips not in dict(tried):
-                self._study.enqueue_trial(_params_of(skips, self._layers), skip_if_exists=True)
+        with _errors_only(optuna):  # it tells of every set that a resumed study has queued already
+            for skips in first_sets(self._layers):
+                if skips not in dict(tried):
+                    self._study.enqueue_trial(_params_of(skips, self._layers), skip_if_exists=True)
         for skips, speed in tried:
             self._keep(skips, speed)
 

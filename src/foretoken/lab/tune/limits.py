@@ -220,8 +220,10 @@ def tune(
     work: Workload, spec: str, nodes: int, levels: int, tell: Callable[[str], None] = lambda _: None
 ) -> TunedLimits:
     """Race the limits of a drafter that its spec leaves open, up to ``nodes`` and ``levels``, and compare the fastest
-    with the default.  Raises ``ValueError`` for a spec that leaves none open, or has more nodes."""
+    with the default.  Raises ``ValueError`` for a spec that leaves none open, has more nodes, or has a tree."""
     name = parse_spec(spec).name
+    if "tree" in parse_spec(spec).options:
+        raise ValueError(f"{spec!r} has a tree already: leave tree out to tune its limits")
     names = limits_of(find("drafter", name).load())
     if not set(names) - set(parse_spec(spec).options):
         raise ValueError(f"{spec!r} sets {', '.join(names)}: leave out those to tune")

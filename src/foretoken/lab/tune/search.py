@@ -92,7 +92,8 @@ class Search:
         self._baseline()
         searched_s = self.job.clock()
         left_s = self._end_s - searched_s
-        first = list(self.job.drafters) or likely(self.job.work.subject, self.job.offers)
+        drafters, offers = self.job.drafters, self.job.offers
+        first = list(dict.fromkeys([*drafters, *offers])) if drafters else likely(self.job.work.subject, offers)
         share_s = SCOUTING * left_s / len(first)
         for spec in first:
             self._scout(spec, share_s, searched_s + LATEST * left_s)
@@ -100,7 +101,7 @@ class Search:
             latest_s = searched_s + FURTHER * left_s
             for spec in self._shapes(share_s, latest_s):
                 self._scout(spec, share_s, latest_s)
-            for spec in [] if self.job.drafters else further(self.job.work.subject.source, first):
+            for spec in [] if drafters else further(self.job.work.subject.source, first):
                 self._scout(spec, share_s, latest_s)
             self._final()
 

@@ -22,8 +22,8 @@ class TuneJob:
 
     Attributes:
         work: the target and its prompts; answers end at the model's end-of-text token.
-        drafters: specs; if empty, all that the target has.
-        offers: further first candidates, from folders and a profile.
+        drafters: specs that must fit; if empty, all that the target has are tried.
+        offers: further first candidates, from folders and a profile; those that do not fit are left out.
         minutes: time limit, from ``began_s`` on.
         clock: returns seconds.
         began_s: start on that clock; ``None``: the start of the search.

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
+from uuid import uuid4
 
 import httpx
 
@@ -57,6 +58,8 @@ class Driver:
         self.stop = asyncio.Event()
         self.sent = 0
         self._all = 0
+        # A server that was measured before knows that run's prompts and answers under its salts.
+        self._run = uuid4().hex
 
     async def run(self, arms: Sequence[ServerArm]) -> list[Pass]:
         """Run every level and pass, or those finished before an interrupt.  Raises ``ValueError`` if a server refuses
@@ -83,7 +86,7 @@ class Driver:
             _check_plain(arm, samples)
 
     async def _ask(self, arm: ServerArm, request: Ask, salt: str) -> Sample:
-        return await ask(self.http, self.settings, arm, request, salt)
+        return await ask(self.http, self.settings, arm, request, f"{self._run}-{salt}")
 
     async def _pass(self, arm: ServerArm, level: Level, number: int) -> Pass:
         result = Pass(arm, level, number)

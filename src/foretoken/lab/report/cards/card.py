@@ -69,10 +69,10 @@ class Card:
         workload: ``prompts_sha256``, ``categories`` (prompts by category), ``max_new_tokens``, ``ignore_eos``,
             ``repeat``, ``seed`` and ``filters``.
         figures: one per method and setting, with the fields of :data:`FIGURE`; speeds exclude the prefill; ``ttft_s``
-            is set for other engines, ``prefill_s`` for ours.  ``controller`` is the one that ran (``none`` in other
-            engines).  ``drafters``, if present, names those of ``auto`` that have files, with their fingerprints.
-            ``equality`` counts outputs that are ``identical`` to plain decoding's, differ by a numerical tie, or really
-            differ; ``null`` if they need not be equal.
+            is set for other engines, ``prefill_s`` for ours.  ``drafter``, ``controller`` and ``verifier`` are those
+            that ran (controller ``none`` in other engines).  ``drafters``, if present, names those of ``auto`` that
+            have files, with their fingerprints.  ``equality`` counts outputs that are ``identical`` to plain
+            decoding's, differ by a numerical tie, or really differ; ``null`` if they need not be equal.
     """
 
     written: str

@@ -12,7 +12,7 @@ from typing import Any
 
 from foretoken.core.io.checkpoints import is_builtin, is_gguf
 from foretoken.lab.bench.results import interval
-from foretoken.lab.bench.specs import PLAIN, controller_of, is_foreign, split_arm
+from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.parity.weights import Checksums, drafter_checksums, model_checksums
 from foretoken.lab.report.cards.card import COUNTS, Card
@@ -128,6 +128,7 @@ def _figure(
     arm, setting = cell["arm"], (cell["temperature"], cell["batch"])
     settings, drafter, is_own = summary["settings"], split_arm(arm)[0], not is_foreign(arm)
     files = _files(arm, about, settings.get("profile"))
+    ran = summary["ran"].get(arm, {"drafter": drafter, "controller": "none", "verifier": settings["verifier"]})
     members: dict[str, Checksums] = {}
     for name, checksum in files.items() if drafter == "auto" else ():
         members.setdefault(name.partition("/")[0], {})[name] = checksum
@@ -135,9 +136,7 @@ def _figure(
     equality = [e for e in summary["equality"] if _setting_of(e) == (arm, *setting)]
     return {
         "method": parse_spec(drafter).name if is_own else arm,
-        "drafter": without_folders(drafter),
-        "controller": "none" if is_foreign(arm) else without_folders(controller_of(arm, settings["controller"])),
-        "verifier": settings["verifier"],
+        **{role: without_folders(ran[role]) for role in ("drafter", "controller", "verifier")},
         "fingerprint": fingerprint(files) if files else None,
         **({"drafters": {name: fingerprint(part) for name, part in members.items()}} if members else {}),
         "temperature": cell["temperature"],
@@ -213,6 +212,10 @@ def _rest(overall: Mapping[str, Any]) -> str:
 
 
 def _notes(summary: Mapping[str, Any]) -> Iterator[str]:
+    for arm, ran in summary["ran"].items():
+        if split_arm(arm)[0] == "auto":
+            roles = (f"{role} `{without_folders(spec)}`" for role, spec in ran.items())
+            yield f"- `{arm}` ran with {', '.join(roles)}"
     for row in summary["equality"]:
         if row["ties"] or row["differences"]:
             total = row["identical"] + row["ties"] + row["differences"]
