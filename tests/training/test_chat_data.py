@@ -496,6 +496,16 @@ def test_the_command_lets_the_target_answer_and_trains_on_it(
     assert "--answers must be data or target, not 'mine'" in capsys.readouterr().err
 
 
+def test_answers_in_the_data_folder_are_no_questions(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command goes on, after a finished run too."""
+    write_rows(tmp_path / "questions.jsonl", [{"prompt": f"say {i}"} for i in range(16)])
+    run = command(target, tmp_path, tmp_path / "out", "--answers", "target", "--answer-tokens", "24", "--steps", "1")
+    assert main(run) == 0
+    assert main(run) == 0, capsys.readouterr().err
+
+
 EARLY = {
     "text": (["--text", "target"], "--answers target gives conversations, and --text target continues texts"),
     "bits": (["--weight-bits", "7"], "weights are stored in 16 or 8 bits, not 7"),

@@ -224,6 +224,23 @@ def test_a_context_that_the_target_does_not_have(data: Path, target: Path, tmp_p
         new_trainer("medusa", target, data, tmp_path / "x", context=65)
 
 
+def test_a_run_in_its_data_folder_goes_on(
+    target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own card is no text, and its checkpoints are no reason to encode the text again."""
+    shutil.copy(data / "a.jsonl", tmp_path)
+    command = ["train", "bpd", "--target", str(target), "--data", str(tmp_path), "--out", str(tmp_path / "heads")]
+    command += ["--batch-size", "2", "--context", "48", "--steps"]
+    assert main([*command, "1"]) == 0
+    encoded = (tmp_path / "heads/corpus/train.bin").stat().st_mtime_ns
+    assert main([*command, "2"]) == 0, capsys.readouterr().err
+    assert (tmp_path / "heads/corpus/train.bin").stat().st_mtime_ns == encoded
+    other = [*command, "1", "--out", str(tmp_path / "others")]
+    assert main(other) == 0
+    texts = [(tmp_path / name / "corpus/train.bin").read_bytes() for name in ("heads", "others")]
+    assert texts[0] == texts[1]
+
+
 def test_a_drafter_of_another_target_is_refused(data: Path, target: Path, tmp_path: Path) -> None:
     new_trainer("medusa", target, data, tmp_path / "x", steps=1).run()
     with pytest.raises(ValueError, match="another target"):

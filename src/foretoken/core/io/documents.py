@@ -94,8 +94,22 @@ def kind_of(file: Path) -> str:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """The readable files in a folder, sorted."""
-    return sorted(file for file in folder.rglob("*") if file.is_file() and kind_of(file))
+    """The readable files in a folder, sorted. Those of training runs in it are skipped with a warning: a run must not
+    learn from its own card and answers."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and kind_of(file))
+    inner = {parent for file in files for parent in file.parents if folder in parent.parents}
+    runs = {parent for parent in inner if _is_run(parent)}
+    for run in sorted(runs):
+        _warn(f"{run} is the folder of a training run and skipped")
+    return [file for file in files if runs.isdisjoint(file.parents)]
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint or the answers of a training run."""
+    answers = (folder / name for name in ("answers.jsonl", "answers.part.jsonl"))
+    if (folder / "answers.json").exists() and any(file.exists() for file in answers):
+        return True
+    return any(folder.glob("checkpoints/step-*/meta.json"))
 
 
 def _rows_of(file: Path, is_single: bool) -> Iterator[Record]:
