@@ -168,10 +168,10 @@ def test_settings() -> None:
 
 
 def test_a_recurrent_draft_model_is_refused(tmp_path: Path) -> None:
-    """Its layers ignore the attention mask: a mask's row would read the text after its anchor, which it must predict."""
+    """Its layers ignore the attention mask: a mask's row would read the tokens to predict."""
     student = build_model(LmConfig(hidden=32, layers=4, heads=2, kv_heads=1, ffn=48, context=64, hybrid=True), 0)
     target = HuggingFaceModel(llama(32, dtype=torch.float32))
-    with pytest.raises(ValueError, match="places=4 needs a draft model that can hide tokens from a mask: .*attention"):
+    with pytest.raises(ValueError, match=r"places=4 needs a draft model that can hide tokens from a mask: .*attention"):
         distiller(target, student, tmp_path)
     distiller(target, student, tmp_path, places=1)
 

@@ -182,6 +182,11 @@ class AnswerFile:
                 rows |= self._rows_of(file)
         return rows
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the finished file holds all answers."""
+        return self.file.exists() and len(self.rows()) >= len(self.dialogues)
+
     def _rows_of(self, file: Path) -> dict[int, dict[str, Any]]:
         data = file.read_bytes()
         whole = data.rfind(b"\n") + 1
