@@ -370,6 +370,18 @@ def test_nothing_held_out_is_no_error(target: Path, tmp_path: Path) -> None:
     assert report["acceptance"] == {}
 
 
+def test_weight_bits_need_a_drafter(
+    data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Early exits are the target itself, which is stored in its usual dtype."""
+    words = "early_exit has no drafter to store in 8 bits: leave --weight-bits out"
+    command = ["train", "early_exit", "--target", str(target), "--data", str(data), "--out", str(tmp_path / "x")]
+    assert main([*command, "--context", "48", "--weight-bits", "8"]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "x").exists()
+    with pytest.raises(ValueError, match=words):
+        new_trainer("early_exit", target, data, tmp_path / "y").run(weight_bits=8)
+
+
 @pytest.mark.parametrize("method", ["early_exit", "jump", "kangaroo"])
 def test_a_target_whose_layers_run_only_together_is_refused_before_any_text_is_read(method: str) -> None:
     model = load_model("builtin:hybrid")

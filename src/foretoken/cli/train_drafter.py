@@ -80,7 +80,7 @@ def make_command(method: str) -> Callable[..., None]:
             with training_bar(config.steps, describe, brief) as bar:
                 bar.say(f"loading {chosen}")
                 recipe, served, tokenizer, dtype = _loaded(kind, chosen, device, settings, config)
-                bar.say(_checked(recipe, config, features))  # before the target writes text
+                bar.say(_checked(recipe, config, features, weight_bits))  # before the target writes text
                 if answers != "data":
                     file = _answer_file(answer, data, out, recipe)
                     if not file.is_complete:
@@ -185,11 +185,11 @@ def _write_answers(
         raise typer.Exit(stop.exit_code)
 
 
-def _checked(recipe: Recipe, config: TrainConfig, features: Path | None) -> str:
+def _checked(recipe: Recipe, config: TrainConfig, features: Path | None, weight_bits: int) -> str:
     """The line of :func:`needs`.  Raises ``ValueError`` as :func:`foretoken.training.trainer.check_run` does."""
     from foretoken.training.trainer import check_run
 
-    check_run(recipe, config, features)
+    check_run(recipe, config, features, weight_bits)
     return needs(recipe, config)
 
 
