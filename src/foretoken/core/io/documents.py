@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 ROWS = ".jsonl"
 CONVERSATIONS = ("messages", "conversations")
 """Keys of JSONL rows that hold a conversation: OpenAI's messages, and ShareGPT's turns."""
+
+SURROGATE, ESCAPED_SURROGATE = re.compile(r"[\ud800-\udfff]"), re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class NotTextError(ValueError):
@@ -220,18 +223,29 @@ def _turns(row: Mapping[str, Any], key: str, role: str) -> list[Any]:
 
 def iter_rows(file: Path) -> Iterator[tuple[str, str, Any]]:
     """Location (file and line number), text and value of every non-empty line of a JSONL file. Raises ``ValueError``
-    for a line that is not JSON."""
+    for a line that is not JSON.
+
+    JSON can escape half a surrogate pair, as in text cut inside an emoji. It is read as U+FFFD, with a warning."""
+    cut: list[str] = []
     # Not splitlines(): JSON strings may contain other line separators, such as U+2028, unescaped.
     for number, line in enumerate(_read(file).split("\n"), 1):
         if not line.strip():
             continue
         location = f"{file}, line {number}"
         try:
-            yield location, line, json.loads(line)
+            value = json.loads(line)
+            if ESCAPED_SURROGATE.search(line):
+                text = json.dumps(value, ensure_ascii=False)
+                if SURROGATE.search(text):  # whole pairs are characters by now
+                    value = json.loads(SURROGATE.sub("\ufffd", text))
+                    cut.append(location)
+            yield location, line, value
         except json.JSONDecodeError as error:
             raise ValueError(f"{location} is not JSON: {error.msg} (column {error.colno})") from None
         except RecursionError as error:
             raise ValueError(f"{location} is not JSON: {error}") from None
+    if cut:
+        _warn(f"{_count(cut, 'row')} cut inside a character, which is read as U+FFFD, the first is {cut[0]}")
 
 
 def _read(file: Path) -> str:
