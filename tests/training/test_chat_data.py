@@ -446,6 +446,7 @@ def test_a_conversation_that_fills_the_context_ends_at_its_last_answer(
     ]
     whole = answers.file.read_text()
     answers, config = answer_file(target, data, tmp_path)
+    assert answers.is_complete  # the second row is not asked again
     assert answers.write(llm, config) == answers.file and answers.file.read_text() == whole
     only = write_rows(tmp_path / "long.jsonl", rows[1:2])
     answers, config = answer_file(target, only, tmp_path / "none")
