@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -368,6 +369,22 @@ def test_nothing_held_out_is_no_error(target: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three four five\n" * 200)
     report = new_trainer("medusa", target, tmp_path / "a.txt", tmp_path / "x", steps=2).run()
     assert report["acceptance"] == {}
+
+
+def test_a_reduced_vocabulary_is_told_with_what_it_covers(
+    data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "medusa", "--target", str(target), "--data", str(data), "--out", str(tmp_path / "all")]
+    command += ["--corpus", str(tmp_path / "text"), "--batch-size", "2", "--context", "48", "--steps", "1"]
+    assert main(command) == 0
+    assert "medusa drafts" not in capsys.readouterr().err
+    monkeypatch.setattr("foretoken.training.recipes.base.LARGE_VOCABULARY", 300)
+    monkeypatch.setattr("foretoken.training.recipes.base.FREQUENT", 4)
+    monkeypatch.setattr("foretoken.training.recipes.base.COVERED", 0.0)
+    assert main([*command, "--out", str(tmp_path / "few")]) == 0
+    counts = np.bincount(np.fromfile(tmp_path / "text/train.bin", np.uint16))
+    share = np.sort(counts)[-4:].sum() / counts.sum()
+    assert f"medusa drafts 4 of 300 tokens, {share:.1%} of the training text" in capsys.readouterr().err
 
 
 def test_weight_bits_need_a_drafter(

@@ -33,6 +33,7 @@ from foretoken.training.run_folder import run_folder
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
     from foretoken.methods.controllers.base import Controller
     from foretoken.methods.drafters.base import Drafter
@@ -92,6 +93,8 @@ def make_command(method: str) -> Callable[..., None]:
                     recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read
                 )
                 bar.say(corpus_line(trainer.corpus))
+                if recipe.frequent is not None:
+                    bar.say(vocabulary_line(recipe, trainer.sampler.learned_ids))
                 with stop.in_steps(bar.say, out):
                     report = trainer.run(
                         evaluate=_trial(trainer, served), on_step=bar.on_step, weight_bits=weight_bits,
@@ -235,6 +238,16 @@ def corpus_line(corpus: Mapping[str, Any]) -> str:
     if not held_part["documents"]:
         return f"{text}; nothing is held out, because the data is one document: acceptance is not measured"
     return f"{text}; {held_part['documents']:,} documents of {held_part['tokens']:,} tokens are held out"
+
+
+def vocabulary_line(recipe: Recipe, tokens: NDArray[Any]) -> str:
+    """One line: the number of tokens that are drafted, and their share of the training text ``tokens``."""
+    from foretoken.training.recipes.base import token_counts
+
+    assert recipe.frequent is not None
+    counts, total = token_counts(tokens, recipe.parts.vocab_size), recipe.parts.vocab_size
+    share = counts[recipe.frequent.cpu().numpy()].sum() / counts.sum()
+    return f"{recipe.method} drafts {len(recipe.frequent):,} of {total:,} tokens, {share:.1%} of the training text"
 
 
 def brief(acceptance: Mapping[str, Any]) -> str:
