@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from foretoken.core.io.documents import iter_documents, iter_records
+from foretoken.core.io.documents import files_below, iter_documents, iter_records
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
@@ -177,3 +177,29 @@ def test_a_line_that_is_no_json_is_named_once(tmp_path: Path) -> None:
     file.write_text(f"{json.dumps(CHAT)}\n\n{{'a': 1}}\n")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 3 is not JSON: .* \(column 2\)$"):
         list(iter_records([file]))
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """JSON can hold it and UTF-8 cannot.  A whole pair, and a backslash before ud83d, are what they are."""
+    lines = [r'{"text": "whole \ud83d\ude00 \\ud83d"}', r'{"text": "a \ud83d emoji"}', r'{"text": "\uDE00", "n": 1.5}']
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join([*lines, json.dumps(CHAT).replace('"a"', r'"a\ud83d"')]))
+    *texts, chat = iter_records([file])
+    assert [record.content for record in texts] == ["whole \U0001f600 \\ud83d", "a \ufffd emoji", "\ufffd"]
+    assert chat.row is not None and chat.row["messages"][1]["content"] == "a\ufffd"
+    words = f"3 rows are cut inside a character, which is read as U+FFFD, the first is {file}, line 2"
+    assert words in caplog.messages
+
+
+def test_training_runs_in_a_folder_are_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither their cards nor their answers; a folder that is named is read."""
+    for name in ("notes/a.txt", "checkpoints/b.txt", "run/README.md", "run/target/c.txt", "half/answers.part.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    (tmp_path / "run/checkpoints/step-0000002").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-0000002/meta.json").write_text("{}")
+    (tmp_path / "half/answers.json").write_text("{}")
+    (tmp_path / "notes/answers.json").write_text("{}")
+    assert [file.name for file in files_below(tmp_path)] == ["b.txt", "a.txt"]
+    assert f"{tmp_path / 'run'} is the folder of a training run and skipped" in caplog.messages
+    assert [file.name for file in files_below(tmp_path / "run")] == ["README.md", "c.txt"]

@@ -115,6 +115,18 @@ def test_a_broken_off_stage_goes_on(target: Path, draft: Path, data: Path, tmp_p
         new_boost(target, draft, data, cut, seed=4).run(2)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_series_keeps_its_steps(target: Path, draft: Path, data: Path, tmp_path: Path, steps: int) -> None:
+    """More would change the first model, which the second one builds on; nothing of the series is touched."""
+    new_boost(target, draft, data, tmp_path, steps=1).run(1)
+    new_boost(target, draft, data, tmp_path, steps=2).run(2)  # a single model may have more
+    before = [weights(tmp_path / number) for number in ("1", "2")]
+    with pytest.raises(ValueError, match="with its 2 steps: give --steps 2, or another --out"):
+        new_boost(target, draft, data, tmp_path, steps=steps).run(2)
+    assert all(same(weights(tmp_path / number), old) for number, old in zip("12", before, strict=True))
+    new_boost(target, draft, data, tmp_path, steps=2).run(2)
+
+
 def test_a_series_of_another_target_is_not_taken_up(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
     out, other = tmp_path / "out", tmp_path / "other"
     new_boost(target, draft, data, out, steps=2).run(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from foretoken.core.conversation import from_sharegpt
 from foretoken.core.io.files import write_json
 from foretoken.llm import load
 from foretoken.loading import load_model
+from foretoken.loading.networks import from_pretrained
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.answers import AnswerFile, read_questions
 from foretoken.training.chat import ChatBlocks, chat_pieces
@@ -444,6 +446,7 @@ def test_a_conversation_that_fills_the_context_ends_at_its_last_answer(
     ]
     whole = answers.file.read_text()
     answers, config = answer_file(target, data, tmp_path)
+    assert answers.is_complete  # the second row is not asked again
     assert answers.write(llm, config) == answers.file and answers.file.read_text() == whole
     only = write_rows(tmp_path / "long.jsonl", rows[1:2])
     answers, config = answer_file(target, only, tmp_path / "none")
@@ -494,6 +497,42 @@ def test_the_command_lets_the_target_answer_and_trains_on_it(
     assert "for the target to answer" not in capsys.readouterr().err
     assert main(command(target, data, tmp_path / "out", "--answers", "mine")) == 2
     assert "--answers must be data or target, not 'mine'" in capsys.readouterr().err
+
+
+def test_answers_in_the_data_folder_are_no_questions(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command goes on, after a finished run too."""
+    write_rows(tmp_path / "questions.jsonl", [{"prompt": f"say {i}"} for i in range(16)])
+    run = command(target, tmp_path, tmp_path / "out", "--answers", "target", "--answer-tokens", "24", "--steps", "1")
+    assert main(run) == 0
+    assert main(run) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_one_target_at_a_time(
+    precision: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answers before it is loaded to train, and with all answers written it is not loaded to answer."""
+    data = write_rows(tmp_path / "questions.jsonl", [{"prompt": f"say {i}"} for i in range(16)])
+    alive: list[int] = []
+    networks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def counted(*args: Any) -> Any:
+        alive.append(len(networks))
+        network = from_pretrained(*args)
+        networks.add(network)
+        return network
+
+    monkeypatch.setattr("foretoken.loading.models.from_pretrained", counted)
+    run = command(target, data, tmp_path / "out", "--answers", "target", "--answer-tokens", "24")
+    run += ["--precision", precision, "--steps"]
+    loads = 1 if precision == "bfloat16" else 2
+    assert main([*run, "1"]) == 0
+    assert alive == [0] * (2 * loads + 1)
+    networks.clear()
+    assert main([*run, "2"]) == 0
+    assert alive[2 * loads + 1 :] == [0] * loads
 
 
 EARLY = {

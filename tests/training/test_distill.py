@@ -27,7 +27,7 @@ from foretoken.methods.drafters.learning.losses import LOSSES
 from foretoken.training import workshop
 from foretoken.training.config import TEXTS, DistillConfig, LmConfig
 from foretoken.training.distill import Distiller
-from foretoken.training.lm import train_lm
+from foretoken.training.lm import build_model, train_lm
 from foretoken.training.loop import Progress
 from foretoken.training.text_sources import written_text
 from foretoken.training.workshop import Workshop, load_student
@@ -496,6 +496,19 @@ def test_another_tokenizer_is_refused(target: Path, draft: Path, data: Path, tmp
     train_lm([tmp_path / "b.txt"], other, LmConfig(hidden=16, layers=1, ffn=24, steps=1, **SHAPE))
     with pytest.raises(ValueError, match="another tokenizer"):
         load_student(other, load_model(target), AutoTokenizer.from_pretrained(target))
+
+
+def test_a_quantised_draft_model_is_refused(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matrices are no parameters: only the norms would be trained and written."""
+    pytest.importorskip("gguf")
+    from gguf_writer import write_model
+
+    network = build_model(LmConfig(hidden=32, layers=1, ffn=64, **SHAPE), 0)
+    file = write_model(tmp_path / "toy.gguf", network, "Q8_0")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    monkeypatch.setattr(workshop, "load_tokenizer", lambda source: tokenizer)  # the file has none
+    with pytest.raises(ValueError, match=r"toy.gguf is stored as GGUF .* and cannot be trained: give the model it was"):
+        load_student(file, load_model(target), tokenizer)
 
 
 def test_nothing_held_out_is_no_error(target: Path, draft: Path, tmp_path: Path) -> None:

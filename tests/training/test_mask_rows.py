@@ -20,8 +20,9 @@ from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.models.base import Feed
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.training.config import DistillConfig
+from foretoken.training.config import DistillConfig, LmConfig
 from foretoken.training.distill import Distiller, teach_mask
+from foretoken.training.lm import build_model
 from foretoken.training.mask_rows import kept_counts, mask_ids, mask_rows, rows_mask, seeds_of, with_text
 from foretoken.training.state_rows import StateRows, layers_of
 from toys import engine, llama, serve
@@ -164,6 +165,15 @@ def test_settings() -> None:
         DistillConfig(places=0)
     with pytest.raises(ValueError, match="places=256 must be fewer than the 256 tokens"):
         DistillConfig(places=256)
+
+
+def test_a_recurrent_draft_model_is_refused(tmp_path: Path) -> None:
+    """Its layers ignore the attention mask: a mask's row would read the tokens to predict."""
+    student = build_model(LmConfig(hidden=32, layers=4, heads=2, kv_heads=1, ffn=48, context=64, hybrid=True), 0)
+    target = HuggingFaceModel(llama(32, dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"places=4 needs a draft model that can hide tokens from a mask: .*attention"):
+        distiller(target, student, tmp_path)
+    distiller(target, student, tmp_path, places=1)
 
 
 def test_places_that_do_not_count_are_not_learned(tmp_path: Path) -> None:

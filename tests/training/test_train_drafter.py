@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -224,6 +225,23 @@ def test_a_context_that_the_target_does_not_have(data: Path, target: Path, tmp_p
         new_trainer("medusa", target, data, tmp_path / "x", context=65)
 
 
+def test_a_run_in_its_data_folder_goes_on(
+    target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own card is no text, and its checkpoints are no reason to encode the text again."""
+    shutil.copy(data / "a.jsonl", tmp_path)
+    command = ["train", "bpd", "--target", str(target), "--data", str(tmp_path), "--out", str(tmp_path / "heads")]
+    command += ["--batch-size", "2", "--context", "48", "--steps"]
+    assert main([*command, "1"]) == 0
+    encoded = (tmp_path / "heads/corpus/train.bin").stat().st_mtime_ns
+    assert main([*command, "2"]) == 0, capsys.readouterr().err
+    assert (tmp_path / "heads/corpus/train.bin").stat().st_mtime_ns == encoded
+    other = [*command, "1", "--out", str(tmp_path / "others")]
+    assert main(other) == 0
+    texts = [(tmp_path / name / "corpus/train.bin").read_bytes() for name in ("heads", "others")]
+    assert texts[0] == texts[1]
+
+
 def test_a_drafter_of_another_target_is_refused(data: Path, target: Path, tmp_path: Path) -> None:
     new_trainer("medusa", target, data, tmp_path / "x", steps=1).run()
     with pytest.raises(ValueError, match="another target"):
@@ -351,6 +369,34 @@ def test_nothing_held_out_is_no_error(target: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three four five\n" * 200)
     report = new_trainer("medusa", target, tmp_path / "a.txt", tmp_path / "x", steps=2).run()
     assert report["acceptance"] == {}
+
+
+def test_a_reduced_vocabulary_is_told_with_what_it_covers(
+    data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "medusa", "--target", str(target), "--data", str(data), "--out", str(tmp_path / "all")]
+    command += ["--corpus", str(tmp_path / "text"), "--batch-size", "2", "--context", "48", "--steps", "1"]
+    assert main(command) == 0
+    assert "medusa drafts" not in capsys.readouterr().err
+    monkeypatch.setattr("foretoken.training.recipes.base.LARGE_VOCABULARY", 300)
+    monkeypatch.setattr("foretoken.training.recipes.base.FREQUENT", 4)
+    monkeypatch.setattr("foretoken.training.recipes.base.COVERED", 0.0)
+    assert main([*command, "--out", str(tmp_path / "few")]) == 0
+    counts = np.bincount(np.fromfile(tmp_path / "text/train.bin", np.uint16))
+    share = np.sort(counts)[-4:].sum() / counts.sum()
+    assert f"medusa drafts 4 of 300 tokens, {share:.1%} of the training text" in capsys.readouterr().err
+
+
+def test_weight_bits_need_a_drafter(
+    data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Early exits are the target itself, which is stored in its usual dtype."""
+    words = "early_exit has no drafter to store in 8 bits: leave --weight-bits out"
+    command = ["train", "early_exit", "--target", str(target), "--data", str(data), "--out", str(tmp_path / "x")]
+    assert main([*command, "--context", "48", "--weight-bits", "8"]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "x").exists()
+    with pytest.raises(ValueError, match=words):
+        new_trainer("early_exit", target, data, tmp_path / "y").run(weight_bits=8)
 
 
 @pytest.mark.parametrize("method", ["early_exit", "jump", "kangaroo"])

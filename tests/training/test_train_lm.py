@@ -16,6 +16,7 @@ import pytest
 import torch
 import zstandard
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import foretoken as ft
 from foretoken.cli.main import main
@@ -194,6 +195,37 @@ def with_config(source: Path, folder: Path, changes: dict[str, Any]) -> Path:
     kept = {key: value for key, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(kept))
     return folder
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "gpt2"])
+@torch.no_grad()
+def test_the_teacher_is_learned_as_it_runs(family: str) -> None:
+    """Gemma 2 caps its logits, Cohere scales them, and GPT-2 has no ``model``.  The loss is that of the definition."""
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    options: dict[str, dict[str, Any]] = {
+        "gemma2": {**small, "num_key_value_heads": 1, "head_dim": 16, "final_logit_softcapping": 0.5},
+        "cohere": {**small, "num_key_value_heads": 1, "logit_scale": 0.1},
+        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    }
+    special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    teacher = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, vocab_size=300, initializer_range=0.5, **special, **options[family])
+    ).eval()
+    model = lm.build_model(TINY, 0)
+    blocks = torch.randint(300, (3, 501))
+    p = teacher(input_ids=blocks[:, :-1]).logits.softmax(-1)
+    log_q = model(input_ids=blocks[:, :-1]).logits.log_softmax(-1)
+    text = torch.nn.functional.cross_entropy(log_q.flatten(0, 1), blocks[:, 1:].flatten())
+    expected = 0.75 * (p * (p.log() - log_q)).sum(-1).mean() + 0.25 * text
+    torch.testing.assert_close(lm.distillation_loss(model, teacher, blocks, 0.75), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_encoder_decoder_teacher_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("t5", vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is an encoder-decoder model: give one that continues texts"):
+        lm._load_teacher(lm.build_model(TINY, 0), tmp_path, torch.device("cpu"))
 
 
 def test_a_teacher_of_another_tokenizer(whole: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from foretoken.cli.output import json_only, print_json, progress_bar
 from foretoken.cli.turns import tell_defaults
 from foretoken.core.conversation import checked, from_sharegpt, is_messages, to_answer
 from foretoken.core.io.locks import lock
+from foretoken.core.noise import SEEDS
 from foretoken.core.values import check_text, one_line
 from foretoken.options import FIELDS as REQUEST_FIELDS
 from foretoken.options import OTHER_NAMES
@@ -175,7 +176,7 @@ def _job(row: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
     prompt = _prompt_of(row)
     shared = {name: value for name, value in options.items() if value is not None}
     if shared.get("seed") is not None:
-        shared["seed"] += number - 1
+        shared["seed"] = (shared["seed"] + number - 1) % SEEDS
     own_options = {name: row[name] for name in OPTIONS if name in row}
     _check_sampling(own_options)
     job_id = str(row.get("id", number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -32,10 +33,12 @@ from foretoken.training.run_folder import run_folder
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
     from foretoken.methods.controllers.base import Controller
     from foretoken.methods.drafters.base import Drafter
     from foretoken.models.base import LanguageModel
+    from foretoken.training.answers import AnswerFile
     from foretoken.training.recipes.base import Recipe
     from foretoken.training.trainer import Trainer
 
@@ -65,38 +68,39 @@ def make_command(method: str) -> Callable[..., None]:
         check_inputs(data)
         chosen, settings = existing_model(model, target), key_values(setting)
         from foretoken.training.cards import write_drafter_card
-        from foretoken.training.corpus import check_text
         from foretoken.training.recipes import find_recipe
-        from foretoken.training.trainer import Trainer, check_run
+        from foretoken.training.trainer import Trainer
 
-        _check_options(answers, config.text, weight_bits)
+        _check_options(answers, data, config.text, weight_bits)
         kind = find_recipe(method)
         kind.read_settings(settings)  # wrong ones are refused before a model is loaded
         with json_only(as_json), stop_on_signals() as stop, run_folder(out):
-            read, answer_options = data, {}
-            if answers == "data":  # "target" accepts questions, which are not yet training text
-                check_text(data)
+            read = data
             keep_freed_memory()
-            config = replace(config, lr=kind.lr if lr is None else lr)
+            config, answer = replace(config, lr=kind.lr if lr is None else lr), replace(answer, seed=config.seed)
             with training_bar(config.steps, describe, brief) as bar:
                 bar.say(f"loading {chosen}")
                 recipe, served, tokenizer, dtype = _loaded(kind, chosen, device, settings, config)
-                check_run(recipe, config, features)  # before the target writes text
-                bar.say(needs(recipe, config))
+                bar.say(_checked(recipe, config, features, weight_bits))  # before the target writes text
                 if answers != "data":
-                    answer = replace(answer, seed=config.seed)
-                    read = [_answers(answer, data, out, chosen, recipe, device, bar, stop)]
-                    answer_options = _as_options(answers, answer)
+                    file = _answer_file(answer, data, out, recipe)
+                    if not file.is_complete:
+                        del recipe, served  # memory for one target is enough
+                        _write_answers(file, answer, out, chosen, device, bar, stop)
+                        recipe, served, tokenizer, dtype = _loaded(kind, chosen, device, settings, config)
+                    read = [file.file]
                 trainer = Trainer(
                     recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read
                 )
                 bar.say(corpus_line(trainer.corpus))
-                trial = _trial(trainer, served)
+                if recipe.frequent is not None:
+                    bar.say(vocabulary_line(recipe, trainer.sampler.learned_ids))
                 with stop.in_steps(bar.say, out):
                     report = trainer.run(
-                        evaluate=trial, on_step=bar.on_step, weight_bits=weight_bits, **stop.saving(intervals)
-                    )
-            write_drafter_card(out, report, data, chosen, answers=answer_options)
+                        evaluate=_trial(trainer, served), on_step=bar.on_step, weight_bits=weight_bits,
+                        **stop.saving(intervals),
+                    )  # fmt: skip
+            write_drafter_card(out, report, data, chosen, answers=_as_options(answers, answer))
             _tell(report, out, recipe)
         if as_json:
             print_json(report)
@@ -112,19 +116,23 @@ def _loaded(
     from foretoken.models.forward.parts import TargetParts
     from foretoken.training.joint import load_trainable
 
+    gc.collect()  # a target that was loaded before is in reference cycles
     model, tokenizer = load_target(target, device)
     dtype = TargetParts(model).head.weight.dtype
     recipe = kind(model, TargetParts(model), settings, config.seed)
     if recipe.trains_target or config.precision == "float32":
         is_trained = recipe.trains_target
         del recipe, model  # memory for one target is enough
+        gc.collect()
         model = load_trainable(target, device) if is_trained else load_target(target, device, "float32")[0]
         recipe = kind(model, TargetParts(model), settings, config.seed)
     return recipe, model, tokenizer, dtype
 
 
 def _as_options(answers: str, config: AnswerConfig) -> dict[str, Any]:
-    """The answer settings by option name."""
+    """The answer settings by option name; empty if the data has the answers."""
+    if answers == "data":
+        return {}
     values = {f"answer_{name}": value for name, value in asdict(config).items() if name != "seed"}
     return {"answers": answers, **values}
 
@@ -135,42 +143,57 @@ def _trial(trainer: Trainer, model: LanguageModel) -> Callable[[Drafter, Languag
     return (lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None
 
 
-def _check_options(answers: str, text: str, weight_bits: int) -> None:
-    """Raise ``ValueError`` for wrong options before a model is loaded."""
+def _check_options(answers: str, data: Sequence[Path], text: str, weight_bits: int) -> None:
+    """Raise ``ValueError`` for wrong options, and for data without text, before a model is loaded."""
     from foretoken.methods.drafters.nets.eight_bits import check_bits
+    from foretoken.training.corpus import check_text
 
     if answers not in ("data", "target"):
         raise ValueError(f"--answers must be data or target, not {answers!r}")
     if answers == text == "target":
         raise ValueError("--answers target gives conversations, and --text target continues texts: leave one out")
     check_bits(weight_bits)
+    if answers == "data":  # "target" accepts questions, which are not yet training text
+        check_text(data)
 
 
-def _answers(
+def _answer_file(config: AnswerConfig, data: Sequence[Path], out: Path, recipe: Recipe) -> AnswerFile:
+    """The file of conversations that the target answers."""
+    from foretoken.training.answers import AnswerFile, read_questions
+
+    return AnswerFile(out, asdict(recipe.parts.fingerprint()), config, read_questions(data))
+
+
+def _write_answers(
+    file: AnswerFile,
     config: AnswerConfig,
-    data: Sequence[Path],
     out: Path,
     target: str,
-    recipe: Recipe,
     device: str | None,
     bar: TrainingBar,
     stop: Stop,
-) -> Path:
-    """Write or resume the file of conversations that the target answers."""
+) -> None:
+    """Let the target answer what is missing in a file of conversations.  Exits if stopped before the end."""
     from foretoken.llm import load
-    from foretoken.training.answers import AnswerFile, read_questions
 
-    dialogues = read_questions(data)
-    file = AnswerFile(out, asdict(recipe.parts.fingerprint()), config, dialogues)
-    if len(file.rows()) < len(dialogues):
-        bar.say(f"{len(dialogues):,} conversations for the target to answer -> {file.file}")
+    gc.collect()  # as in _loaded
+    count = len(file.dialogues)
+    if len(file.rows()) < count:
+        bar.say(f"{count:,} conversations for the target to answer -> {file.file}")
     llm = load(target, drafter=None, device=device)
     with stop.in_steps(bar.say, out):
         path = file.write(llm, config, bar.on_answers, stop.requested)
     if path is None:
         bar.say(f"stopped; finished answers are in {file.part}: the same command continues from there")
         raise typer.Exit(stop.exit_code)
-    return path
+
+
+def _checked(recipe: Recipe, config: TrainConfig, features: Path | None, weight_bits: int) -> str:
+    """The line of :func:`needs`.  Raises ``ValueError`` as :func:`foretoken.training.trainer.check_run` does."""
+    from foretoken.training.trainer import check_run
+
+    check_run(recipe, config, features, weight_bits)
+    return needs(recipe, config)
 
 
 def needs(recipe: Recipe, config: TrainConfig) -> str:
@@ -215,6 +238,16 @@ def corpus_line(corpus: Mapping[str, Any]) -> str:
     if not held_part["documents"]:
         return f"{text}; nothing is held out, because the data is one document: acceptance is not measured"
     return f"{text}; {held_part['documents']:,} documents of {held_part['tokens']:,} tokens are held out"
+
+
+def vocabulary_line(recipe: Recipe, tokens: NDArray[Any]) -> str:
+    """One line: the number of tokens that are drafted, and their share of the training text ``tokens``."""
+    from foretoken.training.recipes.base import token_counts
+
+    assert recipe.frequent is not None
+    counts, total = token_counts(tokens, recipe.parts.vocab_size), recipe.parts.vocab_size
+    share = counts[recipe.frequent.cpu().numpy()].sum() / counts.sum()
+    return f"{recipe.method} drafts {len(recipe.frequent):,} of {total:,} tokens, {share:.1%} of the training text"
 
 
 def brief(acceptance: Mapping[str, Any]) -> str:

@@ -162,25 +162,32 @@ class AnswerFile:
         scripts = json.dumps([[dialogue.script, dialogue.tools] for dialogue in dialogues], sort_keys=True)
         settings = {key: value for key, value in asdict(config).items() if key != "batch"}
         identity = {"target": dict(target), **settings, "questions": checksum(scripts)}
-        card = folder / "answers.json"
-        if card.exists():
-            stored = json.loads(card.read_text(encoding="utf-8"))
+        self._card = folder / "answers.json"
+        stored: dict[str, Any] = {}
+        if self._card.exists():
+            stored = json.loads(self._card.read_text(encoding="utf-8"))
             others = [key for key in identity if stored.get(key) != json.loads(json.dumps(identity[key]))]
             if others:
                 raise ValueError(
                     f"{folder} contains answers of another run ({' and '.join(others)}): give the same to continue "
                     "with them, or another --out"
                 )
-        write_json(card, identity)
+        self._content = {**stored, **identity}
+        write_json(self._card, self._content)
 
     def rows(self) -> dict[int, dict[str, Any]]:
-        """The stored rows by number.  An incomplete last line, left by a kill, is cut off.  Raises ``ValueError`` for a
-        damaged file."""
-        rows: dict[int, dict[str, Any]] = {}
+        """The stored rows by number, without messages for conversations that were left out.  An incomplete last line,
+        left by a kill, is cut off.  Raises ``ValueError`` for a damaged file."""
+        rows: dict[int, dict[str, Any]] = {n: {"id": n, "messages": []} for n in self._content.get("left_out", ())}
         for file in (self.file, self.part):
             if file.exists():
                 rows |= self._rows_of(file)
         return rows
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the finished file holds all answers."""
+        return self.file.exists() and len(self.rows()) >= len(self.dialogues)
 
     def _rows_of(self, file: Path) -> dict[int, dict[str, Any]]:
         data = file.read_bytes()
@@ -224,6 +231,9 @@ class AnswerFile:
                 raise ValueError(
                     f"no conversation fits into the target's context of {llm.target.context_length} tokens"
                 )
+            # The file has no rows for them, and they would be asked again.
+            self._content["left_out"] = [number for number in sorted(rows) if not rows[number]["messages"]]
+            write_json(self._card, self._content)
             with replacing(self.file) as draft:
                 lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
                 draft.write_text("".join(lines), encoding="utf-8")

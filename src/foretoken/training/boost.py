@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.io.files import remove_abandoned
+from foretoken.training.checkpoint import latest_checkpoint, read_meta
 from foretoken.training.distill import Distiller, Evaluate
 from foretoken.training.loop import Progress
 from foretoken.training.text_sources import written_text
@@ -86,6 +87,7 @@ class Boost:
         self._target: Any = shop.parts.network
         self._first: Any = self._student(draft)
         check_student(self._first, shop.config)  # before the target writes
+        self._check_steps()
         self.rows = shop.written_rows()
         self.weights = shop.written_weights(self.rows)
         self.networks: list[Any] = []
@@ -130,6 +132,20 @@ class Boost:
             stages.append(Stage(number, report, share, self._cover(network), measured))
             on_stage(stages[-1])
         return stages
+
+    def _check_steps(self) -> None:
+        """Raise ``ValueError`` if a model that a later one builds on has another number of steps: more would change
+        it, and the later one would no longer fit."""
+        found = latest_checkpoint(self.out / "1" / "checkpoints")
+        later = latest_checkpoint(self.out / "2" / "checkpoints")
+        if found is None or later is None:
+            return
+        steps = int(read_meta(found)["step"])
+        if steps != self.shop.config.steps:
+            raise ValueError(
+                f"{self.out} holds models that build on {found.parent.parent} with its {steps} steps: give --steps "
+                f"{steps}, or another --out"
+            )
 
     def _trained(self, number: int, share: float, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The network and the report of one stage."""

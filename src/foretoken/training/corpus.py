@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.core.io.documents import TEXT_SUFFIXES, Record, iter_records
+from foretoken.core.io.documents import TEXT_SUFFIXES, Record, files_below, iter_records
 from foretoken.core.io.files import checksum, files_checksum, remove_abandoned, replacing, write_json
 from foretoken.core.io.locks import lock
 from foretoken.training.chat import ChatBlocks, Piece, chat_pieces, epoch_order
@@ -132,7 +132,7 @@ def _identity(paths: Sequence[str | Path], tokenizer: Any) -> dict[str, Any]:
 def _listed(paths: Sequence[str | Path]) -> str:
     """Hash of the files' names, sizes and times.  Copied files are read again, which leaves :func:`text_identity`
     unchanged."""
-    files = (file for root in map(Path, paths) for file in (sorted(root.rglob("*")) if root.is_dir() else [root]))
+    files = (file for root in map(Path, paths) for file in (files_below(root) if root.is_dir() else [root]))
     stats = ((str(file), file.stat()) for file in files if file.is_file())
     return checksum(json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]))
 

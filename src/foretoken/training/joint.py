@@ -17,7 +17,7 @@ from foretoken.loading import BUILTIN, load_model, resolve
 from foretoken.loading.adapters import save_adapter
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
-from foretoken.models.forward.parts import GGUF, TargetParts, storage_of
+from foretoken.models.forward.parts import TargetParts, storage_of
 from foretoken.models.network.low_rank import add_low_rank, low_rank_factors, merge_low_rank
 
 CHUNK = 1024
@@ -27,12 +27,18 @@ FOLDER = "target"
 
 
 def load_trainable(source: Any, device: Any) -> LanguageModel:
-    """A target with trainable weights: float32, on its public modules.  Raises ``ValueError`` for a GGUF file."""
+    """A target with trainable weights: float32, on its public modules.  Raises ``ValueError`` as
+    :func:`check_trainable` does."""
     loaded: Any = load_model(source, dtype="float32", device=device, exact="approximate", lean=False)
-    storage = storage_of(loaded.model)
-    if storage.startswith(GGUF):
-        raise ValueError(f"{source} is stored as {storage} and cannot be trained: give the model it was made from")
+    check_trainable(loaded.model, source)
     return loaded
+
+
+def check_trainable(network: Any, source: Any) -> None:
+    """Raise ``ValueError`` for quantised weights, of a GGUF file too: they are no parameters."""
+    storage = storage_of(network)
+    if storage:
+        raise ValueError(f"{source} is stored as {storage} and cannot be trained: give the model it was made from")
 
 
 def as_served(network: nn.Module, dtype: torch.dtype) -> LanguageModel:

@@ -83,19 +83,18 @@ def distillation_loss(model: Any, teacher: Any, blocks: Tensor, weight: float) -
     Forward KL on the training text, as in DistillSpec (arXiv 2310.08461) with fixed data.
     """
     hidden = model.model(input_ids=blocks[:, :-1], use_cache=False).last_hidden_state
-    with torch.no_grad():
-        target_states = teacher.model(input_ids=blocks[:, :-1], use_cache=False).last_hidden_state
     total = hidden.new_zeros((), dtype=torch.float32)
-    labels = blocks[:, 1:].flatten()
-    for rows, goal, y in zip(
-        *(tensor.split(1024) for tensor in (hidden.flatten(0, 1), target_states.flatten(0, 1), labels)), strict=True
-    ):
-        log_q = torch.log_softmax(model.lm_head(rows).float(), -1)
+    labels = blocks[:, 1:]
+    rows_at_once = max(1, 1024 // labels.shape[1])  # logits of all rows would be too many
+    for states, some in zip(hidden.split(rows_at_once), blocks.split(rows_at_once), strict=True):
+        log_q = torch.log_softmax(model.lm_head(states.flatten(0, 1)).float(), -1)
         with torch.no_grad():
-            p = torch.softmax(teacher.lm_head(goal).float(), -1)
+            # The whole forward: some families scale or cap their logits.
+            p = torch.softmax(teacher(input_ids=some[:, :-1], use_cache=False).logits.flatten(0, 1).float(), -1)
             entropy = torch.special.entr(p).sum()
         divergence = -(p * log_q).sum() - entropy
-        total = total + weight * divergence + (1 - weight) * F.nll_loss(log_q, y, reduction="sum")
+        text_loss = F.nll_loss(log_q, some[:, 1:].flatten(), reduction="sum")
+        total = total + weight * divergence + (1 - weight) * text_loss
     return total / labels.numel()
 
 
@@ -228,9 +227,12 @@ def _check_teacher(teacher: Path, tokenizer: Any) -> None:
 
 
 def _load_teacher(model: Any, teacher: Path, device: torch.device) -> Any:
-    """The teacher network.  Raises ``ValueError`` if its vocabulary differs from that of ``model``."""
+    """The teacher network.  Raises ``ValueError`` for an encoder-decoder model, and if its vocabulary differs from that
+    of ``model``."""
     guide = from_pretrained(str(teacher), torch.bfloat16, device).eval()
-    if guide.config.vocab_size != model.config.vocab_size:
+    if getattr(guide.config, "is_encoder_decoder", False):
+        raise ValueError(f"the teacher {teacher} is an encoder-decoder model: give one that continues texts")
+    if guide.config.get_text_config().vocab_size != model.config.vocab_size:
         raise ValueError(
             f"the teacher {teacher} has another vocabulary: use --tokenizer-from with the teacher's folder"
         )

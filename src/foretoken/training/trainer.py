@@ -166,8 +166,8 @@ class Trainer:
         ``FloatingPointError`` if the loss or its gradient is NaN or infinite (the last checkpoint is then intact); and
         :class:`Stopped` if ``saving.stop`` returned true (a checkpoint of the last step is in ``out``).
         """
-        check_bits(weight_bits)
         recipe = self.recipe
+        check_weight_bits(recipe, weight_bits)
         identity = {
             "method": recipe.method,
             "net": asdict(recipe.config),
@@ -243,13 +243,22 @@ class Trainer:
         }
 
 
-def check_run(recipe: Recipe, config: TrainConfig, features: Path | None) -> None:
-    """Raise ``ValueError`` for settings that are wrong whatever the text is: blocks that are too long or too short, and
-    stored features of a target that is trained too."""
+def check_run(recipe: Recipe, config: TrainConfig, features: Path | None, weight_bits: int = 16) -> None:
+    """Raise ``ValueError`` for settings that are wrong whatever the text is: blocks that are too long or too short,
+    stored features of a target that is trained too, and as :func:`check_weight_bits` does."""
     check_context(config.context, min(recipe.target.context_length, recipe.writer.context_length))
     recipe.check_ahead(config.context, "--context")
+    check_weight_bits(recipe, weight_bits)
     if features is not None and recipe.trains_target:
         raise ValueError("features of a target that is trained too cannot be stored: leave --features out")
+
+
+def check_weight_bits(recipe: Recipe, bits: int) -> None:
+    """Raise ``ValueError`` unless the drafter can be stored in so many bits; a method that trains only the target has
+    none."""
+    check_bits(bits)
+    if bits != 16 and not recipe.has_net:
+        raise ValueError(f"{recipe.method} has no drafter to store in {bits} bits: leave --weight-bits out")
 
 
 def held_blocks(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context: int) -> list[Held]:

@@ -14,8 +14,10 @@ from foretoken.loading import check_same_tokenizer, check_vocabularies, load_mod
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
+from foretoken.models.network.capabilities import detect
 from foretoken.training.config import DistillConfig, check_context
 from foretoken.training.corpus import build_corpus, corpus_blocks, read_tokens, text_identity
+from foretoken.training.joint import check_trainable
 from foretoken.training.text_sources import PolicyText, TrainingText, written_rows, written_text
 from foretoken.training.written import write_continuations
 
@@ -31,17 +33,23 @@ def load_draft_model(
 
 
 def load_student(draft: str | Path, target: LanguageModel, tokenizer: Any, device: str | None = None) -> Any:
-    """The trainable network of a draft model (:func:`load_draft_model`)."""
+    """The trainable network of a draft model (:func:`load_draft_model`).  Raises ``ValueError`` as
+    :func:`foretoken.training.joint.check_trainable` does, too."""
     network: Any = getattr(load_draft_model(draft, target, tokenizer, device), "model", None)
+    check_trainable(network, draft)
     for parameter in network.parameters():
         parameter.requires_grad_(True)
     return network
 
 
 def check_student(student: Any, config: DistillConfig) -> None:
-    """Raise ``ValueError`` for rows longer than the draft model's context."""
+    """Raise ``ValueError`` for rows longer than the draft model's context, and for masks in a draft model without tree
+    masks: there a mask's row would read the tokens that it must predict, which stand before it."""
     longest = int(getattr(student.config.get_text_config(), "max_position_embeddings", 0) or 2**20)
     check_context(config.context, longest, "draft model's")
+    why = detect(student).missing.get("tree_mask") if config.places > 1 else None
+    if why:
+        raise ValueError(f"places={config.places} needs a draft model that can hide tokens from a mask: {why}")
 
 
 class Workshop:

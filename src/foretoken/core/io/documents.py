@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 ROWS = ".jsonl"
 CONVERSATIONS = ("messages", "conversations")
 """Keys of JSONL rows that hold a conversation: OpenAI's messages, and ShareGPT's turns."""
+
+SURROGATE, ESCAPED_SURROGATE = re.compile(r"[\ud800-\udfff]"), re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class NotTextError(ValueError):
@@ -94,8 +97,22 @@ def kind_of(file: Path) -> str:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """The readable files in a folder, sorted."""
-    return sorted(file for file in folder.rglob("*") if file.is_file() and kind_of(file))
+    """The readable files in a folder, sorted. Those of training runs in it are skipped with a warning: a run must not
+    learn from its own card and answers."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and kind_of(file))
+    inner = {parent for file in files for parent in file.parents if folder in parent.parents}
+    runs = {parent for parent in inner if _is_run(parent)}
+    for run in sorted(runs):
+        _warn(f"{run} is the folder of a training run and skipped")
+    return [file for file in files if runs.isdisjoint(file.parents)]
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint or the answers of a training run."""
+    answers = (folder / name for name in ("answers.jsonl", "answers.part.jsonl"))
+    if (folder / "answers.json").exists() and any(file.exists() for file in answers):
+        return True
+    return any(folder.glob("checkpoints/step-*/meta.json"))
 
 
 def _rows_of(file: Path, is_single: bool) -> Iterator[Record]:
@@ -206,18 +223,29 @@ def _turns(row: Mapping[str, Any], key: str, role: str) -> list[Any]:
 
 def iter_rows(file: Path) -> Iterator[tuple[str, str, Any]]:
     """Location (file and line number), text and value of every non-empty line of a JSONL file. Raises ``ValueError``
-    for a line that is not JSON."""
+    for a line that is not JSON.
+
+    JSON can escape half a surrogate pair, as in text cut inside an emoji. It is read as U+FFFD, with a warning."""
+    cut: list[str] = []
     # Not splitlines(): JSON strings may contain other line separators, such as U+2028, unescaped.
     for number, line in enumerate(_read(file).split("\n"), 1):
         if not line.strip():
             continue
         location = f"{file}, line {number}"
         try:
-            yield location, line, json.loads(line)
+            value = json.loads(line)
+            if ESCAPED_SURROGATE.search(line):
+                text = json.dumps(value, ensure_ascii=False)
+                if SURROGATE.search(text):  # whole pairs are characters by now
+                    value = json.loads(SURROGATE.sub("\ufffd", text))
+                    cut.append(location)
+            yield location, line, value
         except json.JSONDecodeError as error:
             raise ValueError(f"{location} is not JSON: {error.msg} (column {error.colno})") from None
         except RecursionError as error:
             raise ValueError(f"{location} is not JSON: {error}") from None
+    if cut:
+        _warn(f"{_count(cut, 'row')} cut inside a character, which is read as U+FFFD, the first is {cut[0]}")
 
 
 def _read(file: Path) -> str:

@@ -26,7 +26,7 @@ from foretoken.models.huggingface import HuggingFaceModel
 LARGE_VOCABULARY = 16384
 """Vocabulary size from which drafters with the target's projection predict only frequent tokens."""
 FREQUENT, COVERED = 4096, 0.995
-"""Least number of frequent tokens, and the share of the training text that they cover."""
+"""Least number of frequent tokens, and the share of the training text that they cover, if a quarter of all does."""
 LAYER_WINDOWS = ("layer_windows", "a target whose layers can be run one by one")
 """What a method needs that runs only a part of the target's layers."""
 EXPLAINED = "`foretoken methods {}` explains them"
@@ -387,7 +387,9 @@ def token_counts(tokens: np.ndarray[Any, np.dtype[Any]], vocab_size: int) -> np.
 
 
 def frequent_tokens(tokens: np.ndarray[Any, np.dtype[Any]], vocab_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The ids that make up nearly all of a text, the most frequent one first; the lower id wins a tie."""
+    """The ids that make up nearly all of a text, the most frequent one first; the lower id wins a tie.
+
+    At most a quarter of all: with more the projection would no longer be cheap."""
     counts = token_counts(tokens, vocab_size)
     order = np.argsort(-counts, kind="stable")
     needed = int(np.searchsorted(np.cumsum(counts[order]), COVERED * counts.sum())) + 1
