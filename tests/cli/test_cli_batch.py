@@ -254,3 +254,9 @@ def test_conversations_are_prompts(tmp_path: Path) -> None:
     lines = [{"messages": messages}, {"prompt": messages}, {"conversations": turns}, {"messages": begun}]
     jobs = read_jobs(write_lines(tmp_path / "in.jsonl", lines), {})
     assert [job.prompt for job in jobs] == [messages, messages, messages, begun]
+
+
+def test_seeds_of_lines_begin_again_behind_the_largest(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    jobs = read_jobs(tmp_path / "in.jsonl", {"seed": 2**64 - 1})
+    assert [job.options["seed"] for job in jobs] == [2**64 - 1, 0]

@@ -24,7 +24,6 @@ from foretoken.cli.output import json_only, print_json, progress_bar
 from foretoken.cli.turns import tell_defaults
 from foretoken.core.conversation import checked, from_sharegpt, is_messages, to_answer
 from foretoken.core.io.locks import lock
-from foretoken.core.noise import SEEDS
 from foretoken.core.values import check_text, one_line
 from foretoken.options import FIELDS as REQUEST_FIELDS
 from foretoken.options import OTHER_NAMES
@@ -176,6 +175,8 @@ def _job(row: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
     prompt = _prompt_of(row)
     shared = {name: value for name, value in options.items() if value is not None}
     if shared.get("seed") is not None:
+        from foretoken.core.noise import SEEDS
+
         shared["seed"] = (shared["seed"] + number - 1) % SEEDS
     own_options = {name: row[name] for name in OPTIONS if name in row}
     _check_sampling(own_options)
