@@ -76,6 +76,7 @@ def test_a_compiled_forward_is_not_called(family: str, whole: bool) -> None:
     assert llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == expected and not calls
     assert llm.target.weights_version == 0 and vars(network) == kept
     if family == "llama":
+        assert llm.target.is_lean, "compiling changes no results"  # type: ignore[attr-defined]
         options: dict[str, Any] = {"custom_generate": ft.custom_generate, "drafter": drafter, "do_sample": False}
         output = network.generate(torch.tensor([PROMPT]), max_new_tokens=12, eos_token_id=None, **options)
         assert output[0, len(PROMPT) :].tolist() == expected and not calls

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +223,57 @@ def test_a_forward_that_is_put_on_a_class_is_run(monkeypatch: pytest.MonkeyPatch
         assert truth(model) != before
         check(truth(model))
     check(before)
+
+
+def late(attention: Any) -> Callable[..., Any]:
+    """A forward whose effect begins at position 32, behind the texts of the check at load."""
+    own = attention.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out, weights = own(*args, **kwargs)
+        return out * torch.where(kwargs["position_ids"] >= 32, -3.0, 1.0)[..., None], weights
+
+    return forward
+
+
+def own_forwards(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.forward = late(layer.self_attn)
+
+
+def own_classes(model: Any) -> None:
+    for layer in model.model.layers:
+        plain = type(layer.self_attn)
+        forward = late(SimpleNamespace(forward=plain.forward))
+        layer.self_attn.__class__ = type("Late", (plain,), {"forward": forward})
+
+
+@pytest.mark.parametrize("change", [own_forwards, own_classes])
+def test_code_with_an_effect_on_long_texts_only_is_run(change: Callable[[Any], None]) -> None:
+    model, ids = llama(eos=None), torch.tensor([PROMPT * 3])
+
+    def written(**options: Any) -> list[int]:
+        output = model.generate(ids, max_new_tokens=12, do_sample=False, **options)
+        return output[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+    llms = [ft.load(model, drafter=None), ft.load(model, drafter="ngram", exact="bitwise")]
+    before = written()
+    assert all(llm.generate(ids[0].tolist(), **SHORT).token_ids == before for llm in llms)
+    change(model)
+    after = written()
+    assert after != before and written(custom_generate=ft.custom_generate) == after
+    for llm in (*llms, ft.load(model, drafter=None)):
+        assert llm.generate(ids[0].tolist(), **SHORT).token_ids == after
+        [refused] = [each["why"] for each in llm.describe()["refused"] if each["path"] == "lean forward"]
+        assert "model.layers.0.self_attn" in refused and "another forward than its Transformers class" in refused
+
+
+def test_experts_with_code_of_their_own_are_called_by_the_lean_forward() -> None:
+    model = new_model("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.forward = partial(lambda own, x: -own(x), layer.mlp.forward)
+    llm = ft.load(model, drafter=None)
+    assert llm.target.is_lean and answer(llm) == truth(model)  # type: ignore[attr-defined]
 
 
 def test_a_hook_that_is_taken_away_gives_the_lean_forward_back() -> None:

@@ -17,6 +17,8 @@ from transformers import (
     MarianMTModel,
     MT5Config,
     MT5ForConditionalGeneration,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
     UMT5Config,
     UMT5ForConditionalGeneration,
 )
@@ -299,6 +301,8 @@ def test_other_families_are_refused_in_one_line(network: Any) -> None:
         with pytest.raises(CapabilityError, match="without a relative position bias shared by all layers") as error:
             wrap(model(config(**shape)))
         assert "\n" not in str(error.value)
+    with pytest.raises(CapabilityError, match="switch_transformers: its experts drop tokens beyond a capacity"):
+        wrap(t5(config=SwitchTransformersConfig, model=SwitchTransformersForConditionalGeneration))
     without = t5(decoder_start_token_id=None, num_layers=1, num_decoder_layers=1)
     without.generation_config.decoder_start_token_id = None
     with pytest.raises(CapabilityError, match=r"t5: config\.json has no decoder_start_token_id"):

@@ -279,6 +279,18 @@ def test_what_goes_wrong_is_found_at_load(
     assert model.num_forwards == before + len(sequences), "one by one"
 
 
+def test_a_recurrence_that_is_replaced_is_tried_again(
+    qwen: Any, untried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert StatefulModel(qwen).joined_off == ""
+    kind = next(type(module) for module in qwen.modules() if type(module).__name__.endswith("GatedDeltaNet"))
+    plain, tried = kind.forward, []
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: plain(self, *args, **kwargs))
+    monkeypatch.setattr("foretoken.models.stateful.joined_fault", lambda model: tried.append(model) or "it differs")
+    assert StatefulModel(qwen).joined_off == StatefulModel(qwen).joined_off == "it differs"
+    assert len(tried) == 1
+
+
 def test_texts_run_alone_where_they_must_not_depend_on_others(qwen: Any) -> None:
     model: Any = wrap(qwen, exact="bitwise")
     assert isinstance(model, StatefulModel) and "one by one" in model.joined_off

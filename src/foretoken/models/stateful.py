@@ -39,7 +39,7 @@ PADDED = 16
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[object, ...], str | None]] = WeakKeyDictionary()
 """Results of self-tests: every call of ``custom_generate`` wraps the same model again."""
-_JOINED: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
+_JOINED: WeakKeyDictionary[Any, dict[tuple[object, ...], str | None]] = WeakKeyDictionary()
 """The same for sequences that share a forward."""
 
 
@@ -111,15 +111,19 @@ class StatefulModel(OneByOneModel):
     def _fault(self) -> str | None:
         """Fault found by the self-test, run once per model object, forwards, dtype, device and replay method."""
         faults = _FAULTS.setdefault(self.model, {})
-        key = (self.dtype, self.device, self.replay, *map(id, forwards_of(self.model.modules())))
+        key = self._key()
         if key not in faults:
             faults[key] = state_fault(self)
         return faults[key]
 
+    def _key(self) -> tuple[object, ...]:
+        """What a result holds for, besides the model object."""
+        return self.dtype, self.device, self.replay, *map(id, forwards_of(self.model.modules()))
+
     def _try_joined(self) -> None:
         """Test whether sequences can share a forward; a fault is reported as a refusal."""
         faults = _JOINED.setdefault(self.model, {})
-        key = (self.dtype, self.device, self.replay)
+        key = self._key()
         if key not in faults:
             faults[key] = joined_fault(self)
         self.joined_off = faults[key] or ""

@@ -96,16 +96,18 @@ def test_what_is_refused_is_said_once_with_its_reason_and_its_cost(
     assert [r.getMessage() for r in caplog.records if r.name == "foretoken"] == [str(Refusal(**refused))]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_kernels_are_judged_by_the_numbers_they_stand_for(
-    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def quantised() -> Any:
-        model = deep("llama", hidden_size=64, intermediate_size=128)
+        model = deep("llama", hidden_size=64, intermediate_size=128).to(dtype)
         quantise_linears(model, kind)
         return model
 
     assert HuggingFaceModel(quantised(), lean=False).refused == ()
+    assert HuggingFaceModel(quantised()).is_lean
     model = quantised()
     layer = next(m for m in model.modules() if isinstance(m, QuantisedLinear))
     kernel = type(layer.product).product

@@ -63,6 +63,14 @@ def test_native_is_the_lean_forward(level: str, name: str) -> None:
     compare(windows(fast), windows(twin), TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["llama", "olmo2"])
+def test_rotary_embeddings_that_follow_the_length_are_covered(level: str, name: str) -> None:
+    """OLMo 2's are float32 whatever the dtype of its states."""
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    fast, twin = both(network(name, rope_parameters=dynamic))
+    compare(outputs(fast), outputs(twin), TOLERANCE)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "granite"])
 def test_quantised_weights_are_multiplied_in_it(level: str, name: str, kind: str) -> None:

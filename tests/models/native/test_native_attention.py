@@ -208,3 +208,11 @@ def test_on_the_public_forward_they_are_not() -> None:
     """The control: PyTorch's attention and products round otherwise for another number of rows."""
     model, rng = HuggingFaceModel(new_model("llama", **LARGE).bfloat16(), lean=False), random.Random(0)
     assert sum(differing_rows(model, rng) for _ in range(8)) > 0
+
+
+@needs_it
+@pytest.mark.parametrize("wide", range(3))
+def test_numbers_of_another_dtype_are_refused(wide: int) -> None:
+    tensors = [x.float() if i == wide else x for i, x in enumerate(case(1, 2, 2, 1, 5, 32)[:3])]
+    with pytest.raises(RuntimeError, match="attention takes bfloat16, not"):
+        attention(*tensors, None, 1.0)

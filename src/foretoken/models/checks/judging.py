@@ -225,8 +225,8 @@ class Judge:
         logits = probe_logits(network, run, dtype, self.ids)
         if logits is None:
             return "it cannot be run, or its logits are not finite"
-        # The public forward in a wider dtype does not show the rounding of bfloat16 arithmetic.
-        finer = network.dtype in (torch.float32, torch.float64)
+        # Only a public forward in bfloat16 shows the rounding of bfloat16 arithmetic.
+        finer = network.dtype != torch.bfloat16
         rounding = APART[torch.bfloat16] if coarse and finer else self.rounding[network.dtype]
         errors = _errors(logits, self.truth)
         for kind in ("chain", "tree"):

@@ -46,6 +46,10 @@ class DecoderForward:
         self.config = model.config
         self.answer_start = _answer_start(model)
         self.bias = _biased_layer(model)
+        if hasattr(self.config, "expert_capacity"):
+            raise CapabilityError(
+                f"{self.config.model_type}: its experts drop tokens beyond a capacity, so drafts would change the text"
+            )
         self.capabilities = Capabilities(
             layer_windows=False,
             missing={"layer_windows": WHOLE_LAYERS, "prompt_logits": "an encoder reads the prompt, and has no logits"},

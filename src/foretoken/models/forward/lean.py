@@ -26,6 +26,7 @@ from foretoken.models.linear.product import Product, QuantisedLinear, has_quanti
 from foretoken.models.linear.updated import RowGate
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.extra import known_ids, put_in
+from foretoken.models.network.own_code import is_changed
 from foretoken.models.network.rotary import LeanTurns
 from foretoken.models.network.watch import has_hooks
 
@@ -280,12 +281,24 @@ def _not_covered(owner: Network) -> str | None:
         return f"it does not support this variant of {kind}"
     if not _has_plain_linears(owner.model, family):
         return f"this {kind} model has linear layers of another kind (adapted, or quantised by another package)"
+    changed = _changed_module(owner.model, family)
+    if changed is not None:
+        return f"{changed} has another forward than its Transformers class, which only the model's own forward calls"
     size = sum(p.numel() for p in owner.model.parameters())
     if owner.packing.home is None and size > MAX_PARAMETERS:
         return (
             f"its layers must stay as they are, and {size / 1e9:.1f}b weights, above {MAX_PARAMETERS / 1e9:.1f}b, are "
             "not copied: ft.load(model, pack=True) packs those of a model object in place"
         )
+    return None
+
+
+def _changed_module(model: Any, family: Family) -> str | None:
+    """Name of a module whose code is not its class's; the lean forward calls the experts' own."""
+    for name, module in model.named_modules():
+        called = family.experts and family.mlp in name.split(".")
+        if not called and is_changed(module):
+            return f"{name} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
     return None
 
 

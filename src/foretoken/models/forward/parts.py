@@ -26,6 +26,9 @@ SAMPLED_ROWS = 64
 LAYER_ROWS = 4
 """Number of rows of each decoder weight in a fingerprint."""
 
+MOST_OFF = 0.1
+"""Deviation of a target's logits from those of its parts, in units of their spread: rounding to 8 bits stays below."""
+
 
 class QuantisedTargetWarning(UserWarning):
     """The target's weights are stored differently than when the drafter was trained."""
@@ -148,9 +151,10 @@ class TargetParts:
         self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
+        self._scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
         if getattr(config, "scale_decoder_outputs", False):
             self._scale *= self.hidden_size**-0.5
-        self._cap = getattr(config, "final_logit_softcapping", None)
+        self._cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
         self.answer_start = model.answer_start
         self._packed: Projection | None = None
 
@@ -211,6 +215,19 @@ class TargetParts:
             logits = logits * self._scale
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Raise ``CapabilityError`` if the logits of short texts are not :meth:`logits` of their last states."""
+        ids = torch.arange(1, 33, device=self.device).view(4, 8) * 7919 % self.vocab_size
+        states, out = self._states(ids, ("last",))
+        last, logits = states["last"][:, -1], out.logits[:, -1].double()
+        if last.shape[-1] == self.hidden_size and logits.shape[-1] == len(self.head.weight):
+            # Medians, as some families set the logits of some ids to -inf.
+            off, size = (self.logits(last).double() - logits).abs().median(), (logits - logits.median()).abs().median()
+            if off <= MOST_OFF * size:
+                return
+        raise CapabilityError(f"{type(self.network).__name__} has a vocabulary head that trained drafters cannot copy")
+
     def features(self, tokens: Tensor, taps: Sequence[str], grad: bool = False) -> dict[str, Tensor]:
         """Hidden states [b, n, D] by tap name for whole texts [b, n], without a cache; no forward without taps.
 
@@ -218,15 +235,20 @@ class TargetParts:
         """
         if not taps:
             return {}
+        with torch.set_grad_enabled(grad):
+            return self._states(tokens, taps)[0]
+
+    def _states(self, tokens: Tensor, taps: Sequence[str]) -> tuple[dict[str, Tensor], Any]:
+        """:meth:`features`, and the network's own output with the logits after the last token."""
         start = len(self.answer_start)
-        with torch.set_grad_enabled(grad), recording(self.network, taps) as states:
+        with recording(self.network, taps) as states:
             if start:
                 prompt = tokens[:, : max(1, tokens.shape[1] // 2)]
                 answer = torch.cat([tokens.new_tensor(self.answer_start).expand(len(tokens), -1), tokens], 1)
-                self.network(input_ids=prompt, decoder_input_ids=answer, use_cache=False)
+                out = self.network(input_ids=prompt, decoder_input_ids=answer, use_cache=False)
             else:
-                self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
-        return {name: state[:, start:] for name, state in states.items()}
+                out = self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return {name: state[:, start:] for name, state in states.items()}, out
 
     @property
     def final_norm(self) -> torch.nn.Module:

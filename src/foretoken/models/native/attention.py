@@ -32,7 +32,10 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
 
     Raises:
         MemoryError: If the intermediate results do not fit.
+        RuntimeError: Another dtype.
     """
+    if not query.dtype == keys.dtype == values.dtype == torch.bfloat16:
+        raise RuntimeError(f"attention takes bfloat16, not {query.dtype}, {keys.dtype} and {values.dtype}")
     batch, heads, rows, size = query.shape
     slots = keys.shape[2]
     if mask is not None and mask.stride(3) != 1:

@@ -68,7 +68,10 @@ def _not_compiled(network: Any) -> Iterator[None]:
 
 
 def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A function for this thread only: other threads get the result of ``elsewhere``, or ``None``."""
+    """A function for this thread only: other threads get the result of ``elsewhere``, or ``None``.
+
+    Its attribute ``runs`` is ``function``.
+    """
     thread = get_ident()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -76,6 +79,7 @@ def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any] | None
             return function(*args, **kwargs)
         return None if elsewhere is None else elsewhere(*args, **kwargs)
 
+    run.runs = function  # type: ignore[attr-defined]
     return run
 
 

@@ -17,6 +17,9 @@ from torch import nn
 
 from foretoken.models.network.rotary import follows_length
 
+KNOWN_PACKAGES = ("torch", "transformers", "foretoken")
+"""Packages whose classes have the code that their names say."""
+
 
 def numbers_by_module(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, list[str]]]:
     """Modules with plain numbers (``scaling``, ``variance_epsilon``, ``top_k``), and the names of these.
@@ -104,6 +107,18 @@ def mark_of(kind: type[nn.Module]) -> str | None:
     if any(home.partition(".")[0] not in (package, "torch", "transformers") for home in homes):
         return None
     return "\n".join(_text(function) for function in functions)
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether a module runs other code than that of a class of PyTorch, Transformers or this package: its own
+    ``forward``, a class from elsewhere (a subclass, another package's kernel), or a forward put on its class."""
+    kind = type(module)
+    own = vars(module).get("forward")
+    own = getattr(own, "runs", own)  # in this thread
+    own = getattr(own, "_torchdynamo_orig_callable", own)  # the result of compiled code is the same
+    if own is not None and getattr(own, "__func__", None) is not kind.forward:
+        return True
+    return kind.__module__.partition(".")[0] not in KNOWN_PACKAGES or mark_of(kind) is None
 
 
 def _text(function: FunctionType) -> str:

@@ -200,6 +200,7 @@ class LeanTurns:
         turns: dict[str, tuple[Tensor, Tensor]] = {}
         for kind in self.kinds:
             cos, sin = self.rotary.turns(0, lengths[None], like, positions[None], kind or None)
+            cos, sin = cos.to(self.dtype), sin.to(self.dtype)  # OLMo 2's are always float32
             first, second = sin[0].chunk(2, -1)
             turns[kind] = cos[0][:, None], torch.cat([-first, second], -1)[:, None]
         return turns

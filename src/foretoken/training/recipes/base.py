@@ -127,6 +127,7 @@ class Recipe(ABC):
     def __init__(self, target: LanguageModel, parts: TargetParts, settings: Mapping[str, str], seed: int = 0) -> None:
         self.target, self.parts = target, parts
         self._check_target()
+        parts.check_head()
         self.config = self.configure(settings)
         self.check_ahead(target.context_length, "the target's context")  # before a network of that size is created
         with torch.random.fork_rng():

@@ -42,6 +42,7 @@ class SpecdecPpRecipe(Recipe):
 
     def __init__(self, judge: LanguageModel, draft: LanguageModel, settings: Mapping[str, str], seed: int = 0) -> None:
         self.judge, self.judge_parts = judge, TargetParts(judge)
+        self.judge_parts.check_head()
         self.judge_parts.network.requires_grad_(False)
         super().__init__(draft, TargetParts(draft), settings, seed)
         self.width = min(self.parts.vocab_size, self.judge_parts.vocab_size)
