@@ -13,6 +13,7 @@ import torch
 from checkpoints import new_model, prompt_of, save
 from seq2seq import t5
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import foretoken as ft
 from foretoken.llm import Llm
@@ -266,6 +267,30 @@ def test_code_with_an_effect_on_long_texts_only_is_run(change: Callable[[Any], N
         assert llm.generate(ids[0].tolist(), **SHORT).token_ids == after
         [refused] = [each["why"] for each in llm.describe()["refused"] if each["path"] == "lean forward"]
         assert "model.layers.0.self_attn" in refused and "another forward than its Transformers class" in refused
+
+
+class Extended(LlamaForCausalLM):
+    """A subclass that a user may write around a model: nothing that a forward runs is another."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.note = "mine"
+
+    def num_own_layers(self) -> int:
+        return len(self.model.layers)
+
+
+class Handed(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("kind", "lean"), [(Extended, True), (Handed, False)])
+def test_a_subclass_is_lean_unless_it_overrides_something(kind: Any, lean: bool) -> None:
+    model = llama(eos=None)
+    model.__class__ = kind
+    llm = ft.load(model, drafter=None)
+    assert answer(llm) == truth(model) and llm.target.is_lean == lean  # type: ignore[attr-defined]
 
 
 def test_experts_with_code_of_their_own_are_called_by_the_lean_forward() -> None:

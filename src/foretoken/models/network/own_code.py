@@ -111,14 +111,24 @@ def mark_of(kind: type[nn.Module]) -> str | None:
 
 def is_changed(module: nn.Module) -> bool:
     """Whether a module runs other code than that of a class of PyTorch, Transformers or this package: its own
-    ``forward``, a class from elsewhere (a subclass, another package's kernel), or a forward put on its class."""
+    ``forward``, a class from elsewhere that overrides more than the constructor (a subclass, another package's kernel),
+    or a forward put on its class."""
     kind = type(module)
     own = vars(module).get("forward")
     own = getattr(own, "runs", own)  # in this thread
     own = getattr(own, "_torchdynamo_orig_callable", own)  # the result of compiled code is the same
     if own is not None and getattr(own, "__func__", None) is not kind.forward:
         return True
-    return kind.__module__.partition(".")[0] not in KNOWN_PACKAGES or mark_of(kind) is None
+    return _overrides(kind) or mark_of(kind) is None
+
+
+def _overrides(kind: type[nn.Module]) -> bool:
+    """Whether classes from elsewhere override something of those that they derive from."""
+    known = next(base for base in kind.__mro__ if base.__module__.partition(".")[0] in KNOWN_PACKAGES)
+    others = kind.__mro__[: kind.__mro__.index(known)]
+    free = {"__init__", "__module__", "__doc__", "__annotations__"}
+    added = [(name, value) for base in others for name, value in vars(base).items() if name not in free]
+    return any(getattr(known, name, value) is not value for name, value in added)
 
 
 def _text(function: FunctionType) -> str:
