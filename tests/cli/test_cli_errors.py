@@ -210,7 +210,7 @@ def test_an_empty_stdin_that_was_asked_for_is_an_empty_prompt(
     run: Any, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    check(run("generate", "-", "--target", target), "prompt is empty")
+    check(run("generate", "-", "--target", target), "standard input is empty")
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
