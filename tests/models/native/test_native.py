@@ -3,6 +3,7 @@ of a machine that cannot have them."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -247,6 +248,25 @@ def test_a_damaged_library_is_made_again(fresh: Path, content: bytes) -> None:
     file.parent.mkdir()
     file.write_bytes(content)
     assert library.why_not() is None and len(file.read_bytes()) > 1000
+
+
+@needs_it
+def test_a_truncated_library_is_not_loaded(fresh: Path) -> None:
+    assert library.why_not() is None
+    (file,) = (fresh / "foretoken").glob("native-*.so")
+    whole = file.read_bytes()
+    code = "from foretoken.models.native import library; print(library.why_not())"
+    said = {}
+    for size in (63, len(whole) // 2, len(whole) - 4096, len(whole)):
+        file.unlink()  # this process has mapped the first one
+        file.write_bytes(whole[:size])
+        process = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "CXX": "false"}, capture_output=True, text=True
+        )
+        assert process.returncode == 0, f"{size} of {len(whole)} bytes: {process.stderr}"
+        said[size] = process.stdout.strip()
+    assert said.pop(len(whole)) == "None"
+    assert all(line.startswith("the kernels could not be compiled: ") for line in said.values())
 
 
 def test_a_compiler_that_fails_leaves_pytorchs_products(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

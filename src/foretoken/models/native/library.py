@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -186,7 +187,7 @@ def _compiled(chosen: str) -> ctypes.CDLL:
     """The library in the cache folder, compiled if missing or damaged."""
     cached = cache_folder() / compiling.file_name(chosen)
     try:
-        if cached.exists():
+        if cached.exists() and _is_whole(cached):
             return ctypes.CDLL(str(cached))
     except OSError:  # damaged, or from another system that shares the folder
         pass
@@ -200,3 +201,14 @@ def _compiled(chosen: str) -> ctypes.CDLL:
         except OSError:  # read-only cache: every process compiles for itself
             return ctypes.CDLL(str(compiled))
         return ctypes.CDLL(str(cached))
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library has its table of sections, which linkers write last.  The loader maps a truncated one without
+    an error, and the first read beyond its end kills the process."""
+    with library.open("rb") as opened:
+        header = opened.read(64)
+    if len(header) < 64:
+        return False
+    start, size, count = (*struct.unpack_from("=Q", header, 0x28), *struct.unpack_from("=HH", header, 0x3A))
+    return bool(start + size * count <= library.stat().st_size)
