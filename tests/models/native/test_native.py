@@ -280,6 +280,39 @@ def test_a_compiler_that_fails_leaves_pytorchs_products(fresh: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (
+            "In file included from a.h:1,\n                 from x.cpp:1:\na.h:1:10: fatal error: omp.h: No such file\n"
+            "    1 | #include <omp.h>\n      |          ^~~~~~~\ncompilation terminated.",
+            "a.h:1:10: fatal error: omp.h: No such file",
+        ),
+        (
+            "/usr/bin/ld: cannot find -lm: No such file\ncollect2: error: ld returned 1 exit status",
+            "/usr/bin/ld: cannot find -lm: No such file",
+        ),
+        ("x.cpp:1: Fehler: unbekannt\n  1 | x", "x.cpp:1: Fehler: unbekannt"),
+        ("x.cpp: error: \udcff", "x.cpp: error: \ufffd"),
+        ("\n", "wrapper ends with 3 and says nothing"),
+        ("", "wrapper ends with 3 and says nothing"),
+    ],
+)
+def test_the_reason_is_the_compilers_first_fault(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, output: str, reason: str
+) -> None:
+    monkeypatch.setattr(library, "_cpu_has", lambda question: True)
+    monkeypatch.setattr(library.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    (fresh / "output").write_bytes(output.encode(errors="surrogateescape"))
+    wrapper = fresh / "wrapper"
+    wrapper.write_text(f"#!/bin/sh\ncat {fresh}/output >&2\nexit 3\n")
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    said = (library.why_not() or "").replace(f"{fresh}/", "")
+    assert said == f"the kernels could not be compiled: {reason}"
+
+
+@pytest.mark.parametrize(
     ("system", "flags", "compiler", "reason"),
     [
         ("Darwin", ("_is_avx512_bf16_supported", "_is_vnni_supported"), "g++", "made for Linux"),

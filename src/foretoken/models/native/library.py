@@ -131,7 +131,7 @@ def _loaded() -> _KernelLibrary | str:
     try:
         functions = _compiled(chosen)
     except (OSError, subprocess.SubprocessError) as error:
-        reason = f"the kernels could not be compiled: {str(error).strip().splitlines()[-1]}"
+        reason = f"the kernels could not be compiled: {compiling.first_fault(error)}"
         return f"{fault}; {reason}" if fault else reason
     return _KernelLibrary(functions, f"compiled here; {fault}" if fault else "compiled here")
 
