@@ -70,7 +70,7 @@ def level() -> str | None:
     Raises:
         ValueError: ``FORETOKEN_CPU`` has an unknown value, or requires instructions that the CPU lacks.
     """
-    choice = os.environ.get(SWITCH, "native")
+    choice = os.environ.get(SWITCH) or "native"
     if choice not in ALLOWED:
         raise ValueError(f"{SWITCH} must be one of {', '.join(ALLOWED)}, not {choice!r}")
     highest = _cpu_level(ALLOWED[choice])
