@@ -148,6 +148,8 @@ def _defaults(values: Mapping[str, Any], origin: str, source: str) -> Generation
     """Defaults from fields.  Errors name ``origin``; the result names ``source``."""
     stated = {name: values.get(THEIR_NAMES.get(name, name)) for name in RANGES}
     settings = {name: value for name, value in stated.items() if value is not None}
+    if settings.get("top_k") == -1:  # all tokens, as vLLM's users write it
+        settings["top_k"] = 0
     for name, value in settings.items():
         _check(name, value, origin)
     _check_ends(values.get("eos_token_id"), origin)
