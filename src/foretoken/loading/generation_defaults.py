@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.checkpoints import LoadError, is_adapter, is_builtin, location_of, resolve
+from foretoken.core.io.hub_ids import expanded
 from foretoken.loading.adapters import read_adapter
 from foretoken.loading.gguf import is_gguf, sampling_of
 from foretoken.loading.handed import unwrapped
@@ -125,7 +126,7 @@ def _in_header(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 def _file_of(source: str) -> Path | None:
     """The file beside a model's weights, in its folder or in the hub's cache; ``None`` if there is none."""
-    folder = Path(resolve(source)).expanduser()
+    folder = expanded(resolve(source))
     if is_adapter(folder):
         return _file_of(read_adapter(folder).base)
     if folder.is_dir():

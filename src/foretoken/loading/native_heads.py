@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foretoken.core.io.checkpoints import LoadError
+from foretoken.core.io.hub_ids import expanded
 from foretoken.models.checks.finite import check_finite
 from foretoken.models.forward.heads.mtp import modules_of
 
@@ -73,7 +74,7 @@ def _absence(source: str, announced: int) -> str:
 
 def _files(source: str, num_layers: int) -> dict[Path, list[str]]:
     """Names of tensors by file; empty for a network made in memory and for a GGUF file, which has no head."""
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     if source and folder.is_file():
         return {}
     if source and folder.is_dir():
