@@ -75,7 +75,8 @@ def custom_generate(
         input_ids: [B, n] prompts, left-padded.
         logits_processor: Transformers' processors, temperature and filters included.
         stopping_criteria: end-of-text ids and lengths are handled here, others are called after every token with the
-            row's ids [1, n].
+            row's ids [1, n]. ``StopStringCriteria(tokenizer, [...])`` replaces ``stop_strings``, for which Transformers
+            misses the tokenizer even if it is given.
         generation_config: pad token and output form.
         synced_gpus: not supported.
         streamer: a Transformers streamer that gets the prompt and then every round's tokens (one row only).

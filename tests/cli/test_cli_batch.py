@@ -260,3 +260,16 @@ def test_seeds_of_lines_begin_again_behind_the_largest(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     jobs = read_jobs(tmp_path / "in.jsonl", {"seed": 2**64 - 1})
     assert [job.options["seed"] for job in jobs] == [2**64 - 1, 0]
+
+
+def test_files_below_home(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell replaces ``~`` between quotes, or behind ``=``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "for i"}\n')
+    assert run("batch", "builtin", "~/in.jsonl", "~/out.jsonl", "--max-new-tokens=3").code == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["num_new_tokens"] == 3
+    (tmp_path / "q.txt").write_text("for i")
+    assert run("generate", "builtin", "--prompt-file=~/q.txt", "--max-new-tokens=3").code == 0
+    unknown = run("generate", "builtin", "--prompt-file=~nobody_of_this_name/q.txt")
+    assert unknown.code == 2 and "no folder here: write the whole path" in unknown.err

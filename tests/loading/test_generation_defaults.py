@@ -86,6 +86,8 @@ def test_without_them_everything_is_greedy(folder: Path) -> None:
         ),
         ({"do_sample": True}, {"temperature": 1.0}, ""),
         ({"do_sample": False, "temperature": 1.0, "top_k": None}, {}, ""),
+        ({"do_sample": True, "temperature": 0.7, "top_k": -1}, {"temperature": 0.7}, ""),
+        ({"temperature": 1.0, "top_k": -1}, {}, ""),
     ],
     ids=str,
 )
@@ -106,6 +108,7 @@ def test_contradictions_are_said_in_one_line(
         ("temperature", -1),
         ("temperature", "hot"),
         ("top_k", 2.5),
+        ("top_k", -2),
         ("repetition_penalty", 0),
         ("max_new_tokens", 0),
         ("min_p", True),

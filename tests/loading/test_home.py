@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import foretoken as ft
 from foretoken.core.io.checkpoints import resolve
-from foretoken.loading import ZOO, load_tokenizer
+from foretoken.loading import ZOO, load_tokenizer, read_profile
 from foretoken.loading.draft_models import _is_small
 from foretoken.methods.drafters.datastore import build_datastore
 from foretoken.methods.drafters.ngram_cache import build_static_cache
+from foretoken.server.config import settings_from
+from foretoken.training.formats.transfer import import_drafter
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +53,45 @@ def test_files_of_drafters(home: Path) -> None:
     assert {"store", "static", "cache"} <= {path.name for path in home.iterdir()} and not (home / "~").exists()
 
 
-@pytest.mark.parametrize("place", ["target", "draft", "datastore"])
-def test_a_user_that_is_unknown_is_one_line(place: str) -> None:
-    unknown = "~nobody_of_this_name/model"
-    loads = {
-        "target": lambda: ft.load(unknown),
-        "draft": lambda: ft.load("builtin", drafter=f"model:{unknown}"),
-        "datastore": lambda: ft.load("builtin", drafter=f"retrieval:{unknown}"),
-    }
+def test_a_profile(home: Path) -> None:
+    (home / "tuned.json").write_text('{"drafter": "ngram,k=3"}')
+    assert read_profile("~/tuned.json") == {"drafter": "ngram,k=3"}
+
+
+def test_settings_of_a_server(home: Path) -> None:
+    (home / "keys").write_text("secret\n")
+    (home / "serve.yaml").write_text("max_running: 3\napi_key_file: ~/keys\n")
+    settings = settings_from({}, Path("~/serve.yaml"), {})
+    assert (settings.max_running, settings.api_keys) == (3, ("secret",))
+
+
+UNKNOWN = "~nobody_of_this_name/model"
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda: ft.load(UNKNOWN),
+        lambda: ft.load("builtin", profile=UNKNOWN),
+        lambda: ft.load("builtin", controller=f"specdec_pp:{UNKNOWN}"),
+        lambda: import_drafter(UNKNOWN, "out"),
+        lambda: import_drafter("target", UNKNOWN),
+        *(
+            lambda spec=spec: ft.load("builtin", drafter=spec)
+            for spec in (
+                f"model:{UNKNOWN}",
+                f"eagle3:{UNKNOWN}",
+                f"retrieval:{UNKNOWN}",
+                f"layer_skip:{UNKNOWN}",
+                f"model,tree={UNKNOWN}",
+                f"eagle3,tree={UNKNOWN}.json",
+                f"model,vocab={UNKNOWN}",
+                f"{UNKNOWN}.py:Drafter",
+            )
+        ),
+    ],
+)
+def test_a_user_that_is_unknown_is_one_line(load: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match="no folder here: write the whole path") as caught:
-        loads[place]()
+        load()
     assert "\n" not in str(caught.value)

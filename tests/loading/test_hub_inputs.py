@@ -275,6 +275,8 @@ def test_stop_strings() -> None:
     assert plain.shape[1] < 17
     with pytest.raises(ValueError, match="could not locate a tokenizer"):
         ours(model, stop_strings=[stop], tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="token healing, you must pass the model's tokenizer"):
+        ours(model, token_healing=True, tokenizer=tokenizer)
     assert torch.equal(ours(model, stopping_criteria=[StopStringCriteria(tokenizer, [stop])]), plain)
 
 

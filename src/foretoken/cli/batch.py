@@ -23,6 +23,7 @@ from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, progress_bar
 from foretoken.cli.turns import tell_defaults
 from foretoken.core.conversation import checked, from_sharegpt, is_messages, to_answer
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.io.locks import lock
 from foretoken.core.values import check_text, one_line
 from foretoken.options import FIELDS as REQUEST_FIELDS
@@ -58,7 +59,7 @@ def batch_command(
     Exit code 1: some lines failed, now or in an earlier run; their answers give the reason.  Delete these to ask again.
     """
     model, files = model_before(words, "IN OUT")
-    common, (source, out) = common.of(model), map(Path, files)
+    common, (source, out) = common.of(model), map(expanded, files)
     if source.is_dir():
         raise ValueError(f"IN {source} is a folder; with a model first, give three: MODEL IN OUT")
     if out.exists() and source.exists() and source.samefile(out):

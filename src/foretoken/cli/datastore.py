@@ -11,6 +11,7 @@ import typer
 from foretoken.cli.model_argument import HELP, Target, WordsCommand, existing_model, is_model, names_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import check_inputs, json_only, print_json, progress_bar
+from foretoken.core.io.hub_ids import expanded
 
 app = typer.Typer(help="Build the datastores of retrieval drafters.", no_args_is_help=True)
 
@@ -63,5 +64,5 @@ def build_command(
 def _model_and_data(words: Sequence[str]) -> tuple[str | None, list[Path]]:
     """Split ``[MODEL] DATA...``.  The first of several words is MODEL if it names a model and no existing text."""
     first = words[0]
-    has_model = len(words) > 1 and names_model(first) and (is_model(first) or not Path(first).expanduser().exists())
+    has_model = len(words) > 1 and names_model(first) and (is_model(first) or not expanded(first).exists())
     return (first if has_model else None), [Path(word) for word in words[has_model:]]

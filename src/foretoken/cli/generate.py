@@ -18,6 +18,7 @@ from foretoken.cli.model_argument import model_and_prompt
 from foretoken.cli.options import OWN_SAMPLING, Common, Json, with_common
 from foretoken.cli.output import has_colour, json_only, print_json, print_text, screen, status_line
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
+from foretoken.core.io.hub_ids import expanded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -228,7 +229,7 @@ def read_prompt(prompt: str | None, file: Path | None, text: str | None = None) 
 def read_text(file: Path) -> str:
     """Text of a UTF-8 file, without a byte order mark.  Raises ``ValueError`` for other encodings."""
     try:
-        return file.read_text(encoding="utf-8-sig")
+        return expanded(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text") from None
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.names import did_you_mean
 
 BUILTIN = "builtin"
@@ -54,17 +54,17 @@ def is_model(text: str) -> bool:
     if text == BUILTIN or text.startswith(f"{BUILTIN}:") or text in MODELS:
         return True
     try:
-        path = Path(text).expanduser()
+        path = expanded(text)
         configs = ("config.json", "adapter_config.json")
         return any((path / file).is_file() for file in configs) or (path.suffix == ".gguf" and path.is_file())
-    except (OSError, ValueError, RuntimeError):  # too long for a path, or contains a null byte
+    except (OSError, ValueError):  # too long for a path, or contains a null byte
         return False
 
 
 def _is_file(text: str) -> bool:
     try:
-        return Path(text).expanduser().is_file()
-    except (OSError, ValueError, RuntimeError):
+        return expanded(text).is_file()
+    except (OSError, ValueError):
         return False
 
 

@@ -17,6 +17,7 @@ import typer
 from foretoken.cli.model_argument import HELP, GroupModel, Model, existing_model, one_model
 from foretoken.cli.output import doing
 from foretoken.cli.settings import FromOptions, parameter, parameters_of, signed, with_settings
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.settings import flag, setting
 from foretoken.options import COMMAND_LINE, FIELDS, FILTERS, Field
 from foretoken.registry import find, parse_spec
@@ -256,7 +257,7 @@ def check_drafter(spec: str) -> None:
     parsed = parse_spec(spec)
     find("drafter", parsed.name)
     path = parsed.path
-    if path is not None and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
+    if path is not None and path.startswith((".", "/", "~")) and not expanded(path).exists():
         raise ValueError(f"drafter {parsed.name!r}: no such file or folder: {path}")
 
 

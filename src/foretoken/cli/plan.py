@@ -12,6 +12,7 @@ from foretoken.cli.options import Json
 from foretoken.cli.output import check_out, json_only, print_json, print_table, screen, table
 from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.core.costs import RoundCosts, TargetCost
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.settings import setting
 from foretoken.lab.plan.ahead import AheadRow, ahead_row, ahead_summary
 from foretoken.lab.plan.assumptions import Assumptions, CallCost, Flat, Measured
@@ -247,7 +248,7 @@ def _or_never(value: float | None, k: int) -> str:
 def _read(file: Path) -> dict[str, Any]:
     """A profile with measured costs."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = expanded(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the profile {file}: {getattr(error, 'strerror', None) or 'no text'}") from None
     try:

@@ -14,6 +14,7 @@ from foretoken.cli.generate import PromptFile, Task, common_and_prompt
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import check_out, has_colour, json_only, print_json, print_table, print_text, screen, table
 from foretoken.cli.turns import Raw, System, check_system, check_turn, prompt_for, tell_defaults, tell_empty
+from foretoken.core.io.hub_ids import expanded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -188,7 +189,7 @@ def trace_file(words: Sequence[str] | None, names: Collection[str]) -> Path | No
     """
     if words is None or len(words) != 1 or not words[0].endswith(".jsonl") or len(words[0].split()) != 1:
         return None
-    file = Path(words[0]).expanduser()
+    file = expanded(words[0])
     if not file.is_file():
         raise ValueError(f"no such trace: {file}")
     if wrong := sorted(set(names) - {"words", "out", "request", "number", "as_json"}):

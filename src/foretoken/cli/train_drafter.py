@@ -34,6 +34,7 @@ from foretoken.training.run_folder import run_folder
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from foretoken.methods.controllers.base import Controller
     from foretoken.methods.drafters.base import Drafter
@@ -94,7 +95,7 @@ def make_command(method: str) -> Callable[..., None]:
                 )
                 bar.say(corpus_line(trainer.corpus))
                 if recipe.frequent is not None:
-                    bar.say(vocabulary_line(recipe, trainer.sampler.learned_ids))
+                    bar.say(vocabulary_line(recipe, recipe.frequent, trainer.sampler.learned_ids))
                 with stop.in_steps(bar.say, out):
                     report = trainer.run(
                         evaluate=_trial(trainer, served), on_step=bar.on_step, weight_bits=weight_bits,
@@ -240,14 +241,13 @@ def corpus_line(corpus: Mapping[str, Any]) -> str:
     return f"{text}; {held_part['documents']:,} documents of {held_part['tokens']:,} tokens are held out"
 
 
-def vocabulary_line(recipe: Recipe, tokens: NDArray[Any]) -> str:
-    """One line: the number of tokens that are drafted, and their share of the training text ``tokens``."""
+def vocabulary_line(recipe: Recipe, frequent: Tensor, tokens: NDArray[Any]) -> str:
+    """One line: the number of ``frequent`` tokens, which are drafted, and their share of the training text ``tokens``."""
     from foretoken.training.recipes.base import token_counts
 
-    assert recipe.frequent is not None
     counts, total = token_counts(tokens, recipe.parts.vocab_size), recipe.parts.vocab_size
-    share = counts[recipe.frequent.cpu().numpy()].sum() / counts.sum()
-    return f"{recipe.method} drafts {len(recipe.frequent):,} of {total:,} tokens, {share:.1%} of the training text"
+    share = counts[frequent.cpu().numpy()].sum() / counts.sum()
+    return f"{recipe.method} drafts {len(frequent):,} of {total:,} tokens, {share:.1%} of the training text"
 
 
 def brief(acceptance: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from foretoken.cli.options import Common, Json, refuse_options_before, with_comm
 from foretoken.cli.output import check_out, json_only, place_of, print_json, progress_bar, screen
 from foretoken.cli.settings import FromOptions
 from foretoken.cli.tune import MAX_PROMPTS
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.settings import setting
 from foretoken.options import FILTERS
 
@@ -101,7 +102,7 @@ def _offers(common: Common, folders: Sequence[Path], from_model: bool) -> list[s
     from foretoken.loading import read_profile
 
     drafter = None if common.profile is None else read_profile(common.profile).get("drafter")
-    beside = Path(common.target).expanduser()
+    beside = expanded(common.target)
     inside = [path for path in candidates_in(beside) if path != beside] if from_model and beside.is_dir() else []
     specs = [] if drafter is None else [drafter]
     for folder in folders:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.values import with_article
 
 
@@ -32,7 +33,7 @@ def refuse_code(spec: Any, source: str) -> None:
 def check_code(name: str) -> None:
     """Raise ``ValueError`` for an invalid ``file.py:Class``, before anything is imported."""
     file, _, cls = name.partition(":")
-    if not Path(file).expanduser().is_file():
+    if not expanded(file).is_file():
         raise ValueError(f"there is no file {file}: give a drafter from outside as file.py:Class")
     if not cls.isidentifier():
         raise ValueError(f"{name!r} has no class name: give a drafter from outside as file.py:Class")
@@ -43,7 +44,7 @@ def class_in_file(name: str) -> type[Any]:
     ``ValueError`` if it is no drafter, or if the file raises."""
     check_code(name)
     path, _, cls = name.partition(":")
-    module = _run(Path(path).expanduser().resolve())
+    module = _run(expanded(path).resolve())
     drafter = vars(module).get(cls)
     if drafter is None:
         drafters = {key: value for key, value in vars(module).items() if _is_drafter(value)}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from foretoken.core.io.checkpoints import ADAPTER_CONFIG, LoadError, is_adapter, resolve
 from foretoken.core.io.files import save_described
+from foretoken.core.io.hub_ids import expanded
 from foretoken.models.checks.finite import check_finite
 from foretoken.models.linear.packing import is_plain
 from foretoken.models.network.low_rank import merged
@@ -77,7 +78,7 @@ def read_adapter(folder: Path) -> AdapterConfig:
         raise LoadError(f"{file} uses {', '.join(variants)}, and only a plain LORA can be merged: merge it with PEFT")
     if not base:
         raise LoadError(f"{file} names no base model: write its folder or hub id to base_model_name_or_path")
-    if is_adapter(Path(resolve(base)).expanduser()):
+    if is_adapter(expanded(resolve(base))):
         raise LoadError(f"the base model {base} of {folder} is an adapter itself: merge that one first")
     listed = settings.get("target_modules")
     chosen = settings.get("layers_to_transform") is not None or bool(settings.get("exclude_modules"))

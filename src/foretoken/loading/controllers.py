@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from foretoken.core.io.checkpoints import ZOO
+from foretoken.core.io.hub_ids import expanded
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.nets.specdec_pp import StopHead, StopHeadConfig
 from foretoken.methods.drafters.nets.store import build_net, read_stored
@@ -22,7 +22,7 @@ class ControllerContext:
     def stop_head(self, path: str | None) -> tuple[nn.Module, Any]:
         """The head in a folder (default: the built-in draft model's), and the fingerprint of the model that it reads.
         Raises ``ValueError`` if there is no trained head."""
-        folder = ZOO / METHOD if path is None else Path(path).expanduser()
+        folder = ZOO / METHOD if path is None else expanded(path)
         if not folder.is_dir():
             raise ValueError(
                 f"{folder} is not a folder with a trained stop head: make one with `foretoken train {METHOD}`"

@@ -14,6 +14,7 @@ from foretoken.core import Limits, with_article
 from foretoken.core.io import named_models
 from foretoken.core.io.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.core.io.drafter_folders import IMPORTED, OURS
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.io.named_models import named_model
 from foretoken.core.outside import OutsideError, fault_message, fault_of, is_outside, line_of
 from foretoken.engine.errors import as_error, blamed, blaming
@@ -358,7 +359,7 @@ def drafter_folder(name: str, path: str | None, target_source: Any, target: Lang
                 + "".join(hints)
             )
         return shipped
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if not folder.is_dir():
         shipped = _shipped(name, path)
         if shipped is not None:

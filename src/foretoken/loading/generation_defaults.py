@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.checkpoints import LoadError, is_adapter, is_builtin, location_of, resolve
+from foretoken.core.io.hub_ids import expanded
 from foretoken.loading.adapters import read_adapter
 from foretoken.loading.gguf import is_gguf, sampling_of
 from foretoken.loading.handed import unwrapped
@@ -125,7 +126,7 @@ def _in_header(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 def _file_of(source: str) -> Path | None:
     """The file beside a model's weights, in its folder or in the hub's cache; ``None`` if there is none."""
-    folder = Path(resolve(source)).expanduser()
+    folder = expanded(resolve(source))
     if is_adapter(folder):
         return _file_of(read_adapter(folder).base)
     if folder.is_dir():
@@ -148,6 +149,8 @@ def _defaults(values: Mapping[str, Any], origin: str, source: str) -> Generation
     """Defaults from fields.  Errors name ``origin``; the result names ``source``."""
     stated = {name: values.get(THEIR_NAMES.get(name, name)) for name in RANGES}
     settings = {name: value for name, value in stated.items() if value is not None}
+    if settings.get("top_k") == -1:  # all tokens, as vLLM's users write it
+        settings["top_k"] = 0
     for name, value in settings.items():
         _check(name, value, origin)
     _check_ends(values.get("eos_token_id"), origin)

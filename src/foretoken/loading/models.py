@@ -19,6 +19,7 @@ from foretoken.core.io.checkpoints import (
     location_of,
     resolve,
 )
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.values import check_counts
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.gguf import check_backend, is_gguf, load_gguf
@@ -141,7 +142,7 @@ def _check_finite(network: Any, source: str | Path, role: str) -> None:
     token is accepted, and quantised weights do not show their origin."""
     name = first_not_finite(weights_of(network))
     if name is not None:
-        folder = Path(resolve(source, role)).expanduser()
+        folder = expanded(resolve(source, role))
         file = next((shard for shard in sorted(folder.glob("*.safetensors")) if name in header_of(shard)), folder)
         raise LoadError(f"{name} in {file} holds NaN or inf: {REMEDY}")
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foretoken.core.io.checkpoints import LoadError
+from foretoken.core.io.hub_ids import expanded
 from foretoken.models.checks.finite import check_finite
 from foretoken.models.forward.heads.mtp import modules_of
 
@@ -20,9 +21,10 @@ def read_head(network: Any) -> list[dict[str, Tensor]]:
     dictionary with our names each.  Raises ``LoadError`` if there is none or it is damaged."""
     config = network.config.get_text_config()
     source = str(getattr(network.config, "_name_or_path", "") or "")
-    files = _files(source)
+    num_layers = int(config.num_hidden_layers)
+    files = _files(source, num_layers)
     where = {name: file for file, names in files.items() for name in names}
-    modules = modules_of(where, int(config.num_hidden_layers))
+    modules = modules_of(where, num_layers)
     if not modules:
         raise LoadError(_absence(source, declared(source, config) if files else 0))
     return [_read(module, where) for module in modules]
@@ -36,8 +38,9 @@ def has_head(network: Any) -> bool:
     if not Path(source).is_dir() and not declared(source, config):
         return False
     try:
-        names = [name for names in _files(source).values() for name in names]
-        return bool(modules_of(dict.fromkeys(names), int(config.num_hidden_layers)))
+        num_layers = int(config.num_hidden_layers)
+        names = [name for names in _files(source, num_layers).values() for name in names]
+        return bool(modules_of(names, num_layers))
     except (LoadError, OSError, ValueError):
         return False
 
@@ -69,17 +72,17 @@ def _absence(source: str, announced: int) -> str:
     return f"{name} has no multi-token prediction head: {instead}"
 
 
-def _files(source: str) -> dict[Path, list[str]]:
+def _files(source: str, num_layers: int) -> dict[Path, list[str]]:
     """Names of tensors by file; empty for a network made in memory and for a GGUF file, which has no head."""
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     if source and folder.is_file():
         return {}
     if source and folder.is_dir():
         return {file: _names(file) for file in sorted(folder.glob("*.safetensors"))}
-    return _hub_files(source) if source else {}
+    return _hub_files(source, num_layers) if source else {}
 
 
-def _hub_files(source: str) -> dict[Path, list[str]]:
+def _hub_files(source: str, num_layers: int) -> dict[Path, list[str]]:
     """The files of a hub model that hold parts of a head; no others are fetched."""
     from transformers.utils.hub import cached_file
 
@@ -91,15 +94,13 @@ def _hub_files(source: str) -> dict[Path, list[str]]:
     if index is None:
         single = cached_file(source, "model.safetensors", **quiet)
         return {} if single is None else {Path(single): _names(Path(single))}
-    listed: dict[str, list[str]] = {}
-    for name, file in json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items():
-        listed.setdefault(file, []).append(name)
+    listed: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    of_heads = {name for module in modules_of(listed, num_layers) for name in module.values()}
     files = {}
-    for file, names in listed.items():
-        if any(name.startswith("mtp.") or ".eh_proj." in name or ".enorm." in name for name in names):
-            cached = cached_file(source, file, **quiet)
-            if cached is not None:
-                files[Path(cached)] = names
+    for file in sorted({listed[name] for name in of_heads}):
+        cached = cached_file(source, file, **quiet)
+        if cached is not None:
+            files[Path(cached)] = [name for name, place in listed.items() if place == file and name in of_heads]
     return files
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 from foretoken.core.io.checkpoints import BUILTIN, LoadError, cause_of, check_folder, is_adapter, location_of, resolve
+from foretoken.core.io.hub_ids import expanded
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
@@ -171,7 +172,7 @@ def _check_source(source: Any, count: int, others: dict[str, Any]) -> str:
     if importlib.util.find_spec("accelerate") is None:
         raise ValueError("tensor_parallel needs accelerate: pip install accelerate")
     path = resolve(source, "target")
-    local = Path(path).expanduser()
+    local = expanded(path)
     if is_adapter(local):
         raise ValueError(f"{source} is an adapter of another model: merge it before splitting")
     if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):

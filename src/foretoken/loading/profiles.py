@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.costs import RoundCosts
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.outside import refuse_code
 
 
@@ -23,7 +24,7 @@ def read_profile(file: str | Path, *, runs_code: bool = False) -> dict[str, Any]
     if not isinstance(file, str | Path):
         raise ValueError(f"profile must be the path of a JSON file, not {' '.join(repr(file).split())[:60]}")
     try:
-        profile = json.loads(Path(file).read_text(encoding="utf-8"))
+        profile = json.loads(expanded(file).read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise ValueError(f"the profile {file} is not UTF-8 text") from None
     except (OSError, json.JSONDecodeError) as error:

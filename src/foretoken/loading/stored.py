@@ -18,6 +18,7 @@ from torch import nn
 
 from foretoken.core.io import hub_ids
 from foretoken.core.io.checkpoints import LoadError, header_of, shards_of
+from foretoken.core.io.hub_ids import expanded
 
 REMEDY = "use the full checkpoint (bfloat16 or float16), a GGUF file of it, or one with a quantization_config"
 NARROW = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2", "I8", "U8"}
@@ -67,7 +68,7 @@ def check_storage(network: Any, path: str, unread: Iterable[str]) -> None:
     Args:
         unread: names of tensors in the checkpoint that the model lacks.
     """
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     files = shards_of(folder if folder.is_dir() else Path(hub_ids.cached_folder(path) or folder))
     for file in files:
         _check_narrow(file)

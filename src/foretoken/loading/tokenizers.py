@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.checkpoints import BUILTIN, ZOO, LoadError, cause_of, is_adapter, location_of, resolve
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.values import with_article
 from foretoken.loading.adapters import read_adapter
 from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
@@ -47,7 +48,7 @@ def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
             return None
     path = resolve(source)
     if Path(path).is_dir() and not _has_tokenizer(Path(path)):
-        folder = Path(path).expanduser()
+        folder = expanded(path)
         if is_adapter(folder):
             return load_tokenizer(read_adapter(folder).base)
         return load_tokenizer(BUILTIN) if folder.parent == ZOO else None

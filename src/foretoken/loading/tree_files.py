@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.specs import convert_options
 from foretoken.loading.measured.profile import fingerprint_of
 from foretoken.models.base import LanguageModel
@@ -19,7 +20,7 @@ class TreeWarning(UserWarning):
 
 def file_of(tree: str) -> Path | None:
     """The file that a ``tree`` option names; ``None`` for a tree in words, which may be longer than any path."""
-    file = Path(tree).expanduser()
+    file = expanded(tree)
     with suppress(OSError):
         return file if file.is_file() else None
     return None

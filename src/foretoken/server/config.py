@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.settings import setting, settings_of
 from foretoken.core.values import one_line
 from foretoken.server.keys import Caller, Keys
@@ -241,7 +242,7 @@ def settings_and_command(
 def keys_in(file: Path) -> list[str]:
     """Entries of a file with a key a line.  Raises ``ValueError`` for one that cannot be read or has no key."""
     try:
-        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        keys = [line.strip() for line in expanded(file).read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise ValueError(f"cannot read --api-key-file {file}: {error.strerror}") from None
     if not keys:
@@ -257,7 +258,7 @@ def _read(file: Path | None) -> dict[str, Any]:
     except ModuleNotFoundError:
         raise ValueError("--config needs PyYAML: pip install 'foretoken[server]'") from None
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.safe_load(expanded(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"cannot read {file}: {one_line(error)}") from None
     if content is None:

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from foretoken.core.conversation import has_template
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.values import one_line
 from foretoken.engine.admission import kept_back
 from foretoken.engine.background import AsyncLlm, EngineStatus
@@ -64,7 +64,7 @@ def read_tokenizer(settings: ServerSettings) -> Any:
     the template's end of a turn to the tokens that end an answer.  Raises ``ValueError`` for a file that cannot be
     read, and for a model without a tokenizer."""
     try:
-        template = Path(settings.chat_template).read_text(encoding="utf-8")
+        template = expanded(settings.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
         raise ValueError(f"cannot read --chat-template {settings.chat_template}: {reason}") from None

@@ -158,6 +158,27 @@ def test_a_head_of_a_hub_id(shards: int, tmp_path: Path, monkeypatch: pytest.Mon
     assert out.token_ids == llm.plain.generate(PROMPT, max_new_tokens=8, ignore_eos=True).token_ids
 
 
+def test_a_head_that_a_hub_checkpoint_spreads_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of the head are read, and none with the target's weights alone."""
+    network, (module,) = save_family(tmp_path / "whole", "glm4_moe")
+    head = published("glm4_moe", 0, network.config.num_hidden_layers, module.state_dict())
+    files = {name: "experts.safetensors" if ".mlp." in name else "norms.safetensors" for name in head}
+    for name, file in files.items():
+        add_tensors(tmp_path, {name: head[name]}, file)
+    weight_map = files | {"model.embed_tokens.weight": "target.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    def cached_file(source: str, name: str, **_: object) -> str:
+        assert source == "some/target" and (tmp_path / name).exists()
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("transformers.utils.hub.cached_file", cached_file)
+    network.config._name_or_path = "some/target"
+    (read,) = read_head(network)
+    assert len(read) == len(head)
+    target_layer_module(network, read)
+
+
 def test_an_unknown_feed(glm: Path) -> None:
     refused(glm, "needs feed=post_norm or feed=pre_norm, not 'both'", "mtp,feed=both")
 

@@ -21,7 +21,7 @@ from foretoken.models.linear.product_costs import (
     step_s,
 )
 from foretoken.models.machine import results_file
-from foretoken.models.native import library
+from foretoken.models.native import compiling, library
 
 BF16 = torch.bfloat16
 
@@ -131,10 +131,19 @@ def test_a_measurement_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert product_times("plain", BF16, 250, 260) == first
 
 
+def test_changed_kernels_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    times(monkeypatch, {"native": (4, 4, 4, 4)})
+    assert product_times("native", BF16, 256, 256)[1] == 4
+    product_costs._times.cache_clear()  # another process, of another release
+    monkeypatch.setattr(compiling, "FLAGS", ("-O2",))
+    times(monkeypatch, {"native": (2, 2, 2, 2)})
+    assert product_times("native", BF16, 256, 256)[1] == 2
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"products": 1}', '{"products": {"plain bfloat16 256x256": 3}}'])
 def test_a_damaged_file_counts_as_none(text: str) -> None:
     results_file().parent.mkdir(parents=True)
-    results_file().write_text(text)
+    results_file().write_text(text.replace("products", product_costs.KEPT._section))
     entry = product_times("plain", BF16, 256, 256)
     assert list(known_times(BF16, [(256, 256)]).values()) == [entry]
 

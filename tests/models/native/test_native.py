@@ -3,6 +3,7 @@ of a machine that cannot have them."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -249,6 +250,25 @@ def test_a_damaged_library_is_made_again(fresh: Path, content: bytes) -> None:
     assert library.why_not() is None and len(file.read_bytes()) > 1000
 
 
+@needs_it
+def test_a_truncated_library_is_not_loaded(fresh: Path) -> None:
+    assert library.why_not() is None
+    (file,) = (fresh / "foretoken").glob("native-*.so")
+    whole = file.read_bytes()
+    code = "from foretoken.models.native import library; print(library.why_not())"
+    said = {}
+    for size in (63, len(whole) // 2, len(whole) - 4096, len(whole)):
+        file.unlink()  # this process has mapped the first one
+        file.write_bytes(whole[:size])
+        process = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "CXX": "false"}, capture_output=True, text=True
+        )
+        assert process.returncode == 0, f"{size} of {len(whole)} bytes: {process.stderr}"
+        said[size] = process.stdout.strip()
+    assert said.pop(len(whole)) == "None"
+    assert all(line.startswith("the kernels could not be compiled: ") for line in said.values())
+
+
 def test_a_compiler_that_fails_leaves_pytorchs_products(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_cpu_has", lambda question: True)
     monkeypatch.setattr(library.platform, "system", lambda: "Linux")
@@ -257,6 +277,39 @@ def test_a_compiler_that_fails_leaves_pytorchs_products(fresh: Path, monkeypatch
     assert compiling.compiler() is not None
     assert (library.why_not() or "").startswith("the kernels could not be compiled: ")
     assert "native" not in usable_layouts(torch.bfloat16) and not list(fresh.rglob("*.so"))
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (
+            "In file included from a.h:1,\n                 from x.cpp:1:\na.h:1:10: fatal error: omp.h: No such file\n"
+            "    1 | #include <omp.h>\n      |          ^~~~~~~\ncompilation terminated.",
+            "a.h:1:10: fatal error: omp.h: No such file",
+        ),
+        (
+            "/usr/bin/ld: cannot find -lm: No such file\ncollect2: error: ld returned 1 exit status",
+            "/usr/bin/ld: cannot find -lm: No such file",
+        ),
+        ("x.cpp:1: Fehler: unbekannt\n  1 | x", "x.cpp:1: Fehler: unbekannt"),
+        ("x.cpp: error: \udcff", "x.cpp: error: \ufffd"),
+        ("\n", "wrapper ends with 3 and says nothing"),
+        ("", "wrapper ends with 3 and says nothing"),
+    ],
+)
+def test_the_reason_is_the_compilers_first_fault(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, output: str, reason: str
+) -> None:
+    monkeypatch.setattr(library, "_cpu_has", lambda question: True)
+    monkeypatch.setattr(library.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    (fresh / "output").write_bytes(output.encode(errors="surrogateescape"))
+    wrapper = fresh / "wrapper"
+    wrapper.write_text(f"#!/bin/sh\ncat {fresh}/output >&2\nexit 3\n")
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    said = (library.why_not() or "").replace(f"{fresh}/", "")
+    assert said == f"the kernels could not be compiled: {reason}"
 
 
 @pytest.mark.parametrize(

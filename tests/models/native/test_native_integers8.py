@@ -221,6 +221,12 @@ def test_amx_is_used_where_the_system_permits_it(monkeypatch: pytest.MonkeyPatch
     assert calls == [(158, 0x1023, 18)]  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), once
 
 
+def test_an_empty_switch_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, "avx2", "avx512")
+    monkeypatch.setenv(library.SWITCH, "")
+    assert library.level() == "avx512"
+
+
 def test_a_switch_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, "avx2")
     monkeypatch.setenv(library.SWITCH, "sse")

@@ -98,7 +98,7 @@ def is_gguf(source: object) -> bool:
         return False
     if named_model(source) is not None or str(source).lower().endswith(".gguf"):
         return True
-    path = Path(hub_ids.below_home(str(source)))
+    path = hub_ids.expanded(source)
     return path.is_file() and _start_of(path) == GGUF_MAGIC
 
 
@@ -119,7 +119,7 @@ def _start_of(path: Path) -> bytes:
 def check_source(source: str) -> None:
     """Check a model's source as far as that takes no time. Raises ``LoadError`` if nothing can be loaded from it."""
     if is_gguf(source):
-        fault = gguf_fault(Path(resolve(source)).expanduser())
+        fault = gguf_fault(hub_ids.expanded(resolve(source)))
         if fault is not None:
             raise LoadError(fault)
         return
@@ -133,7 +133,7 @@ def check_source(source: str) -> None:
 def local_folder(source: str | Path, role: str = "target") -> Path | None:
     """Local path of a model; ``None`` for a hub id. Raises ``LoadError`` for an unknown built-in model."""
     path = resolve(source, role)
-    folder = Path(path).expanduser()
+    folder = hub_ids.expanded(path)
     is_path = folder.exists() or is_builtin(source) or path.startswith((".", "/", "~"))
     return folder if is_path else None
 

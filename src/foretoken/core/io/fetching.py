@@ -24,6 +24,7 @@ from typing import IO
 
 from filelock import FileLock, Timeout
 
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.io.named_models import MB, NamedModel, Pinned, model_by_name, models_folder
 
 Progress = Callable[[int, int, str], None]
@@ -53,7 +54,7 @@ def fetch(name: str, path: str | Path | None = None, on_progress: Progress | Non
         if model.is_cached and _checksum(model.path, tell) == model.file.sha256:
             return model.path
         with _workplace(model) as work:
-            file = _as_given(model, Path(path).expanduser(), work, tell) if path else _downloaded(model, work, tell)
+            file = _as_given(model, expanded(path), work, tell) if path else _downloaded(model, work, tell)
             file.replace(model.path)
     return model.path
 

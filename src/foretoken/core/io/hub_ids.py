@@ -22,7 +22,7 @@ class UnreachableError(ValueError):
 def location_of(source: str) -> str:
     """Source of a model: the path or id itself, or its folder in the hub's cache if the hub cannot be reached. Raises
     ``UnreachableError`` if it is neither local nor cached and the hub cannot be reached."""
-    if Path(below_home(source)).exists():
+    if expanded(source).exists():
         return below_home(source)
     if not _ID.fullmatch(source):
         raise UnreachableError(f"{source} is neither a model folder nor a GGUF file here, nor a Hugging Face id")
@@ -47,6 +47,11 @@ def below_home(path: str) -> str:
         return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError:
         raise ValueError(f"{path} begins with a user who has no folder here: write the whole path") from None
+
+
+def expanded(path: str | Path) -> Path:
+    """:func:`below_home` for a path that is opened here."""
+    return Path(below_home(str(path)))
 
 
 def cached_folder(source: str) -> str | None:

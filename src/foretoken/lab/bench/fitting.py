@@ -11,6 +11,7 @@ from typing import Any
 
 from foretoken.core.io.checkpoints import ADAPTER_CONFIG
 from foretoken.core.io.drafter_folders import OURS as CONFIG
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.values import one_line
 from foretoken.lab.workload import REFUSALS, Subject
 from foretoken.methods.drafters.datastore import MAGIC
@@ -33,7 +34,7 @@ def refusal(subject: Subject, spec: str) -> str | None:
 def _is_from(subject: Subject, path: Path) -> bool:
     """Whether the target was loaded from this path."""
     source = subject.source
-    return isinstance(source, str | Path) and Path(source).expanduser().resolve() == path.resolve()
+    return isinstance(source, str | Path) and expanded(source).resolve() == path.resolve()
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _fit(row: Row, spec: str, reason: str | None) -> Fit:
 def candidates_in(path: Path) -> list[Path]:
     """The paths to draft with, in a folder and one level below, or the file itself.  Raises ``ValueError`` for a path
     that does not exist."""
-    path = path.expanduser()
+    path = expanded(path)
     if not path.exists():
         raise ValueError(f"no such folder or file: {path}")
     inside = [entry for entry in sorted(path.iterdir()) if _is_something(entry)] if path.is_dir() else []

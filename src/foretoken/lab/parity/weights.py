@@ -8,6 +8,7 @@ from pathlib import Path
 
 from foretoken.core.io import named_models
 from foretoken.core.io.checkpoints import BUILTIN, is_adapter, is_builtin, resolve
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.io.named_models import named_model
 from foretoken.loading.adapters import read_adapter
 from foretoken.loading.drafters import DEFAULT_GROUP, drafter_folder, has_drafter
@@ -20,7 +21,7 @@ Checksums = dict[str, str]
 def model_checksums(source: str, role: str = "target") -> Checksums:
     """Checksums of a model, whose files must be on this machine.  An adapter includes its base model's, under
     ``base/``.  ``builtin`` is the built-in target, or with the role ``draft`` its draft model."""
-    path = Path(resolve(source, role)).expanduser()
+    path = expanded(resolve(source, role))
     if not path.exists():
         path = _fetched(source)
     checksums = _checksums(path)
@@ -49,7 +50,7 @@ def drafter_checksums(spec: str, target: str) -> Checksums:
 
 def _shipped_model(source: str) -> str:
     """The name of the named model whose file this is, as its drafters are found by its weights; else the source."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     size = path.stat().st_size if path.is_file() else -1
     alike = [model for model in named_models.MODELS.values() if model.file.num_bytes == size]
     return next((model.name for model in alike if model.file.sha256 == _sha256(path)), source)
@@ -57,7 +58,7 @@ def _shipped_model(source: str) -> str:
 
 def _own_checksums(name: str, path: str | None, source: str) -> Checksums:
     """Checksums of the files of one drafter, without nested ones."""
-    if path is not None and Path(path).expanduser().exists():
+    if path is not None and expanded(path).exists():
         return model_checksums(path)
     if has_drafter(name, path or source):
         return _checksums(drafter_folder(name, None, path or source))
@@ -81,7 +82,7 @@ def _specs_in(spec: str, source: str) -> Iterator[tuple[str, str | None]]:
     if is_group and "drafters" not in whole.options and _has_draft(source):
         yield "model", None  # the only default member with files of its own
     for key, value in whole.options.items():
-        if Path(value).expanduser().is_file():
+        if expanded(value).is_file():
             yield key, value
             continue
         try:

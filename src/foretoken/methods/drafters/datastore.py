@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from foretoken.core.io.documents import iter_documents
 from foretoken.core.io.files import checksum, replacing
-from foretoken.core.io.hub_ids import below_home
+from foretoken.core.io.hub_ids import expanded
 
 MAGIC = b"FORETOKN"
 VERSION = 1
@@ -48,7 +48,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 def write_arrays(path: str | Path, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     """Write arrays to ``path`` via a temporary file: an interrupted write leaves an old file intact."""
-    path = Path(below_home(str(path)))
+    path = expanded(path)
     layouts, offset = {}, 0
     for name, array in arrays.items():
         layouts[name] = [array.dtype.str, len(array), offset]
@@ -96,7 +96,7 @@ def read_arrays(path: str | Path, kind: str, tokenizer_fingerprint: str | None =
         ValueError: the file is missing, truncated, corrupt, no foretoken file, of another kind or version, or made with
             another tokenizer.
     """
-    path = Path(below_home(str(path)))
+    path = expanded(path)
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -330,7 +330,7 @@ def build_datastore(
     }
     if progress is not None:
         progress("writing", 0, None)
-    out = Path(below_home(str(out)))
+    out = expanded(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_arrays(out, "datastore", meta, {"tokens": tokens.astype(">i4"), "order": order})
     return {**meta, "bytes": out.stat().st_size}

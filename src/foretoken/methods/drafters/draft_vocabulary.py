@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.io.files import write_json
+from foretoken.core.io.hub_ids import expanded
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.datastore import fingerprint
 
@@ -57,7 +58,7 @@ def chosen_ids(
     able = set(trained if trained and not others else range(size))
     ends = sorted(able & set(context.target.eos_token_ids))
     if number is None:
-        listed = read_ids(Path(vocab).expanduser(), size, context.tokenizer)
+        listed = read_ids(expanded(vocab), size, context.tokenizer)
         chosen = [token for token in listed if token in able]
         if not chosen:
             raise ValueError(f"{vocab} names none of the {len(able)} tokens that this drafter was trained to predict")
@@ -142,7 +143,7 @@ def save_vocabulary(
         others = (token for token in range(size + len(ids)) if token not in counts)
         ids += [token for token, _ in zip(others, range(size - len(ids)), strict=False)]
     described = {} if tokenizer is None else {"tokenizer": fingerprint(tokenizer)}
-    write_json(Path(file).expanduser(), {**described, "ids": ids[: size or None]})
+    write_json(expanded(file), {**described, "ids": ids[: size or None]})
 
 
 def _listed(content: Any) -> list[int] | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.core.budget import MovingThreshold
+from foretoken.core.io.hub_ids import expanded
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.methods.drafters.skip_default import SkipsNotMeasuredWarning, default_set
@@ -80,7 +80,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
             return cls(context.target, tokenizer=context.tokenizer, **options).narrowed(vocab, context)
         if options.get("attention") or options.get("mlp"):
             raise ValueError("give layer_skip a file or attention=... and mlp=..., not both")
-        skips = load_skips(Path(path).expanduser(), context.target)
+        skips = load_skips(expanded(path), context.target)
         return cls(context.target, **{**options, **skips.options}).narrowed(vocab, context)
 
     def start(self, context: Context) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary, finalize
 
 from foretoken.core import Budget, Context, check_least
-from foretoken.core.io.hub_ids import below_home
+from foretoken.core.io.hub_ids import expanded
 from foretoken.methods.drafters.base import BuildContext, Traits
 from foretoken.methods.drafters.datastore import encoded, fingerprint, joined
 from foretoken.methods.drafters.ngram_counts import SIZES, CountTable, FollowerCounts, NgramCache
@@ -208,7 +208,7 @@ class NgramCacheDrafter(SourceDrafter):
         if drafter.save_always and path is None:
             raise ValueError("ngram_cache needs a file to save to: ngram_cache:FILE,save=true")
         if path is not None:
-            drafter.path = Path(below_home(str(path)))
+            drafter.path = expanded(path)
             if drafter.save_always and not drafter.path.parent.is_dir():
                 raise ValueError(f"ngram_cache cannot save to {path}: there is no folder {drafter.path.parent}")
             _Saving.write_to(drafter.path)
@@ -262,7 +262,7 @@ class NgramCacheDrafter(SourceDrafter):
         Raises:
             ValueError: the file is missing, damaged, or of another tokenizer.
         """
-        _Saving.write_to(Path(below_home(str(path))))
+        _Saving.write_to(expanded(path))
         if self._saving is not None:
             self._saving.settle(id(self))
         self._loaded = NgramCache.load(path, self.fingerprint or None)

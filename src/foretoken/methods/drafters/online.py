@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.core.io.hub_ids import expanded
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.learning.learner import LearnConfig, Learner
 from foretoken.methods.drafters.learning.lessons import Mistake
@@ -77,7 +78,7 @@ class OnlineDrafter(ModelDrafter):
             raise ValueError(f"online needs every >= 0 (0: no learning), not {every}")
         config = LearnConfig(every or 1, lr, loss, beta, budget, keep, window, top, thread)
         if save:
-            Path(save).expanduser().mkdir(parents=True, exist_ok=True)  # a wrong path fails now
+            expanded(save).mkdir(parents=True, exist_ok=True)  # a wrong path fails now
         self.learner: Learner | None = Learner(model, config, save, tokenizer) if every else None
         super().__init__(model if self.learner is None else self.learner.served, k, tree, draw, target)
         self.salted = salted

@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from foretoken.core.io.hub_ids import expanded
+
 Choice = tuple[int, ...]
 
 
@@ -96,7 +98,7 @@ def read_tree(file: str | Path, method: str, heads: int | None = None) -> list[C
         ValueError: no such file, another method's, or no tree that ``heads`` heads can fill.
     """
     try:
-        content = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        content = json.loads(expanded(file).read_text(encoding="utf-8"))
         stored = content["method"]
         choices = [tuple(choice) for choice in content["choices"]]
         if not all(type(rank) is int for choice in choices for rank in choice):

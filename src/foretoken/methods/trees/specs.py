@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from foretoken.core.io.hub_ids import expanded
 from foretoken.core.names import unknown
 from foretoken.methods.trees.base import Growth, Shape
 from foretoken.methods.trees.counts import Levels, Ranks, StaticTree
@@ -45,7 +45,7 @@ def static_tree_of(tree: str, name: str) -> StaticTree:
         return levels
     if tree.partition(",")[0] in trees_of(Shape):
         return Ranks(build_tree(tree, Shape).choices())
-    if tree.endswith(".json") or Path(tree).expanduser().is_file():
+    if tree.endswith(".json") or expanded(tree).is_file():
         return Ranks(read_tree(tree, name))
     raise ValueError(
         f"tree={tree!r} must be positive child counts per level, for example 3x2x1, a file of `foretoken tune tree`, "

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.io.checkpoints import GGUF_MAGIC, gguf_fault
+from foretoken.core.io.hub_ids import expanded
 
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -97,7 +98,7 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
         GgufError: the file is missing, truncated, damaged or not in GGUF, or a part is missing.
         UncoveredError: a tensor type is unsupported.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     reader = _GgufReader(path)
     metadata = reader.metadata()
     if header_only:

@@ -21,6 +21,7 @@ import torch
 
 from foretoken.models.linear.layouts import LAYOUTS, LayOut, WeightLayout, usable_layouts
 from foretoken.models.machine import KeptResults, cache_bytes, timed
+from foretoken.models.native import compiling, library
 
 ROWS = (1, 2, 5, 8)
 """Timed numbers of rows: a plain step, the beginning of speculation, usual rounds."""
@@ -29,7 +30,8 @@ SMALLEST, LARGEST = 256, 4096
 
 Times = dict[int, float]
 """Seconds by number of rows."""
-KEPT = KeptResults("products")
+KEPT = KeptResults("products", lambda: compiling.file_name(library.level() or "portable"))
+"""Stored by the kernels' sources and flags: a new release may be faster or slower."""
 
 
 def size_class(out: int, inner: int) -> tuple[int, int]:

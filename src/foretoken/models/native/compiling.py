@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -97,6 +98,13 @@ def checksum(file: Path) -> str:
 
 def run(*command: str) -> None:
     try:  # a source takes two to ten seconds on an idle machine
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=600)
     except subprocess.CalledProcessError as error:
-        raise OSError(error.stderr or error) from None
+        raise OSError(error.stderr.strip() or f"{command[0]} ends with {error.returncode} and says nothing") from None
+
+
+def first_fault(error: Exception) -> str:
+    """The line of a compiler's output that states the reason; others show the place, or say that it gives up."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    faults = [line for line in lines if re.search(r"\b(error|ld): ", line, re.IGNORECASE)]
+    return next(iter(faults or lines), type(error).__name__)

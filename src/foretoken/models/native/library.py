@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def level() -> str | None:
     Raises:
         ValueError: ``FORETOKEN_CPU`` has an unknown value, or requires instructions that the CPU lacks.
     """
-    choice = os.environ.get(SWITCH, "native")
+    choice = os.environ.get(SWITCH) or "native"
     if choice not in ALLOWED:
         raise ValueError(f"{SWITCH} must be one of {', '.join(ALLOWED)}, not {choice!r}")
     highest = _cpu_level(ALLOWED[choice])
@@ -130,7 +131,7 @@ def _loaded() -> _KernelLibrary | str:
     try:
         functions = _compiled(chosen)
     except (OSError, subprocess.SubprocessError) as error:
-        reason = f"the kernels could not be compiled: {str(error).strip().splitlines()[-1]}"
+        reason = f"the kernels could not be compiled: {compiling.first_fault(error)}"
         return f"{fault}; {reason}" if fault else reason
     return _KernelLibrary(functions, f"compiled here; {fault}" if fault else "compiled here")
 
@@ -186,7 +187,7 @@ def _compiled(chosen: str) -> ctypes.CDLL:
     """The library in the cache folder, compiled if missing or damaged."""
     cached = cache_folder() / compiling.file_name(chosen)
     try:
-        if cached.exists():
+        if cached.exists() and _is_whole(cached):
             return ctypes.CDLL(str(cached))
     except OSError:  # damaged, or from another system that shares the folder
         pass
@@ -200,3 +201,14 @@ def _compiled(chosen: str) -> ctypes.CDLL:
         except OSError:  # read-only cache: every process compiles for itself
             return ctypes.CDLL(str(compiled))
         return ctypes.CDLL(str(cached))
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library has its table of sections, which linkers write last.  The loader maps a truncated one without
+    an error, and the first read beyond its end kills the process."""
+    with library.open("rb") as opened:
+        header = opened.read(64)
+    if len(header) < 64:
+        return False
+    start, size, count = (*struct.unpack_from("=Q", header, 0x28), *struct.unpack_from("=HH", header, 0x3A))
+    return bool(start + size * count <= library.stat().st_size)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.checkpoints import gguf_fault
+from foretoken.core.io.hub_ids import expanded
 from foretoken.models.gguf.file import GgufError as GgufError
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class Weights:
     """
 
     def __init__(self, path: str | Path, *, vocab_only: bool = False) -> None:
-        self.path = Path(path).expanduser()
+        self.path = expanded(path)
         fault = gguf_fault(self.path)
         if fault is not None:
             raise GgufError(fault)

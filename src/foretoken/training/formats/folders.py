@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.core.io.drafter_folders import OURS, drafter_kind
 from foretoken.core.io.files import replacing
+from foretoken.core.io.hub_ids import expanded
 from foretoken.loading import PICKLES
 from foretoken.models.checks.finite import check_finite
 from foretoken.training.formats.quantised import unpacked_name
@@ -49,8 +50,8 @@ def new_folder(out: Path, force: bool = False, inputs: Sequence[Path] = ()) -> I
     """A temporary folder beside ``out`` that takes its place if the block succeeds, and is removed otherwise.  ``out``
     may be new or empty, or with ``force`` hold a drafter.  ``inputs`` are read, so they are never replaced.  Raises
     ``ValueError`` for any other ``out``."""
-    out = out.expanduser().resolve()
-    _check_free(out, force, [path.expanduser().resolve() for path in inputs])
+    out = expanded(out).resolve()
+    _check_free(out, force, [expanded(path).resolve() for path in inputs])
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as draft:
         draft.mkdir()
@@ -94,7 +95,7 @@ class Found:
     drafter that needs no import."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.expanduser()
+        self.path = expanded(path)
         if not self.path.exists():
             raise ValueError(f"no such folder: {path}")
         if self.path.suffix == ".gguf":

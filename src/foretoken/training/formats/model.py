@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from foretoken.core.io.hub_ids import expanded
 from foretoken.loading import build_draft_model, check_folder, resolve
 from foretoken.methods.drafters.pard import MASK, MASKS
 from foretoken.methods.drafters.target_states import FILE, read_projection
@@ -35,7 +36,7 @@ class ModelFolder(Format):
             raise ValueError(f"options of a draft model are not exported: leave out {', '.join(spec.options)}")
         if spec.path is None and target != "builtin":
             raise ValueError("give the draft model to export, model:FOLDER")
-        folder = Path(resolve(spec.path or "builtin", "draft")).expanduser()
+        folder = expanded(resolve(spec.path or "builtin", "draft"))
         check_folder(folder)
         return [folder]
 

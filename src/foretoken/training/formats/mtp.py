@@ -18,6 +18,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from foretoken.core.io.hub_ids import expanded
 from foretoken.loading import has_drafter, read_head, resolve
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
@@ -173,7 +174,7 @@ class MtpTargetCheckpoint(Format):
             families = " and ".join((*QWEN_FAMILIES, *NEXTN_FAMILIES))
             raise ValueError(f"the native layout is that of {families}, and the target is {kind}")
         modules = trained_modules(source, target)
-        base = Path(resolve(target.source)).expanduser()
+        base = expanded(resolve(target.source))
         if not (base / WEIGHTS).exists():
             raise ValueError(f"{base} has no {WEIGHTS}: a target in one file is needed")
         if kind in NEXTN_FAMILIES:

@@ -7,6 +7,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.io.hub_ids import expanded
 from foretoken.loading import LoadingContext
 from foretoken.methods.drafters.early_exit import EarlyExitDrafter
 from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
@@ -81,7 +82,7 @@ class LayerSkip(Format):
         return source.json("").get("format") == FORMAT
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
-        return [] if spec.path is None else [Path(spec.path).expanduser().parent]
+        return [] if spec.path is None else [expanded(spec.path).parent]
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
         options = convert_options("drafter", self.method, LayerSkipDrafter, spec.options)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.drafter_folders import drafter_kind
+from foretoken.core.io.hub_ids import expanded
 from foretoken.loading import BUILTIN, build_drafter
 from foretoken.models.base import LanguageModel
 from foretoken.registry import find, parse_spec
@@ -67,7 +68,7 @@ def export_drafter(
     spec = parse_spec(drafter)
     layout = find_layout(find("drafter", spec.name).name, format, engine)
     writer = layout.load()
-    out_folder = Path(out).expanduser()
+    out_folder = expanded(out)
     with new_folder(out_folder, force, [*writer.inputs(spec, str(target)), *_folder(target)]) as folder:
         writer.write_folder(spec, Target.open(str(target)), folder)
         ready = None if engine is None else ready_line(engine, layout.method, out_folder, folder)
@@ -101,7 +102,7 @@ def import_drafter(
     """
     source_files = Found(Path(source))
     layout, reader = _recognise(source_files, method)
-    out_folder = Path(out).expanduser()
+    out_folder = expanded(out)
     if set(",()") & set(str(out_folder.absolute())):
         raise ValueError(f"{out_folder} has a comma or a parenthesis in its path, which a spec string cannot contain")
     with new_folder(out_folder, force, [source_files.path, *_folder(target)]) as folder:
@@ -139,7 +140,7 @@ def _recognise(source: Found, method: str) -> tuple[Layout, Format]:
 
 def _folder(source: str | Path) -> list[Path]:
     """The folder of a target, or of its file; none for a target that is not here."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if str(source) == BUILTIN or not path.exists():
         return []
     return [path if path.is_dir() else path.parent]

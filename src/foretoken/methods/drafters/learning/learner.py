@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.io.files import save_model
+from foretoken.core.io.hub_ids import expanded
 from foretoken.methods.drafters.learning.divergences import divergence
 from foretoken.methods.drafters.learning.lessons import Lesson, Mistake, stored_distribution
 from foretoken.methods.drafters.learning.losses import check_loss
@@ -338,7 +339,7 @@ class Learner:
 
     def _save(self, model: HuggingFaceModel) -> None:
         try:
-            save_model(model.model, self.tokenizer, Path(self.folder).expanduser())
+            save_model(model.model, self.tokenizer, expanded(self.folder))
         except OSError as error:  # a full disk must not stop the serving
             warnings.warn(f"the learnt draft model was not saved: {error}", stacklevel=2)
 
@@ -348,7 +349,7 @@ class Learner:
         Raises:
             OSError: the folder cannot be written.
         """
-        save_model(self.served.model, self.tokenizer, Path(folder).expanduser())
+        save_model(self.served.model, self.tokenizer, expanded(folder))
 
 
 def _use_one_processor() -> None:
