@@ -242,7 +242,7 @@ def corpus_line(corpus: Mapping[str, Any]) -> str:
 
 
 def vocabulary_line(recipe: Recipe, frequent: Tensor, tokens: NDArray[Any]) -> str:
-    """One line: the number of ``frequent`` tokens, which are drafted, and their share of the training text ``tokens``."""
+    """One line: the number of ``frequent`` tokens, which are drafted, and their share of the training text."""
     from foretoken.training.recipes.base import token_counts
 
     counts, total = token_counts(tokens, recipe.parts.vocab_size), recipe.parts.vocab_size
