@@ -76,17 +76,27 @@ def test_without_a_prompt_the_built_in_one_is_completed(run: Any, target: str, m
     assert result.json["token_ids"] == expected(target, DEFAULT_PROMPT).token_ids
 
 
-def test_a_slow_pipe_is_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The answer to another prompt than the one that comes would be worse than to wait."""
+def test_a_slow_pipe_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
-    monkeypatch.setattr(generate, "STDIN_WAIT_S", 0.01)
     with os.fdopen(reader) as slow:
         monkeypatch.setattr("sys.stdin", slow)
         later = threading.Timer(0.3, lambda: (os.write(writer, PROMPT.encode()), os.close(writer)))
         later.start()
         assert generate.read_prompt(None, None) == PROMPT
         later.join()
-    assert capsys.readouterr().err == "waiting for the prompt on stdin\n"
+
+
+def test_a_silent_pipe_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the answer to another prompt, nor never; with ``-`` it is waited for."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(generate, "STDIN_WAIT_S", 0.01)
+    with os.fdopen(reader) as silent, os.fdopen(writer, "w") as other:
+        monkeypatch.setattr("sys.stdin", silent)
+        with pytest.raises(ValueError, match=r"^nothing came on stdin in 0.01 s: give a prompt, or - to wait for it$"):
+            generate.read_prompt(None, None)
+        other.write(PROMPT)
+        other.close()
+        assert generate.read_prompt("-", None) == PROMPT
 
 
 def test_a_pipe_or_file_without_text_is_no_prompt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from foretoken.llm import Llm, Output
 
 DEFAULT_PROMPT = "The captain looked out over the sea and said nothing for a long time."
-STDIN_WAIT_S = 1.0
+STDIN_WAIT_S = 10.0
 NOTHING_TO_COMPARE = "--compare needs a drafter: --drafter none is plain decoding on both sides"
 CUT = "; cut there: --max-new-tokens allows more"
 Words = Annotated[
@@ -253,7 +253,11 @@ def _utf8(text: str, what: str) -> str:
 
 
 def _piped() -> str | None:
-    """Text from a pipe or a file at stdin; ``None`` if there is neither (a terminal, or /dev/null)."""
+    """Text from a pipe or a file at stdin; ``None`` if there is neither (a terminal, or /dev/null).
+
+    Raises ``ValueError`` if nothing comes for a while: a pipe that a program left open must not hang this one, and the
+    answer to another prompt than the one to come would be worse.
+    """
     if sys.stdin is None or sys.stdin.closed:
         return None
     try:
@@ -266,7 +270,7 @@ def _piped() -> str | None:
     except (OSError, ValueError):  # a system that cannot select on pipes
         ready = [sys.stdin]
     if not ready:
-        print("waiting for the prompt on stdin", file=sys.stderr)
+        raise ValueError(f"nothing came on stdin in {STDIN_WAIT_S:g} s: give a prompt, or - to wait for it")
     return _stdin()
 
 
