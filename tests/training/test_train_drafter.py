@@ -361,7 +361,7 @@ def test_a_second_target_is_loaded_after_the_first_is_freed(target: Path, monkey
         return model, None
 
     monkeypatch.setattr("foretoken.cli.train_drafter.load_target", load)
-    _loaded(find_recipe("medusa"), str(target), None, {}, TrainConfig(precision="float32"))
+    _loaded(print, find_recipe("medusa"), str(target), None, {}, TrainConfig(precision="float32"))
     assert len(networks) == 2
 
 

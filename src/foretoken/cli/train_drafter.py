@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,7 +71,7 @@ def make_command(method: str) -> Callable[..., None]:
         chosen, settings = existing_model(model, target), key_values(setting)
         from foretoken.training.cards import write_drafter_card
         from foretoken.training.recipes import find_recipe
-        from foretoken.training.trainer import Trainer
+        from foretoken.training.trainer import Trainer, check_run
 
         _check_options(answers, data, config.text, weight_bits)
         kind = find_recipe(method)
@@ -80,15 +81,16 @@ def make_command(method: str) -> Callable[..., None]:
             keep_freed_memory()
             config, answer = replace(config, lr=kind.lr if lr is None else lr), replace(answer, seed=config.seed)
             with training_bar(config.steps, describe, brief) as bar:
-                bar.say(f"loading {chosen}")
-                recipe, served, tokenizer, dtype = _loaded(kind, chosen, device, settings, config)
-                bar.say(_checked(recipe, config, features, weight_bits))  # before the target writes text
+                load = partial(_loaded, bar.say, kind, chosen, device, settings, config)
+                recipe, served, tokenizer, dtype = load()
+                check_run(recipe, config, features, weight_bits)  # before the target writes text
+                bar.say(needs(recipe, config))
                 if answers != "data":
                     file = _answer_file(answer, data, out, recipe)
                     if not file.is_complete:
                         del recipe, served  # memory for one target is enough
                         _write_answers(file, answer, out, chosen, device, bar, stop)
-                        recipe, served, tokenizer, dtype = _loaded(kind, chosen, device, settings, config)
+                        recipe, served, tokenizer, dtype = load()
                     read = [file.file]
                 trainer = Trainer(
                     recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read
@@ -96,11 +98,9 @@ def make_command(method: str) -> Callable[..., None]:
                 bar.say(corpus_line(trainer.corpus))
                 if recipe.frequent is not None:
                     bar.say(vocabulary_line(recipe, recipe.frequent, trainer.sampler.learned_ids))
+                evaluate = _trial(trainer, served)
                 with stop.in_steps(bar.say, out):
-                    report = trainer.run(
-                        evaluate=_trial(trainer, served), on_step=bar.on_step, weight_bits=weight_bits,
-                        **stop.saving(intervals),
-                    )  # fmt: skip
+                    report = trainer.run(evaluate, bar.on_step, weight_bits, **stop.saving(intervals))
             write_drafter_card(out, report, data, chosen, answers=_as_options(answers, answer))
             _tell(report, out, recipe)
         if as_json:
@@ -111,12 +111,18 @@ def make_command(method: str) -> Callable[..., None]:
 
 
 def _loaded(
-    kind: type[Recipe], target: str, device: str | None, settings: Mapping[str, str], config: TrainConfig
+    say: Callable[[str], None],
+    kind: type[Recipe],
+    target: str,
+    device: str | None,
+    settings: Mapping[str, str],
+    config: TrainConfig,
 ) -> tuple[Recipe, LanguageModel, Any, torch.dtype]:
     """The recipe, the target in its training dtype, its tokenizer, and the target's stored dtype."""
     from foretoken.models.forward.parts import TargetParts
     from foretoken.training.joint import load_trainable
 
+    say(f"loading {target}")
     gc.collect()  # a target that was loaded before is in reference cycles
     model, tokenizer = load_target(target, device)
     dtype = TargetParts(model).head.weight.dtype
@@ -187,14 +193,6 @@ def _write_answers(
     if path is None:
         bar.say(f"stopped; finished answers are in {file.part}: the same command continues from there")
         raise typer.Exit(stop.exit_code)
-
-
-def _checked(recipe: Recipe, config: TrainConfig, features: Path | None, weight_bits: int) -> str:
-    """The line of :func:`needs`.  Raises ``ValueError`` as :func:`foretoken.training.trainer.check_run` does."""
-    from foretoken.training.trainer import check_run
-
-    check_run(recipe, config, features, weight_bits)
-    return needs(recipe, config)
 
 
 def needs(recipe: Recipe, config: TrainConfig) -> str:

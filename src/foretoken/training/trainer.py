@@ -151,13 +151,13 @@ class Trainer:
 
     def run(
         self,
+        evaluate: Evaluate | None = None,
+        on_step: Callable[[Progress], None] | None = None,
+        weight_bits: int = 16,
         *,
         save_every: int = 100,
         eval_every: int = 100,
-        evaluate: Evaluate | None = None,
-        on_step: Callable[[Progress], None] | None = None,
         saving: Saving | None = None,
-        weight_bits: int = 16,
     ) -> dict[str, Any]:
         """Train to the end, resuming from ``out/checkpoints``; write the drafter, in ``weight_bits`` (16 or 8); return
         the report.
