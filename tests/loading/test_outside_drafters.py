@@ -258,6 +258,7 @@ def bad(proposal: str, traits: str = "") -> str:
 
 LINE = r"\(mine\.py, line \d+\)"
 IID = "traits = Traits(kind=Kind.IID)"
+DISTINCT = "traits = Traits(kind=Kind.WITHOUT_REPLACEMENT, draws_trees=True)"
 TREES = "traits = Traits(draws_trees=True)"
 CHANGES = (
     "text = context.tokens; text.append(1)",
@@ -331,6 +332,12 @@ BROKEN = [
         "return TokenTree.chain(context.root, [1], torch.tensor([[0.5, 0.0, 0.5, 0.0]]))",
         IID,
         "proposed a token with probability 0 in q: it was not drawn from q",
+    ),
+    (
+        "q = torch.full((1, 4), 0.25); "
+        "return TokenTree((context.root, 1, 1), (-1, 0, 0), Kind.WITHOUT_REPLACEMENT, q, (-1, 0, 0))",
+        DISTINCT,
+        rf"Bad\.propose {LINE} proposed token 1 twice below one node as draws without replacement",
     ),
 ]  # fmt: skip
 

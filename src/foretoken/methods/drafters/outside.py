@@ -56,8 +56,9 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
 
     Raises:
         DrafterError: it is no tree, does not begin at the last committed token, has a token out of range, is of a kind
-            that ``traits`` do not declare, or its ``q`` holds no distributions or not those that it was drawn from; for
-            an external drafter also if tokens, parents, rows or members are no ints.
+            that ``traits`` do not declare, or its ``q`` holds no distributions or not those that it was drawn from,
+            also by a second draw of a token without replacement; for an external drafter also if tokens, parents, rows
+            or members are no ints.
     """
     if not isinstance(tree, TokenTree):
         raise _broken(drafter, f"returned {type(tree).__name__}, not a TokenTree")
@@ -123,6 +124,19 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
     probabilities = q[torch.tensor([rows[n] for n in drawn]), torch.tensor([tree.tokens[n] for n in drawn])]
     if not bool((probabilities > 0).all()):
         raise _broken(author, "proposed a token with probability 0 in q: it was not drawn from q")
+    if tree.kind is Kind.WITHOUT_REPLACEMENT:
+        _check_siblings(tree, drawn, author)
+
+
+def _check_siblings(tree: TokenTree, drawn: Sequence[int], author: Drafter) -> None:
+    """Check that siblings of one row are distinct: given the first, the same token again has probability 0."""
+    seen: set[tuple[int, int, int]] = set()
+    for node in drawn:
+        draw = (tree.parents[node], tree.q_rows[node], tree.tokens[node])
+        if draw in seen:
+            token = f"token {tree.tokens[node]} twice below one node"
+            raise _broken(author, f"proposed {token} as draws without replacement: independent ones are of Kind.IID")
+        seen.add(draw)
 
 
 def _author(drafter: Drafter, tree: TokenTree, node: int) -> Drafter:
