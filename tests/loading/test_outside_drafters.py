@@ -210,6 +210,7 @@ def test_drafters_of_installed_packages_are_tried(package: Callable[[str], None]
         ("def f(:\n", "P", r"mine\.py, line 1: SyntaxError: "),
         ("\nimport nothing_of_this_name\n", "P", r"mine\.py, line 2: ModuleNotFoundError: No module named"),
         ("\n\n1 / 0\n", "P", r"mine\.py, line 3: ZeroDivisionError: division by zero"),
+        ("raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})\n", "P", r"mine\.py, line 1: Mute$"),
         ("raise SystemExit(3)\n", "P", r"mine\.py, line 1: SystemExit: 3"),
         ("raise type('Stop', (BaseException,), {})('now')\n", "P", r"mine\.py, line 1: Stop: now"),
         (PERIOD.replace("= 2, k", ", k").replace("k: int = 4", "k: int"), "Period", r"Period .*cannot be built: "),
@@ -273,6 +274,8 @@ PROBE = "return TokenTree((context.root, 1, {}), (-1, 0, 0), probes=(False, Fals
 BROKEN = [
     ("raise KeyError('lost')", "", rf"Bad\.propose {LINE} raised KeyError: 'lost'"),
     ("return self.helper()", "def helper(self):\n        return {}['lost']", rf"Bad\.helper {LINE} raised KeyError"),
+    ("raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "", rf"Bad\.propose {LINE} raised Mute$"),
+    ("raise SystemExit(type('Mute', (), {'__str__': lambda self: 1 / 0})())", "", r"RuntimeError: it called exit\(\)$"),
     ("return None", "", rf"Bad\.propose {LINE} returned NoneType, not a TokenTree"),
     ("return [1, 2]", "", rf"Bad\.propose {LINE} returned list, not a TokenTree"),
     ("return TokenTree.chain(context.root, [99])", "", rf"Bad\.propose {LINE} proposed token 99: ids"),

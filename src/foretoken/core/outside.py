@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.hub_ids import expanded
-from foretoken.core.values import with_article
+from foretoken.core.values import named, with_article
 
 
 class OutsideError(ValueError):
@@ -72,8 +72,8 @@ def _run(file: Path) -> Any:
         if isinstance(error, SyntaxError) and error.filename == str(file):
             lines.append(error.lineno)
         location = f"{file.name}, line {lines[-1]}" if lines else file.name
-        message = error.msg if isinstance(error, SyntaxError) else error
-        raise ValueError(f"{location}: {type(error).__name__}: {message}") from error
+        message = f"{type(error).__name__}: {error.msg}" if isinstance(error, SyntaxError) else named(error)
+        raise ValueError(f"{location}: {message}") from error
     return module
 
 
@@ -95,8 +95,7 @@ def installed_class(name: str) -> type[Any]:
         raise
     except BaseException as error:
         raise ValueError(
-            f"drafter {name!r}, {point.value} of the package {point.dist.name}, cannot be imported: "
-            f"{type(error).__name__}: {error}"
+            f"drafter {name!r}, {point.value} of the package {point.dist.name}, cannot be imported: {named(error)}"
         ) from error
     return checked(drafter, point.value)
 

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Unpack
 
-from foretoken.core.values import check_counts, check_flags, with_article
+from foretoken.core.values import check_counts, check_flags, named, with_article
 from foretoken.engine.errors import Draining, EngineClosed, EngineDead, QueueFull, RequestFailed, TargetGone, failure_of
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
@@ -313,7 +313,7 @@ class AsyncLlm:
         except TargetGone as error:
             self._finish(f"the engine has stopped: {error}")
         except BaseException as error:
-            self._finish(f"the engine has stopped: {type(error).__name__}: {error}")
+            self._finish(f"the engine has stopped: {named(error)}")
             raise
         return False
 

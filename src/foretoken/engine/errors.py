@@ -14,6 +14,7 @@ from typing import Any
 from foretoken.core import NonFiniteLogitsError
 from foretoken.core.constraints import CannotGoOn
 from foretoken.core.outside import OutsideError, is_outside, line_of
+from foretoken.core.values import named, text_of
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.outside import ControllerError
 from foretoken.methods.drafters.base import Drafter
@@ -93,7 +94,7 @@ def contained(error: BaseException) -> Exception:
     if isinstance(error, KeyboardInterrupt) or _is_by_signal(error):
         raise error
     is_exit = isinstance(error, SystemExit)
-    message = f"it called exit({error})" if is_exit else f"{type(error).__name__}: {error}"
+    message = f"it called exit({text_of(error)})" if is_exit else named(error)
     return RuntimeError(message).with_traceback(error.__traceback__)
 
 
@@ -117,9 +118,8 @@ def blamed(error: Exception) -> Exception:
     frames, (cls, kind) = outside
     code = frames[0][0].f_code
     line = [number for below, number in frames if below.f_code.co_filename == code.co_filename][-1]
-    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     where = f"{Path(code.co_filename).name}, line {line}"
-    blame = kind(f"{cls.__name__}.{code.co_name} ({where}) raised {message}")
+    blame = kind(f"{cls.__name__}.{code.co_name} ({where}) raised {named(error)}")
     blame.__cause__ = error
     return blame
 
@@ -155,7 +155,9 @@ def _without_super(error: Exception) -> OutsideError | None:
     if owner is None:
         return None
     cls, kind = owner
-    blame = kind(f"{cls.__name__} ({line_of(cls)}) {error}, which its base class sets: call super().__init__(...)")
+    blame = kind(
+        f"{cls.__name__} ({line_of(cls)}) {text_of(error)}, which its base class sets: call super().__init__(...)"
+    )
     blame.__cause__ = error
     return blame
 
@@ -180,4 +182,4 @@ def failure_of(error: Exception) -> RequestFailed:
     if isinstance(error, CannotGoOn):
         return RequestFailed(str(error), "contradiction")
     reason = "out_of_memory" if is_full_memory(error) else "error"
-    return RequestFailed(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, reason)
+    return RequestFailed(named(error), reason)
