@@ -263,6 +263,19 @@ def test_wrong_budgets_of_a_batch(budgets: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("hook", ["budget", "observe"])
+def test_a_controller_cannot_write_into_a_text(hook: str) -> None:
+    class Writes(Two):
+        def hit(self, context: Context, hook: str) -> bool:
+            if super().hit(context, hook):
+                context.tokens = [*context.tokens, 1]
+            return False
+
+    runs = served(sampled_requests(), controller=Writes(hook=hook))
+    words = rf"Writes\.hit {LINE} raised TypeError: context\.tokens is read-only: only the engine sets it"
+    check_alone(runs, ControllerError, words, controller=Two())
+
+
+@pytest.mark.parametrize("hook", ["budget", "observe"])
 def test_whatever_a_controller_raises_is_said_by_class_and_line(hook: str) -> None:
     runs = served(sampled_requests(), controller=Two(raises, hook))
     check_alone(runs, ControllerError, rf"Two\.{hook} {LINE} raised KeyError: 'lost'", controller=Two())
