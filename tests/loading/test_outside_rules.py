@@ -15,14 +15,17 @@ import torch
 import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.core import Budget, Context, Kind, Scores, StepRecord, TokenTree, Verdict
+from foretoken.core.outside import OutsideError
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.background import AsyncLlm
 from foretoken.engine.request import Request, Running
 from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.goodput import GoodputController
 from foretoken.methods.controllers.outside import ControllerError
 from foretoken.methods.drafters.base import Drafter, Traits
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.verifiers.base import Coins, Verifier, rest_of
+from foretoken.methods.verifiers.block import BlockVerifier
 from foretoken.methods.verifiers.outside import VerifierError
 from toys import engine, tables
 
@@ -183,6 +186,47 @@ def test_what_is_no_verifier_is_said_at_load(verifier: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         ft.load(target, drafter=ModelDrafter(draft), verifier=verifier)
     assert "\n" not in str(caught.value)
+
+
+class OwnBlock(BlockVerifier):
+    name = "own_block"
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        return super().decide(tree, scores, coins)
+
+
+class OwnModel(ModelDrafter):
+    name = "own_model"
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        return TokenTree.root_only(context.root)
+
+
+class OwnGoodput(GoodputController):
+    name = "own_goodput"
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        return Budget(0)
+
+
+class Whole(OwnBlock):
+    def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        return self.decide(tree, scores, coins)
+
+
+def test_a_method_that_a_faster_one_bypasses_is_refused_at_load() -> None:
+    """Its author would measure our method, not theirs."""
+    target, draft = tables()
+    parts: dict[str, tuple[dict[str, Any], str]] = {
+        "OwnBlock.decide": ({"verifier": OwnBlock()}, "BlockVerifier.decide_fast"),
+        "OwnModel.propose": ({"drafter": OwnModel(draft, k=3)}, "ModelDrafter.propose_batch"),
+        "OwnGoodput.budget": ({"controller": OwnGoodput()}, "AutoController.budgets"),
+    }
+    for plain, (part, fast) in parts.items():
+        words = rf"{re.escape(plain)} {LINE} is bypassed by {re.escape(fast)}: override {fast.split('.')[1]}, too"
+        with pytest.raises(OutsideError, match=words):
+            ft.load(target, **{"drafter": ModelDrafter(draft, k=3), **part})
+    assert ft.load(target, drafter=ModelDrafter(draft, k=3), verifier=Whole()).generate([1, 2], max_new_tokens=4)
 
 
 # -- controllers -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ from typing import Any
 from foretoken.core.io.hub_ids import expanded
 from foretoken.core.values import named, with_article
 
+_FASTER = {"propose": "propose_batch", "decide": "decide_fast", "budget": "budgets"}
+"""What the engine calls in place of a protocol's plain method, which many of our classes write out."""
+
 
 class OutsideError(ValueError):
     """Code from outside raised an error, or broke a rule of its protocol."""
@@ -139,19 +142,32 @@ def fault_of(thing: Any, protocol: type[Any], role: str) -> str:
 
 
 def misfit_of(thing: Any, protocol: type[Any]) -> str:
-    """The first method of a protocol that an outside object overrides with an incompatible signature; empty if there is
-    none. Checked at load, because the call would fail in our code, with no line of theirs."""
+    """The first method of a protocol that an outside object overrides in vain or with an incompatible signature; empty
+    if there is none. Checked at load: one would never run, and the other fail in our code, with no line of theirs."""
     cls = type(thing)
+    if not is_outside(cls):
+        return ""
     for name, method in vars(protocol).items():
         function = getattr(cls, name)
-        if name.startswith("_") or not inspect.isfunction(method) or function is method or not is_outside(cls):
+        if name.startswith("_") or not inspect.isfunction(method) or function is method:
             continue
+        if fast := _runs_instead(cls, name, protocol):
+            return fault_message(cls, name, f"is bypassed by {fast}: override {fast.partition('.')[2]}, too")
         called = list(inspect.signature(method).parameters)[1:]
         try:
             inspect.signature(getattr(thing, name)).bind(*called)
         except TypeError as error:
             return fault_message(cls, name, f"is called with ({', '.join(called)}): {error}")
     return ""
+
+
+def _runs_instead(cls: type[Any], name: str, protocol: type[Any]) -> str:
+    """The faster method that a class inherits from one of ours, above the plain one that it overrides; empty if there
+    is none."""
+    fast = _FASTER.get(name, name)
+    owner = next(base for base in cls.__mro__ if name in vars(base) or fast in vars(base))
+    ours = next(base for base in cls.__mro__ if fast in vars(base))
+    return "" if fast in vars(owner) or is_outside(ours) or ours is protocol else f"{ours.__name__}.{fast}"
 
 
 def fault_message(cls: type[Any], method: str, rule: str) -> str:
