@@ -124,6 +124,34 @@ def test_whatever_a_verifier_raises_is_said_by_class_and_line() -> None:
     check_alone(runs, VerifierError, rf"Rule\.decide {LINE} raised KeyError: 'lost'", verifier=Rule())
 
 
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (torch.tensor([0.5, torch.nan, 0.5, 0.0]), "that are below 0, not finite, or all 0"),
+        (torch.tensor([torch.inf, 0.0, 0.0, 0.0]), "that are below 0, not finite, or all 0"),
+        (torch.tensor([0.5, -0.1, 0.5, 0.0]), "that are below 0, not finite, or all 0"),
+        (torch.zeros(4), "that are below 0, not finite, or all 0"),
+        (torch.ones(9), r"of shape \[9\]: it must be \[4\], the vocabulary"),
+        (torch.ones(1, 4), r"of shape \[1, 4\]: it must be \[4\], the vocabulary"),
+        ([0.25] * 4, r"of shape list: it must be \[4\], the vocabulary"),
+    ],
+)
+def test_weights_that_are_no_distribution_are_not_drawn_from(weights: Any, words: str) -> None:
+    class Slips(Rule):
+        def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+            if scores.prefix[0] == BAD and len(scores.prefix) > 6:
+                return Verdict((), coins.draw(weights), False)
+            return super().decide(tree, scores, coins)
+
+    runs = served(sampled_requests(), verifier=Slips())
+    check_alone(
+        runs,
+        VerifierError,
+        rf"Slips\.decide {LINE} raised ValueError: coins\.draw got weights {words}",
+        verifier=Rule(),
+    )
+
+
 def test_a_wrong_verdict_where_nothing_was_drafted() -> None:
     class Alone(Rule):
         def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
