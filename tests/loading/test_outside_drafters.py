@@ -306,6 +306,7 @@ BROKEN = [
         "gave q with rows that are not",
     ),
     *((change, "", rf"Bad\.propose {LINE} raised TypeError: context\.\w+ is read-only") for change in CHANGES),
+    ("return TokenTree((context.root,) + (1,) * 65, (-1,) + (0,) * 65)", TREES, rf"{LINE} proposed 65 draft nodes"),
     ("return TokenTree.chain(context.root, [1.5])", "", rf"Bad\.propose {LINE} proposed a token of type float"),
     ("return TokenTree.chain(context.root, [[1, 2]])", "", "proposed a token of type list: it must be an int"),
     ("return TokenTree.chain(context.root, torch.tensor([1, 2]))", "", "proposed a token of type Tensor: it must be"),
@@ -364,6 +365,17 @@ def test_a_broken_rule_ends_its_request_and_no_other(
         assert run.finish_reason == "error" and isinstance(run.error, DrafterError)
         (message,) = str(run.error).splitlines()
         assert re.search(words, message), message
+
+
+@pytest.mark.parametrize("group", ["{}", "router,drafters=({}|ngram,n=2)"])
+def test_a_chain_is_cut_to_the_nodes_of_the_budget(tmp_path: Path, group: str) -> None:
+    """As it is to the depth: the first tokens of a chain do not depend on later ones."""
+    target, _ = tables()
+    drafter = build_drafter(group.format(f"{written(tmp_path, PERIOD)}:Period,period=5,k=5"), target)
+    llm = assemble(target, drafter, "auto", "constant,k=5,nodes=2", None)
+    output = llm.generate([1, 2, 3, 1, 2, 3], max_new_tokens=30)
+    assert output.token_ids == llm.plain.generate([1, 2, 3, 1, 2, 3], max_new_tokens=30).token_ids
+    assert 0 < output.stats.num_draft_tokens <= 2 * output.stats.num_drafts
 
 
 def four_requests(**more: Any) -> list[Request]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from foretoken.core import Context, Kind, TokenTree
+from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.core.outside import OutsideError, fault_message, is_outside
 from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.trees.operations import truncate
 from foretoken.models.base import LanguageModel
 
 
@@ -75,6 +76,23 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
     if thorough and len(tree) > 1:
         _check_kind(tree, drafter)
         _check_distributions(tree, drafter)
+
+
+def within(tree: TokenTree, budget: Budget, drafter: Drafter) -> TokenTree:
+    """A proposal without nodes deeper than its budget allows; an external drafter's chain is cut to the budget's nodes,
+    too, which do not count probes.
+
+    Raises:
+        DrafterError: a tree of an external drafter has more nodes, whose memory no request has reserved. Cutting them
+            would be exact only if their order did not depend on drawn tokens.
+    """
+    tree = truncate(tree, budget.deepest)
+    most = budget.widest
+    if tree.num_drafts <= most or not is_outside(type(drafter)):
+        return tree
+    if not tree.is_chain:
+        raise _broken(drafter, f"proposed {tree.num_drafts} draft nodes: budget.max_nodes allows {most}")
+    return truncate(tree, most)
 
 
 def _check_numbers(tree: TokenTree, drafter: Drafter) -> None:
