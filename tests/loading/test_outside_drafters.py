@@ -340,6 +340,16 @@ BROKEN = [
         "proposed a token with probability 0 in q: it was not drawn from q",
     ),
     (
+        "return TokenTree.chain(context.root, [1], torch.full((1, 8), 0.125))",
+        IID,
+        rf"Bad\.propose {LINE} gave q of shape \[1, 8\]: its rows must have 4 columns, one for each of the target",
+    ),
+    (
+        "return TokenTree((context.root, 1, 2), (-1, 0, 1), Kind.IID, torch.full((2, 4), 0.25), (-1, 0, -7))",
+        IID,
+        r"gave q of shape \[2, 4\] and q_rows that do not fit a tree of 3 nodes",
+    ),
+    (
         "q = torch.full((1, 4), 0.25); "
         "return TokenTree((context.root, 1, 1), (-1, 0, 0), Kind.WITHOUT_REPLACEMENT, q, (-1, 0, 0))",
         DISTINCT,

@@ -75,7 +75,7 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
             raise _broken(_author(drafter, tree, node), f"proposed token {token}: {valid}")
     if thorough and len(tree) > 1:
         _check_kind(tree, drafter)
-        _check_distributions(tree, drafter)
+        _check_distributions(tree, drafter, None if target is None else target.vocab_size)
 
 
 def within(tree: TokenTree, budget: Budget, drafter: Drafter) -> TokenTree:
@@ -124,9 +124,9 @@ def _check_kind(tree: TokenTree, drafter: Drafter) -> None:
         raise _broken(_author(drafter, tree, -1), rule)
 
 
-def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
+def _check_distributions(tree: TokenTree, drafter: Drafter, vocab_size: int | None) -> None:
     q, rows = tree.q, tree.q_rows
-    drawn = [node for node, row in enumerate(rows) if row >= 0]
+    drawn = [node for node, row in enumerate(rows) if row != -1]
     if q is None or not drawn:
         return
     author = _author(drafter, tree, drawn[0])
@@ -134,8 +134,12 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
         kind = q.dtype if isinstance(q, torch.Tensor) else type(q).__name__
         raise _broken(author, f"gave q of type {kind}: it must be a tensor of floating-point numbers")
     highest = max(tree.tokens[node] for node in drawn)  # probes may lie behind the vocabulary
-    if q.dim() != 2 or len(rows) != len(tree) or max(rows) >= len(q) or highest >= q.shape[1]:
+    fits = q.dim() == 2 and len(rows) == len(tree) and min(rows) >= -1 and max(rows) < len(q)
+    if not fits or highest >= q.shape[1]:
         raise _broken(author, f"gave q of shape {list(q.shape)} and q_rows that do not fit a tree of {len(tree)} nodes")
+    if vocab_size is not None and q.shape[1] != vocab_size:
+        columns = f"{vocab_size} columns, one for each of the target's ids"
+        raise _broken(author, f"gave q of shape {list(q.shape)}: its rows must have {columns}")
     # Comparisons with NaN are false, so test what must be true, not what must be false.
     if not bool((q >= 0).all()) or not bool(((q.sum(-1) - 1).abs() <= 1e-3).all()):
         raise _broken(author, "gave q with rows that are not distributions: they must be >= 0 and sum to 1")
