@@ -27,9 +27,14 @@ def is_code(name: str) -> bool:
     return name.partition(":")[0].endswith(".py")
 
 
+def names_code(spec: Any) -> bool:
+    """Whether a spec, or one inside it, names a class in a file."""
+    return isinstance(spec, str) and re.search(r"\.py\s*:", spec) is not None
+
+
 def refuse_code(spec: Any, source: str) -> None:
     """Raise ``ValueError`` for a spec from data that names a file of code: data must not run code."""
-    if isinstance(spec, str) and re.search(r"\.py\s*:", spec):
+    if names_code(spec):
         raise ValueError(f"{source} names code ({spec}), which is only run when you name it: give --drafter {spec}")
 
 
