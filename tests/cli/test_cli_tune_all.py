@@ -114,6 +114,19 @@ def test_the_command_for_a_drafter_in_a_file_works(
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("until", [0, 12])
+def test_a_drafter_whose_code_fails_costs_no_other(
+    run: Any, target: str, prompts: str, tmp_path: Path, until: int
+) -> None:
+    (tmp_path / "own.py").write_text(LAST_TIME)
+    out, spec = tmp_path / "profile.json", f"{tmp_path / 'own.py'}:LastTime,until={until}"
+    options = (*SHORT[:-1], f"ngram,{spec}")
+    result = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *options)
+    assert result.code == 1 and "LastTime.propose (own.py, line " in result.out, result.err
+    assert {row["drafter"].split(",")[0] for row in json.loads(out.read_text())["table"]} == {"ngram"}
+
+
+@pytest.mark.usefixtures("quick")
 def test_elsewhere_a_profile_warns_and_works(
     run: Any, target: str, prompts: str, tokenizer: Any, tmp_path: Path
 ) -> None:

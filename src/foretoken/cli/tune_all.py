@@ -53,7 +53,8 @@ def tune_command(
 
     Likely winners come first, each in turns with plain decoding; the best ones then race each other.  The answer goes
     into a profile.  Ctrl-C and SIGTERM print and keep the answer so far, in a file of its own beside the profile of an
-    earlier, complete search.  The subcommands search for settings of single drafters.
+    earlier, complete search.  A drafter from outside that fails is left out, and the exit code is 1.  The subcommands
+    search for settings of single drafters.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options_before(ctx)
@@ -71,6 +72,8 @@ def tune_command(
         print_json({**_public(outcome), "out": str(out)})
     if outcome.interrupted:
         raise KeyboardInterrupt
+    if outcome.failed:
+        raise typer.Exit(1)
 
 
 def _job(common: Common, options: TuneOptions, began_s: float) -> TuneJob:
