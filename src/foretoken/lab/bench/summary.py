@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class BenchResult:
-    """A finished benchmark; ``cells`` has one object per arm, category, temperature and batch size."""
+    """A finished benchmark.
+
+    Attributes:
+        cells: one object per arm, category, temperature and batch size.
+        failed: arms that were left out because their code from outside failed; ``summary["skipped"]`` says why.
+    """
 
     cells: list[dict[str, Any]]
     summary: dict[str, Any]
+    failed: Sequence[str] = ()
 
     @property
     def lines(self) -> list[str]:
@@ -57,32 +63,36 @@ def tally(bench: Bench, where: dict[str, Any]) -> BenchResult:
     measured = [r for s in settings if s[1] == batch for arm in bench.arms for r in _of(bench, arm.name, s)]
     first = [r for r in measured if r.temperature == bench.settings.temperatures[0]]
     splits = {name: time_split(results) for name, results in by_arm.items()}
+    names = [arm.name for arm in bench.arms]
     summary = {
         "summary": True,
         "target": target_name(bench.shared.target, bench.shared.source),
         "machine": where,
         "runs_as": runs_as(bench.shared),
-        "arms": bench.settings.names,
+        "arms": names,
         "ran": {arm.name: arm.ran for arm in bench.arms if arm.ran is not None},
         "settings": {**bench.config, "cut_prompts": bench.num_cut},
         "inflation": inflation(bench.shared.target),
         "cells": len(cells),
-        "costs": round_costs(first, bench.settings.names, bench.targets[batch]).as_dict(),
-        **positions_at(first, bench.settings.names, (bench.settings.temperatures[0], batch)),
+        "costs": round_costs(first, names, bench.targets[batch]).as_dict(),
+        **positions_at(first, names, (bench.settings.temperatures[0], batch)),
         "rounds": {name: split for name, split in splits.items() if split is not None},
         "overall": [_cell(bench, arm, setting, None) for arm, setting in pairs],
         "equality": list(filter(None, (equality(bench, arm, s, c) for c in bench.ids for arm, s in pairs))),
         "drafted": [drafted(_of(bench, arm, s, c)) for c in bench.ids for arm, s in pairs],
         "prefill": [_prefill(bench, arm, setting) for arm, setting in pairs],
         "skipped": [
-            f"{arm.name} at batch {size}: it serves one request at a time"
-            for size in dict.fromkeys(bench.settings.batches)
-            for arm in bench.arms
-            if not arm.can((0.0, size))
+            *(f"{name}: {error}" for name, error in bench.failed.items()),
+            *(
+                f"{arm.name} at batch {size}: it serves one request at a time"
+                for size in dict.fromkeys(bench.settings.batches)
+                for arm in bench.arms
+                if not arm.can((0.0, size))
+            ),
         ],
         "traces": list(_traces(bench)),
     }
-    return BenchResult(cells, summary)
+    return BenchResult(cells, summary, list(bench.failed))
 
 
 def _of(bench: Bench, arm: str, setting: Condition, category: str | None = None) -> list[UnitResult]:
