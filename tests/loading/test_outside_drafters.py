@@ -417,6 +417,21 @@ def test_a_drafter_that_ends_the_process_ends_its_request_only(
     assert re.search(rf"Bad\.propose {LINE} raised {words}", str(runs[BAD].error))
 
 
+def test_the_other_answers_of_a_list_come_with_the_error(tmp_path: Path) -> None:
+    target, _ = tables()
+    drafter = build_drafter(f"{written(tmp_path, bad('raise KeyError(1)'))}:Bad", target)
+    llm = assemble(target, drafter, "auto", "constant,k=3", None)
+    prompts = [[0, 1, 2], [BAD, 1, 2], [1, 1, 2]]
+    with pytest.raises(DrafterError, match=rf"Bad\.propose {LINE} raised KeyError: 1") as caught:
+        llm.generate(prompts, max_new_tokens=20)
+    first, failed, last = caught.value.__dict__["outputs"]
+    plain = llm.plain.generate(prompts, max_new_tokens=20)
+    assert failed is None and (first.token_ids, last.token_ids) == (plain[0].token_ids, plain[2].token_ids)
+    with pytest.raises(DrafterError):
+        llm.generate(prompts[1], max_new_tokens=20)
+    assert not llm.engine.busy
+
+
 def by_code(number: int, frame: object) -> None:
     """A handler of a host program."""
     sys.exit(7)
