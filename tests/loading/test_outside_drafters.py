@@ -3,6 +3,7 @@ rule and line, and harms no other request."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,9 @@ from foretoken.cli.main import main
 from foretoken.core import Budget, Context, TokenTree, outside
 from foretoken.core.sampling import SamplingParams
 from foretoken.core.specs import Spec, parse_spec
+from foretoken.engine import service_thread
+from foretoken.engine.background import AsyncLlm
+from foretoken.engine.errors import EngineDead
 from foretoken.engine.request import Request, Running
 from foretoken.lab.bench.fitting import fits
 from foretoken.lab.tune.choices import further
@@ -232,7 +237,7 @@ def test_options_are_those_of_the_constructor(tmp_path: Path) -> None:
     target, _ = tables()
     with pytest.raises(ValueError, match=r"unknown option 'perod' of drafter '.*': did you mean period\?"):
         build_drafter(f"{spec},perod=3", target)
-    with pytest.raises(ValueError, match=r"takes no path"):
+    with pytest.raises(ValueError, match=r"takes no path; its options: period, k$"):
         build_drafter(f"{spec}:./folder", target)
 
 
@@ -415,6 +420,34 @@ def test_a_drafter_that_ends_the_process_ends_its_request_only(
     assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
     assert [run.output for run in runs[:BAD]] == alone[:BAD]
     assert re.search(rf"Bad\.propose {LINE} raised {words}", str(runs[BAD].error))
+
+
+def test_a_service_that_hangs_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its callers are told, too, and a second close does not wait again."""
+    monkeypatch.setattr(service_thread, "END_S", 0.2)
+    target, _ = tables()
+    body = bad("self.gate.wait()", "gate = __import__('threading').Event()")
+    drafter: Any = build_drafter(f"{written(tmp_path, body)}:Bad", target)
+
+    async def scenario() -> tuple[Any, float]:
+        service = AsyncLlm(assemble(target, drafter, "auto", "constant,k=3", None))
+        await service.start()
+        answer = asyncio.create_task(service.generate([BAD, 1, 2], max_new_tokens=20))
+        await asyncio.sleep(0.2)
+        await service.close(0.0)
+        began_s = monotonic()
+        await service.close(5.0)
+        waited_s = monotonic() - began_s
+        (failed,) = await asyncio.gather(answer, return_exceptions=True)
+        drafter.gate.set()
+        return failed, waited_s
+
+    failed, waited_s = asyncio.run(scenario())
+    assert isinstance(failed, EngineDead) and waited_s < 2.0
+    assert re.fullmatch(rf"the engine did not stop: it is in Bad\.propose {LINE}", str(failed))
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [str(failed)]
 
 
 def test_the_other_answers_of_a_list_come_with_the_error(tmp_path: Path) -> None:

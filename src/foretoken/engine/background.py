@@ -19,7 +19,7 @@ from foretoken.engine.errors import Draining, EngineClosed, EngineDead, QueueFul
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.service_calls import ServiceCalls, tell_end
-from foretoken.engine.service_thread import start_thread
+from foretoken.engine.service_thread import EngineThread, start_thread
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.status import EngineStatus as EngineStatus
 from foretoken.engine.status import status_of
@@ -101,7 +101,7 @@ class AsyncLlm:
         self._calls = ServiceCalls()
         self._cancelled: list[Ticket] = []
         self._tickets: dict[int, Ticket] = {}
-        self._thread: threading.Thread | None = None
+        self._thread: EngineThread | None = None
         self._stopping = self._draining = False
         self._dead: str | None = None
         self._beat = monotonic()
@@ -148,7 +148,7 @@ class AsyncLlm:
         self._draining = True
 
     async def close(self, drain_s: float = 30.0) -> None:
-        """Refuse new requests, wait for the others, cancel them after ``drain_s``, and end the thread."""
+        """Refuse new requests, wait for others, cancel them after ``drain_s``, and end the thread, or log its place."""
         self.drain()
         end = monotonic() + drain_s
         while self.num_open and monotonic() < end and self._dead is None:
@@ -158,8 +158,9 @@ class AsyncLlm:
         if self._thread is None:
             with self._turn:
                 self._give_back()
-        else:
-            await asyncio.to_thread(self._thread.join, 10.0)
+        elif stuck := await asyncio.to_thread(self._thread.end):
+            self._dead = stuck
+            hand_over([(ticket, EngineDead(stuck)) for ticket in (*self._new, *self._tickets.values())])
 
     @property
     def num_open(self) -> int:
