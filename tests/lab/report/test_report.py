@@ -610,6 +610,13 @@ def test_a_real_run_tells_its_drafts(tmp_path: Path) -> None:
     assert draft_tokens(results)["drafted"] is None
 
 
+def begun(out: Path) -> Partial:
+    """An unfinished run of one arm without results."""
+    partial = Partial(out, {"target": "builtin", "arms": ["plain", FAST], "max_new_tokens": 4}, resume=False)
+    partial.note("target_s:1", {"1": 0.01, "4": 0.012})
+    return partial
+
+
 def test_an_unfinished_run_says_nothing_of_what_it_did_not_reach(tmp_path: Path) -> None:
     run = read_run(written(tmp_path, cell("plain"), cell(FAST)))
     first, last = remarks(run).items()
@@ -625,7 +632,7 @@ def test_an_unfinished_run_says_nothing_of_what_it_did_not_reach(tmp_path: Path)
 
 def test_an_unfinished_run_may_have_measured_no_arm_yet(tmp_path: Path) -> None:
     out = tmp_path / "run.jsonl"
-    partial = Partial(out, {"target": "builtin", "arms": ["plain", FAST], "max_new_tokens": 4}, resume=False)
+    partial = begun(out)
     partial.add(UnitResult("plain", 0.0, 1, "code", 0, [0], [[1, 2, 3, 4]], 2.0, 4, 0.1, drafts=4))
     partial.close()
     assert list(remarks(read_run(out))) == [
@@ -651,7 +658,7 @@ def test_an_interrupted_run_is_reported_as_far_as_it_goes(tmp_path: Path) -> Non
 def test_a_partial_file_is_reported_too(tmp_path: Path) -> None:
     """Two units of plain decoding and one of the arm: only the unit that both have done is compared."""
     out = tmp_path / "run.jsonl"
-    partial = Partial(out, {"target": "builtin", "arms": ["plain", FAST], "max_new_tokens": 4}, resume=False)
+    partial = begun(out)
     for arm, unit, seconds in (("plain", 0, 2.0), ("plain", 1, 2.0), (FAST, 0, 0.5)):
         result = UnitResult(arm, 0.0, 1, "code", unit, [unit], [[1, 2, 3, 4]], seconds, 4, 0.1)
         result.drafts, result.accepted, result.drafted, result.per_pos = 2, 2, 4, [2]
@@ -670,7 +677,7 @@ def test_a_partial_file_is_reported_too(tmp_path: Path) -> None:
 def test_the_interval_of_an_unfinished_run_is_that_of_a_finished_one(tmp_path: Path) -> None:
     """Student's t over the units of all categories, not the cells' intervals added in squares."""
     out = tmp_path / "run.jsonl"
-    partial = Partial(out, {"target": "builtin", "arms": ["plain", FAST], "max_new_tokens": 4}, resume=False)
+    partial = begun(out)
     units = [(category, unit) for category in ("code", "prose") for unit in range(3)]
     results = {
         arm: [

@@ -42,18 +42,16 @@ def check_run_out(out: Path, resume: bool) -> bool:
 def kept_in(file: Path, cut: bool = False) -> tuple[dict[Key, UnitResult], dict[str, Any]]:
     """Results and notes of an unfinished run, its ``config`` among them, as :func:`~foretoken.core.io.journal.rows_of`
     reads them; none in an empty file.  Raises ``ValueError`` if it is damaged."""
-    results: dict[Key, UnitResult] = {}
-    notes: dict[str, Any] = {}
+    parts = rows_of(file, _part, "the file is damaged: delete it to start anew", cut)
+    results = {part.key: part for part in parts if isinstance(part, UnitResult)}
+    notes = [part for part in parts if not isinstance(part, UnitResult)]
+    return results, {name: value for note in notes for name, value in note.items()}
 
-    def take(row: Any) -> None:
-        if "result" in row:
-            result = UnitResult(**row["result"])
-            results[result.key] = result
-        else:
-            notes.update(row["note"] if "note" in row else {"config": row["config"]})
 
-    rows_of(file, take, "the file is damaged: delete it to start anew", cut)
-    return results, notes
+def _part(row: Any) -> UnitResult | dict[str, Any]:
+    if "result" in row:
+        return UnitResult(**row["result"])
+    return dict(row["note"]) if "note" in row else {"config": dict(row["config"])}
 
 
 class Partial:
