@@ -34,6 +34,7 @@ from foretoken.lab.bench.run import Bench, BenchSettings, run_bench
 from foretoken.lab.bench.serving import OwnArm
 from foretoken.lab.bench.specs import check_arm, split_arm
 from foretoken.lab.bench.summary import BenchResult
+from foretoken.lab.report.read import read_run
 from foretoken.lab.report.cards.written import markdown_card
 from foretoken.llm import Llm
 from foretoken.models.huggingface import HuggingFaceModel
@@ -446,11 +447,16 @@ def test_finished_results_are_used_as_they_were(
         (r["result"]["arm"], r["result"]["category"], r["result"]["unit"]): r["result"] for r in rows if "result" in r
     }
     bench = Bench(shared(table), PROMPTS, settings)
-    bench.run(Partial(out, {**bench.config, **bench.circumstances}, True))
+    outcome = bench.run(Partial(out, {**bench.config, **bench.circumstances}, True))
     for result in bench.results.values():
         was = kept.get((result.arm, result.category, result.unit))
         assert was is None or was["seconds"] == result.seconds
     assert len(kept) == 3 and any("note" in row for row in rows)
+    unfinished = read_run(out)  # the file beside it, which now has every result
+    summary = json.loads(dumps(outcome.summary))
+    assert unfinished.unfinished and unfinished.part("costs") and [c["predicted_speedup"] for c in unfinished.cells]
+    for name in ("arms", "costs", "positions", "rounds", "overall", "drafted", "prefill"):
+        assert json.loads(dumps(unfinished.summary[name])) == summary[name], name
 
 
 def test_another_run_is_not_mixed_in(
