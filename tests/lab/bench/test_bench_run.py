@@ -34,8 +34,8 @@ from foretoken.lab.bench.run import Bench, BenchSettings, run_bench
 from foretoken.lab.bench.serving import OwnArm
 from foretoken.lab.bench.specs import check_arm, split_arm
 from foretoken.lab.bench.summary import BenchResult
-from foretoken.lab.report.read import read_run
 from foretoken.lab.report.cards.written import markdown_card
+from foretoken.lab.report.read import read_run
 from foretoken.llm import Llm
 from foretoken.models.huggingface import HuggingFaceModel
 from toys import MarkovTable, llama, llamas, tables

@@ -214,7 +214,7 @@ def _partial(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     from foretoken.lab.bench.summary import tally, traces
 
     kept, notes = kept_in(file)
-    results = [r for r in kept.values() if (PLAIN[1], *r.key[1:]) in kept]
+    results = [r for r in kept.values() if ("plain", *r.key[1:]) in kept]
     if not results:
         return [], {}
     config = notes["config"]
