@@ -12,8 +12,8 @@ DRAFTER = ("loss", "mean_acceptance_length")
 """Columns of a drafter's curve: its loss, and measurements by their names."""
 LM = ("train_loss", "held_loss")
 """Both in nats per token."""
-ALIGNMENT = ("loss", "greedy", "sampled", "expected_acceptance", "argmax_agreement")
-"""Measured by :class:`foretoken.lab.bench.alignment.Alignment`; the first two are mean acceptance lengths."""
+ALIGNMENT = ("loss", "greedy_length", "sampled_length", "expected_acceptance", "argmax_agreement")
+"""Measured by :class:`foretoken.lab.bench.alignment.Alignment`."""
 
 
 class Curve:
@@ -35,7 +35,7 @@ class Curve:
         if loss is not None:
             row[0] = f"{loss:.5f}"
         if measured:
-            row[1:] = [f"{value:.5f}" for value in values_of(measured, self.columns[1:])]
+            row[1:] = [f"{value_of(measured, name):.5f}" for name in self.columns[1:]]
 
     def write(self) -> None:
         """Write the CSV file, whole or not at all."""
@@ -60,7 +60,7 @@ class Curve:
         return True
 
 
-def values_of(measured: Mapping[str, Any], names: Sequence[str]) -> list[float]:
-    """Numbers of a measurement by name: of acceptance, the mean length."""
-    values = [measured[name] for name in names]
-    return [float(value["mean_acceptance_length"] if isinstance(value, Mapping) else value) for value in values]
+def value_of(measured: Mapping[str, Any], name: str) -> float:
+    """A number of a measurement; ``X_length`` is the mean acceptance length of its part ``X``."""
+    part = measured.get(name.removesuffix("_length"))
+    return float(part["mean_acceptance_length"] if isinstance(part, Mapping) else measured[name])
