@@ -207,10 +207,8 @@ def train_lm(
     if teacher is not None and teacher_weight != TEACHER_WEIGHT:
         changed["teacher_weight"] = teacher_weight
     others = {"tokenizer_from": None if init_from else tokenizer_from, "init_from": init_from, "teacher": teacher}
-    family = "Qwen3.5, every second layer recurrent" if config.hybrid else "Llama"
-    use = f"Its architecture is {family}, with tied embeddings and bfloat16 weights. {SMALL}"
     command_line = command("lm", data, out, changed, others)
-    write_card(out, out.resolve().name, use, report, data, command_line, card or CardInfo(), [BIAS])
+    write_card(out, out.resolve().name, SMALL, report, data, command_line, card or CardInfo(), [BIAS])
     return report
 
 
