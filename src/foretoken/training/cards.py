@@ -13,8 +13,8 @@ from foretoken.training.config import TrainConfig
 
 SMALL = (
     "It is a small base model for testing and measuring speculative decoding. It continues text; it follows no "
-    "instructions, knows few facts, and may repeat itself. Its architecture is Llama (a hybrid's: Qwen3.5, every second "
-    "layer recurrent), with tied embeddings and bfloat16 weights."
+    "instructions, knows few facts, and may repeat itself. Its architecture is Llama (a hybrid's: Qwen3.5, every "
+    "second layer recurrent), with tied embeddings and bfloat16 weights."
 )
 """What a model that ``train lm`` made is."""
 BIAS = "What it says reflects its training text, mistakes and biases included."
