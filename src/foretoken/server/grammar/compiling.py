@@ -61,7 +61,7 @@ def compile_constraint(
         ends: the model's end-of-text ids (``llm.target.eos_token_ids``), which may be more than the tokenizer's own.
     """
     grammar = checked_grammar(kind, spec, patience_s)
-    every_end = frozenset(end_ids(tokenizer)) | {end for end in ends if 0 <= end < vocab_size}
+    every_end = known_ends(tokenizer, vocab_size, ends)
     view = tokenizer_view(tokenizer, vocab_size, every_end)
     matcher = LLMatcher(view, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     _check(kind, matcher.get_error())
@@ -201,3 +201,8 @@ def end_ids(tokenizer: Any) -> list[int]:
     """The tokenizer's end-of-text ids."""
     end = getattr(tokenizer, "eos_token_id", None)
     return [] if end is None else [int(end)]
+
+
+def known_ends(tokenizer: Any, vocab_size: int, ends: Iterable[int]) -> frozenset[int]:
+    """The tokenizer's end-of-text ids, and those of ``ends`` that have a logit."""
+    return frozenset(end_ids(tokenizer)) | {end for end in ends if 0 <= end < vocab_size}

@@ -5,14 +5,14 @@ llguidance's automaton is walked byte by byte, so whatever it reads can be a fin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from time import thread_time
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from foretoken.core.constraints import FiniteLanguage
-from foretoken.server.grammar.compiling import LIMITS, TOKEN, checked_grammar, end_ids, tokenizer_view
+from foretoken.server.grammar.compiling import LIMITS, TOKEN, checked_grammar, known_ends, tokenizer_view
 from foretoken.server.grammar.constraint import reason_of
 
 MOST_STRINGS = 2048
@@ -24,7 +24,12 @@ WALK_S = 1.0
 
 
 def compile_language(
-    kind: str, spec: Any, tokenizer: Any, vocab_size: int, patience_s: float | None = None
+    kind: str,
+    spec: Any,
+    tokenizer: Any,
+    vocab_size: int,
+    patience_s: float | None = None,
+    ends: Iterable[int] = (),
 ) -> FiniteLanguage:
     """All matching strings, each in the tokenizer's spelling.
 
@@ -38,8 +43,9 @@ def compile_language(
     grammar = checked_grammar(kind, spec, patience_s)
     if TOKEN.search(grammar):
         raise ValueError(f"the {kind} names tokens by their ids, and conditional sampling supports strings only")
-    view = tokenizer_view(tokenizer, vocab_size)
-    return FiniteLanguage.of([_spelled(text, view) for text in _strings(kind, grammar)], end_ids(tokenizer))
+    every_end = known_ends(tokenizer, vocab_size, ends)
+    view = tokenizer_view(tokenizer, vocab_size, every_end)
+    return FiniteLanguage.of([_spelled(text, view) for text in _strings(kind, grammar)], every_end)
 
 
 def _spelled(text: bytes, view: LLTokenizer) -> list[int]:
