@@ -175,11 +175,12 @@ class AsyncLlm:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, checked: bool = False) -> Ticket:
+    def submit(self, request: Request, checked: bool = False, arrived_s: float | None = None) -> Ticket:
         """Queue a request, from any thread.
 
         Args:
             checked: whether ``engine.check`` has accepted it already; for an event loop, which must not wait for that.
+            arrived_s: its arrival by the monotonic clock, from which its times and deadline count; now by default.
 
         Raises:
             QueueFull: the queue is full.
@@ -189,7 +190,7 @@ class AsyncLlm:
         """
         if not checked and self._dead is None and not self._draining:
             self.llm.engine.check(request)
-        ticket = Ticket(request, self)
+        ticket = Ticket(request, self, arrived_s)
         with self._lock:
             self._check_room(1)
             self._new.append(ticket)

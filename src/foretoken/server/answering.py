@@ -116,7 +116,7 @@ class Answer(ABC):
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Queue the requests.  Raises :class:`ApiError` if the engine refuses them."""
         with self._refusals():
-            tickets = submit_all(self.serving.engine, requests)
+            tickets = submit_all(self.serving.engine, requests, self.began_s)
         prompts = requests[:: self.body.n or 1]
         self.prompt_tokens = sum(len(request.prompt) for request in prompts)
         self.slot.spend(self.prompt_tokens)
