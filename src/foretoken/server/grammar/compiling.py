@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -94,23 +94,23 @@ def _grammar(kind: str, spec: Any) -> str:
         if kind == "json_schema":
             return LLMatcher.grammar_from_json_schema(json.dumps(_schema(spec)), overrides=SPACING)
         if kind == "choice":
-            kind, spec = "regex", _any_of(spec)
+            spec = "|".join(re.escape(text) for text in checked_texts(spec))
         if not isinstance(spec, str) or not spec:
             raise ValueError(f"a {kind} must be non-empty text")
         if len(spec) > LONGEST:
             raise ValueError(f"the {kind} has {len(spec)} characters, more than the limit of {LONGEST}")
-        return LLMatcher.grammar_from_regex(spec) if kind == "regex" else LLMatcher.grammar_from_lark(spec)
+        return LLMatcher.grammar_from_lark(spec) if kind == "grammar" else LLMatcher.grammar_from_regex(spec)
     except (TypeError, RecursionError, OverflowError, UnicodeError) as error:
         raise ValueError(f"the {kind} cannot be compiled: {one_line(error, 300)}") from None
 
 
-def _any_of(texts: Any) -> str:
-    """Expression that matches any of the texts."""
+def checked_texts(texts: Any) -> Sequence[str]:
+    """The texts of a choice.  Raises ``ValueError`` for other values, and without any text that is not empty."""
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError("a choice must be a list of strings")
     if not any(texts):
         raise ValueError("a choice needs at least one non-empty string")
-    return "|".join(re.escape(text) for text in texts)
+    return texts
 
 
 def _schema(spec: Any) -> Any:
