@@ -227,7 +227,7 @@ class Answer(ABC):
             for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
                 tail["usage"]["completion_tokens_details"][name] = 0
         if self.body.timings:
-            tail["timings"] = usage.timings(usage.merged(self.all_stats))
+            tail["timings"] = usage.timings(self.prompt_stats, self.all_stats)
         return tail
 
     def usage_so_far(self, completion: int) -> dict[str, Any]:
