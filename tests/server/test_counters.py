@@ -86,8 +86,8 @@ class Recount:
         self._propose = llm.drafter.propose_batch
         llm.drafter.propose_batch = self.propose  # type: ignore[method-assign]
 
-    def add(self, request: Any, arrived_s: float | None = None) -> int:
-        request_id = self._add(request, arrived_s)
+    def add(self, request: Any, arrived_s: float | None = None, checked: bool = False) -> int:
+        request_id = self._add(request, arrived_s, checked)
         self.seen[request_id] = Seen(len(request.prompt), request.max_draft_tokens == 0, request.max_new_tokens)
         return request_id
 
