@@ -21,7 +21,7 @@ FLOOR = 0.01
 """Least mean square, in units of the layer's mean: on other texts, silent inputs speak."""
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def input_powers(model: Any, layers: Iterable[nn.Module], ids: Sequence[int]) -> dict[nn.Module, Tensor]:
     """[in] float32 for each of the ``layers`` that a forward over ``ids`` runs (not for an expert without tokens)."""
     sums: dict[nn.Module, Tensor] = {}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 GROUP, GROUPS = 32, (32, 64, 128)
 """Weights per int4 scale: the default, and the choices."""
@@ -21,6 +22,8 @@ ROWS4 = 16
 """Block size of the packed int4 product's outputs."""
 REFITS = 2
 """Times that scales and zeros are fitted to rounded values, and values rounded again: more gain nothing."""
+FLAT = 1e-3
+"""Variance of rounded values below which a group has one value, and no scale."""
 AT_ONCE = 2**18
 """Weights quantised at a time: they stay in the CPU cache between operations, and a large vocabulary projection needs
 no second copy in float32."""
@@ -82,15 +85,16 @@ class Int4Weight:
         values = torch.empty(weight.shape, dtype=torch.int32)
         scale = torch.empty(len(weight), weight.shape[1] // group, dtype=torch.bfloat16)
         zero = torch.empty_like(scale)
+        share = None if power is None else normalize(power.view(-1, group), p=1)
         for rows in slabs(*weight.shape):
             wide = weight.detach()[rows].float().unflatten(1, (-1, group))  # [n, in / group, group]
             low, high = wide.amin(-1), wide.amax(-1)
             scale[rows] = ((high - low) / 15).clamp_min_(1e-30)
             zero[rows] = low + 8 * scale[rows].float()
             rounded = _rounded(wide, scale[rows], zero[rows])
-            if power is not None:
+            if share is not None:
                 for _ in range(REFITS):
-                    scale[rows], zero[rows] = _fitted(wide, rounded, power.view(-1, group))
+                    scale[rows], zero[rows] = _fitted(wide, rounded, share)
                     rounded = _rounded(wide, scale[rows], zero[rows])
             values[rows] = rounded.add_(8).flatten(1).to(torch.int32)
         return cls(values, scale, zero, group)
@@ -106,19 +110,19 @@ Quantised = Int8Weight | Int4Weight
 
 def _rounded(wide: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """Values from -8 to 7 of weights [n, groups, group]; scales and zeros [n, groups]."""
-    steps = (wide - zero.float()[..., None]).div_(scale.float()[..., None])
-    return steps.round_().clamp_(-8, 7)
+    return (wide - zero.float()[..., None]).div_(scale.float()[..., None]).round_().clamp_(-8, 7)
 
 
-def _fitted(wide: Tensor, rounded: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and zeros [n, groups] with the least squared error, weighted by ``power`` [groups, group]: the regression
-    of weights on rounded values."""
-    share = (power / power.sum(-1, keepdim=True))[None]
-    mean, centre = (share * wide).sum(-1), (share * rounded).sum(-1)
-    apart = rounded - centre[..., None]
-    variance = (share * apart.square()).sum(-1)
-    scale = (share * apart * wide).sum(-1) / variance.clamp_min(1e-12)
-    scale = torch.where(variance > 0, scale, torch.zeros_like(scale)).clamp_min_(1e-30).bfloat16()
+def _fitted(wide: Tensor, rounded: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and zeros [n, groups] with the least squared error: the regression of weights on rounded values, both
+    [n, groups, group], in which a weight counts as its ``share`` [groups, group] of the group's input."""
+    counted = share * rounded
+    centre = counted.sum(-1)
+    variance = counted.mul_(rounded).sum(-1).sub_(centre.square())
+    counted = torch.mul(share, wide, out=counted)
+    mean = counted.sum(-1)
+    covariance = counted.mul_(rounded).sum(-1).sub_(mean * centre)
+    scale = torch.where(variance > FLAT, covariance / variance, 0.0).clamp_min_(1e-30).bfloat16()
     return scale, mean - centre * scale.float()
 
 
