@@ -33,7 +33,7 @@ from foretoken.cli.train_options import load_target
 from foretoken.lab.bench.alignment import Alignment
 from foretoken.methods.drafters.learning.losses import LOSSES
 from foretoken.training.config import TEXTS, DistillConfig
-from foretoken.training.curves import values_of
+from foretoken.training.curves import ALIGNMENT, value_of
 from foretoken.training.distill import Distiller
 from foretoken.training.workshop import Workshop, load_student
 
@@ -62,10 +62,13 @@ def trained(shop: Workshop, draft: str, measure: Alignment, config: DistillConfi
 def table(before: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """Markdown, one line per student; differences to the start in brackets."""
     lines = ["| loss | text | " + " | ".join(COLUMNS) + " | training |", "|---" * (len(COLUMNS) + 3) + "|"]
-    start = values_of(before)
+    start = [value_of(before, name) for name in ALIGNMENT[1:]]
     lines.append("| before | | " + " | ".join(f"{value:.3f}" for value in start) + " | |")
     for row in rows:
-        cells = [f"{v:.3f} ({v - old:+.3f})" for v, old in zip(values_of(row), start, strict=True)]
+        cells = [
+            f"{v:.3f} ({v - old:+.3f})"
+            for v, old in zip((value_of(row, name) for name in ALIGNMENT[1:]), start, strict=True)
+        ]
         lines.append(f"| {row['loss']} | {row['text']} | {' | '.join(cells)} | {row['train_s']:.0f} s |")
     return "\n".join(lines)
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import foretoken as ft
-from foretoken.cli.batch import append, finished_ids, output_file, read_jobs, run_jobs
+from foretoken.cli.batch import append, finished_ids, open_locked, read_jobs, run_jobs
 
 
 class Killed(Exception):
@@ -18,7 +18,7 @@ class Killed(Exception):
 def run(source: Path, out: Path, most: int) -> None:
     """Answer what is missing, and break off after ``most`` answers."""
     jobs = [job for job in read_jobs(source, {"max_new_tokens": 24, "seed": 7}) if job.id not in finished_ids(out)]
-    with output_file(out) as file:
+    with open_locked(out) as file:
         count = 0
 
         def write(answer: dict[str, object]) -> None:

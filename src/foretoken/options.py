@@ -7,7 +7,8 @@ the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from foretoken.core.fields import FIELDS as FIELDS
@@ -221,13 +222,14 @@ def _rule(rule: Any) -> Any:
 def _processors(value: Any) -> tuple[LogitsProcessor, ...]:
     if value is None:
         return ()
-    listed = isinstance(value, Iterable) and not isinstance(value, str)
-    processors = tuple(value) if listed else (value,)
-    for processor in processors:
-        if not listed or not callable(processor):
-            kind = with_article(type(processor).__name__)
-            raise OptionError("logits_processor", f"logits_processor must be a list of logits processors, not {kind}")
-    return processors
+    wrong: Any = value
+    with suppress(TypeError):  # no list
+        processors = tuple(value)
+        wrong = next((processor for processor in processors if not callable(processor)), None)
+        if wrong is None:
+            return processors
+    kind = with_article(type(wrong).__name__)
+    raise OptionError("logits_processor", f"logits_processor must be a list of logits processors, not {kind}")
 
 
 def _spelled(words: Sequence[str], tokenizer: Any | None) -> list[list[int]]:

@@ -16,7 +16,8 @@ import pytest
 
 import foretoken as ft
 import foretoken.cli.batch as batch_module
-from foretoken.cli.batch import finished_ids, output_file, read_jobs
+from foretoken.cli.batch import finished_ids, read_jobs
+from foretoken.core.io.journal import open_locked
 
 PROMPTS = [f"for item in {word}" for word in ("range(3):", "list:", "self.items:", "x", "names", "(1, 2)")]
 
@@ -191,7 +192,7 @@ def test_files_that_cannot_be_used(run: Any, source: Path, tmp_path: Path) -> No
     if hasattr(os, "mkfifo"):  # as /dev/stdout of a pipe: its answers would be waited for, which never ends
         os.mkfifo(tmp_path / "pipe")
         assert "is not a regular file" in run("batch", str(source), str(tmp_path / "pipe")).err
-    with output_file(tmp_path / "busy.jsonl"):
+    with open_locked(tmp_path / "busy.jsonl"):
         assert "another run writes" in run("batch", str(source), str(tmp_path / "busy.jsonl")).err
 
 
@@ -226,16 +227,16 @@ def test_prompts_are_not_answered_into_their_own_file(run: Any, source: Path, tm
     assert source.read_text() == '{"id": "a", "prompt": "x"}'
 
 
-def test_an_answer_that_is_torn_anywhere_is_cut_off_and_a_whole_one_is_kept(tmp_path: Path) -> None:
+def test_an_answer_without_its_newline_is_cut_off(tmp_path: Path) -> None:
     first = {"id": "a", "text": "first", "finish_reason": "stop"}
     whole = json.dumps(first).encode() + b"\n"
     out = tmp_path / "out.jsonl"
     for last in ({"id": 'q"\\é', "text": "é\\", "finish_reason": "length"}, {"id": "b", "error": "too long"}):
         line = json.dumps(last, ensure_ascii=False).encode()
-        for end in range(len(line)):
+        for end in range(len(line) + 1):
             out.write_bytes(whole + line[:end])
             assert set(finished_ids(out)) == {"a"} and out.read_bytes() == whole
-        out.write_bytes(whole + line)
+        out.write_bytes(whole + line + b"\n")
         assert set(finished_ids(out)) == {"a", str(last["id"])} and out.read_bytes() == whole + line + b"\n"
 
 

@@ -265,7 +265,7 @@ def test_a_card_and_the_page_of_cards(run: Any, target: str, draft: str, prompts
     page_result = run("bench", "cards", str(tmp_path), "--out", str(page), "--json")
     assert page_result.code == 0, page_result.err
     assert (page_result.json["cards"], page_result.json["rows"]) == (1, 1)
-    assert page_result.err.count("\n") == 1 and "edited.json was edited after it was written" in page_result.err
+    assert page_result.err.count("\n") == 1 and "edited.json was changed after it was written" in page_result.err
     assert "magic" not in page.read_text()
 
 

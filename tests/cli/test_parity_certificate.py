@@ -14,7 +14,8 @@ from tiny_models import save_model
 
 from foretoken.core.io import named_models
 from foretoken.core.io.checkpoints import ZOO
-from foretoken.lab.parity.certificate import KIND, Certificate, digest_of, machine_here
+from foretoken.core.io.stamped import checksum_of
+from foretoken.lab.parity.certificate import STAMP, Certificate, machine_here
 from foretoken.lab.parity.report import Check, Report, Settings
 from foretoken.lab.parity.verification import compare
 from foretoken.lab.parity.weights import _checksums, drafter_checksums, model_checksums
@@ -47,11 +48,11 @@ def written(target: str, draft: str, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def changed(file: Path, folder: Path, change: Callable[[dict[str, Any]], None], sealed: bool = True) -> Path:
-    """A copy with a change, with a digest of its own if ``sealed``."""
+    """A copy with a change, with a checksum of its own if ``sealed``."""
     body = json.loads(file.read_text())
     change(body)
     if sealed:
-        body["digest"] = digest_of({name: value for name, value in body.items() if name != "digest"})
+        body["checksum"] = checksum_of({name: value for name, value in body.items() if name != "checksum"})
     copy = folder / "changed.json"
     copy.write_text(json.dumps(body))
     return copy
@@ -165,7 +166,7 @@ def test_a_machine_that_promises_the_same_bits_must_give_the_same_texts() -> Non
 
 
 def test_other_texts_are_not_verified(run: Any, written: Path, tmp_path: Path) -> None:
-    """A text that this model does not write, in a file with a digest of its own."""
+    """A text that this model does not write, in a file with a checksum of its own."""
 
     def other_text(body: dict[str, Any]) -> None:
         text = body["texts"]["greedy"][1]
@@ -210,9 +211,9 @@ def test_an_edited_certificate_is_refused(run: Any, written: Path, tmp_path: Pat
     [
         ("{", "is not JSON"),
         ("\ufeff\x00", "is not JSON"),
-        ("[1]", "is not a certificate of parity"),
-        ('{"passed": true}', "is not a certificate of parity"),
-        (json.dumps({"kind": KIND, "version": 2}), "a version other than 1"),
+        ("[1]", "is not a foretoken parity certificate"),
+        ('{"passed": true}', "is not a foretoken parity certificate"),
+        (json.dumps({"kind": STAMP.kind, "version": 2}), "of version 2, and this foretoken reads 1"),
     ],
 )
 def test_what_is_no_certificate_is_refused(run: Any, tmp_path: Path, text: str, words: str) -> None:
@@ -231,7 +232,7 @@ def test_a_certificate_that_lacks_a_part_is_refused(run: Any, written: Path, tmp
 
 
 def test_no_such_file(run: Any, tmp_path: Path) -> None:
-    assert "cannot read the certificate" in refused(run, "--verify", str(tmp_path / "none.json"))
+    assert "none.json cannot be read" in refused(run, "--verify", str(tmp_path / "none.json"))
 
 
 def test_options_that_the_certificate_decides_are_refused(run: Any, written: Path) -> None:

@@ -149,6 +149,8 @@ def test_a_dropped_stream_says_so() -> None:
         ({"logits_processor": 5}, "logits_processor must be a list of logits processors, not an int"),
         ({"logits_processor": [5]}, "logits_processor must be a list of logits processors, not an int"),
         ({"logits_processor": lambda ids, scores: scores}, "must be a list of logits processors, not a function"),
+        ({"logits_processor": torch.tensor(2)}, "must be a list of logits processors, not a Tensor"),
+        ({"stop_token_ids": torch.tensor(2)}, "stop_token_ids must be a list of token ids, not a Tensor"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias token -1 is negative"),
         ({"drafter": "ngram"}, "names a member of a router: this drafter is not a router: leave it out"),
     ],
@@ -160,6 +162,13 @@ def test_bad_options_are_one_line(options: dict[str, Any], words: str) -> None:
             call()
         assert "\n" not in str(error.value)
     assert not llm.engine.busy
+
+
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_large_whole_numbers_are_numbers(name: str) -> None:
+    options = {"temperature": 1.0, "seed": 3, "max_new_tokens": 6}
+    texts = [toy().generate([0, 1], **{**options, name: value}).token_ids for value in (2**64, float(2**64))]
+    assert texts[0] == texts[1] and len(texts[0]) == 6
 
 
 def test_all_members_of_an_ensemble_draft_so_none_is_named() -> None:

@@ -111,6 +111,9 @@ def test_some_weights_on_the_disk(expected: list[int], tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"dtype": "nonsense"}, "unknown dtype 'nonsense'"),
+        ({"dtype": ["float32"]}, r"unknown dtype \['float32'\]"),
+        ({"device": 1.5}, "device must be a name such as cpu or cuda:0, not a float"),
+        ({"device": True}, "device must be a name such as cpu or cuda:0, not a bool"),
         ({"device": "nonsense"}, "device 'nonsense' cannot be used here"),
         ({"dtype": "bfloat16"}, r"keeps its dtype, float32: call model.to\(torch.bfloat16\) first$"),
         ({"device": "meta"}, r"keeps its device, cpu: call model.to\('meta'\) first$"),

@@ -93,8 +93,9 @@ def test_a_seed_gives_the_same_texts_with_and_without_drafts(drafter: str) -> No
 
 def test_trees_are_refused_by_name() -> None:
     reason = "llama runs its layers 2 times, each with keys and values of its own"
-    with pytest.raises(CapabilityError, match=f"drafter 'recycling' needs a target with tree_mask: {reason}"):
-        ft.load(looped(num_loops=2), drafter="recycling", dtype="float32")
+    for options in ({}, {"known": True}):  # and not the group that a server puts around it
+        with pytest.raises(CapabilityError, match=f"drafter 'recycling' needs a target with tree_mask: {reason}"):
+            ft.load(looped(num_loops=2), drafter="recycling", dtype="float32", **options)
 
 
 def test_a_loop_that_the_configuration_does_not_state_is_refused() -> None:

@@ -450,7 +450,7 @@ def test_from_a_draft_model_to_a_better_one(
     assert not (out / "corpus").exists() and not list(out.glob(".tmp*"))
     card = (out / "README.md").read_text()
     assert "--loss jsd" in card and "--mix" not in card and "| before | after |" in card
-    assert "sampled, rounds that reach position 4" in card and str(tmp_path) not in card
+    assert "sampled per position 4" in card and str(tmp_path) not in card
     assert "- The limits of the model that it started from apply." in card and "base model" not in card
     llm = ft.load(str(target), drafter=f"model:{out},k=4", dtype="float32", controller="constant")
     output = llm.generate("one two three", max_new_tokens=24)

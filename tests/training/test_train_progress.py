@@ -21,7 +21,7 @@ from foretoken.cli.main import main
 from foretoken.cli.train_progress import ProgressLines, TrainingBar, duration, stop_on_signals
 from foretoken.training.checkpoint import check_same, save_checkpoint
 from foretoken.training.config import RunConfig
-from foretoken.training.curves import AlignmentCurve, Curve, DrafterCurve, LossCurve
+from foretoken.training.curves import ALIGNMENT, DRAFTER, LM, Curve
 from foretoken.training.loop import Loop, Progress, Saving, Stopped
 
 
@@ -85,7 +85,7 @@ def test_durations(seconds: float, text: str) -> None:
 def loop(out: Path, steps: int = 6) -> tuple[Loop, Callable[[int], Any]]:
     torch.manual_seed(0)
     net = nn.Linear(3, 1)
-    training = Loop(out, RunConfig(steps=steps, lr=0.1), net, [torch.optim.AdamW(net.parameters())], DrafterCurve)
+    training = Loop(out, RunConfig(steps=steps, lr=0.1), net, [torch.optim.AdamW(net.parameters())], DRAFTER)
     for optimizer in training.optimizers:
         for group in optimizer.param_groups:
             group["scale"] = 1.0
@@ -206,8 +206,8 @@ def test_handlers_that_are_not_pythons_are_no_error(block: Any, monkeypatch: pyt
     honest(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.mark.parametrize("kind", [DrafterCurve, LossCurve, AlignmentCurve])
-def test_a_picture_leaves_the_backend_and_the_figures_of_a_program(kind: type[Curve], tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [DRAFTER, LM, ALIGNMENT])
+def test_a_picture_leaves_the_backend_and_the_figures_of_a_program(columns: tuple[str, ...], tmp_path: Path) -> None:
     """In a notebook no further figure was shown."""
     matplotlib = pytest.importorskip("matplotlib")
     from matplotlib import pyplot
@@ -215,9 +215,9 @@ def test_a_picture_leaves_the_backend_and_the_figures_of_a_program(kind: type[Cu
     before = matplotlib.get_backend()
     pyplot.switch_backend("svg")
     try:
-        curve = kind(tmp_path / "curve.csv", 0)
-        curve.losses = {1: 2.0, 2: 1.0}
-        curve.measured = {2: [1.0] * (curve.header.count(",") - 1)}
+        curve = Curve(tmp_path / "curve.csv", 0, columns)
+        curve.add(1, 2.0, None)
+        curve.add(2, 1.0, dict.fromkeys(columns[1:], 1.0))
         assert curve.plot(tmp_path / "curve.png") and (tmp_path / "curve.png").read_bytes()[1:4] == b"PNG"
         assert matplotlib.get_backend() == "svg" and not pyplot.get_fignums()
     finally:

@@ -79,7 +79,13 @@ def test_from_two_models_to_a_controller(
     names = {"losses.csv", "losses.png", "README.md", "training.json", "drafter.json", "model.safetensors"}
     assert {p.name for p in out.iterdir()} >= names
     card = (out / "README.md").read_text()
-    assert "--draft draft" in card and "blocks=2" in card and "best constant" in card and str(tmp_path) not in card
+    assert (
+        "--draft draft" in card
+        and "blocks=2" in card
+        and "constant loss" in card
+        and "accepted |" in card
+        and str(tmp_path) not in card
+    )
     llm = ft.load(str(pair[0]), f"model:{pair[1]},k=6", controller=f"specdec_pp:{out}", dtype="float32")
     spec, plain = (side.generate("one two three", max_new_tokens=24) for side in (llm, llm.plain))
     assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0

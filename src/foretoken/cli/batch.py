@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +21,7 @@ from foretoken.cli.output import json_only, print_json, progress_bar
 from foretoken.cli.turns import tell_defaults
 from foretoken.core.conversation import checked, from_sharegpt, is_messages, to_answer
 from foretoken.core.io.hub_ids import expanded
-from foretoken.core.io.locks import lock
+from foretoken.core.io.journal import append, open_locked, rows_of
 from foretoken.core.values import check_text, one_line
 from foretoken.options import FIELDS as REQUEST_FIELDS
 from foretoken.options import OTHER_NAMES
@@ -68,7 +65,7 @@ def batch_command(
         raise ValueError(f"OUT {out} is not a regular file: give the name of one")
     common.check()
     jobs = read_jobs(source, common.request_options)
-    with output_file(out) as file:
+    with open_locked(out) as file:
         failures = finished_ids(out)
         missing = [job for job in jobs if job.id not in failures]
         failed = sum(failures.get(job.id, False) for job in jobs)
@@ -215,71 +212,16 @@ def _prompt_of(row: Mapping[str, Any]) -> Any:
 
 
 def finished_ids(file: Path) -> dict[str, bool]:
-    """Ids of the answers in an output file, and whether each is a failure.
-
-    A killed run leaves an unfinished last line: a partial answer is cut off, a complete one gets its newline.  Raises
-    ``ValueError`` for a file that holds anything else, and leaves that file unchanged.
-    """
-    if not file.exists():
-        return {}
-    data = file.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    lines = data[:whole].splitlines()
-    ids = dict(_answered(line, file, number) for number, line in enumerate(lines, 1))
-    tail = data[whole:]
-    if _is_torn(tail):
-        with file.open("r+b") as cut:
-            cut.truncate(whole)
-    elif tail:
-        ids |= [_answered(tail, file, len(lines) + 1)]
-        with file.open("ab") as end:
-            end.write(b"\n")
-    return ids
+    """Ids of the answers in an output file, and whether each is a failure; an unfinished last line is cut off.  Raises
+    ``ValueError`` for a file that holds anything else, and leaves that file unchanged."""
+    return dict(rows_of(file, _answered, "not an answer of this command; choose another file"))
 
 
-_STRING = re.compile(rb'(?:[^"\\]|\\.)*')
-"""Contents of a JSON string, without the quotes."""
-
-
-def _answered(line: bytes, file: Path, number: int) -> tuple[str, bool]:
-    """The id of an output line, and whether it is a failure.  Raises ``ValueError`` if the line is not an answer."""
-    try:
-        answer = json.loads(line)
-    except ValueError:
-        answer = None
-    names = set(answer) if isinstance(answer, dict) else set()
-    if not ({"id", "text", "finish_reason"} <= names or {"id", "error"} <= names):
-        raise ValueError(f"{file}, line {number}: not an answer of this command; choose another file")
-    return str(answer["id"]), "error" in names
-
-
-def _is_torn(tail: bytes) -> bool:
-    """Whether these bytes, which have no newline, are the beginning of an answer but not a complete one."""
-    # Bytes before and after the id in a line that append() wrote
-    begin, following = b'{"id": "', (b'", "text": "', b'", "error": "')
-    if not tail.startswith(begin):
-        return tail != b"" and begin.startswith(tail)
-    try:
-        json.JSONDecoder().raw_decode(tail.decode("utf-8", "replace"))
-        return False
-    except ValueError:
-        rest = _STRING.sub(b"", tail[len(begin) :], count=1)
-    return rest == b"\\" or any(rest.startswith(key) or key.startswith(rest) for key in following)
-
-
-@contextmanager
-def output_file(file: Path) -> Iterator[IO[bytes]]:
-    """Open the output for appending, locked.  Raises ``ValueError`` if another run has it open."""
-    with file.open("ab") as out:
-        lock(out.fileno(), file)
-        yield out
-
-
-def append(out: IO[bytes], answer: Mapping[str, Any]) -> None:
-    """Write one line and sync it to disk."""
-    out.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
-    out.flush()
-    os.fsync(out.fileno())
+def _answered(answer: Mapping[str, Any]) -> tuple[str, bool]:
+    """The id of an answer, and whether it is a failure.  Raises ``ValueError`` for another object."""
+    if not ({"id", "text", "finish_reason"} <= set(answer) or {"id", "error"} <= set(answer)):
+        raise ValueError
+    return str(answer["id"]), "error" in answer
 
 
 def run_jobs(

@@ -260,13 +260,13 @@ def _cards(paths: Sequence[Path]) -> dict[str, Path]:
 
 def _write_card(result: BenchResult, kind: str, file: Path, about: Origin | None) -> None:
     from foretoken.core.io.files import write_text
-    from foretoken.lab.report.cards.card import to_json
+    from foretoken.lab.report.cards.card import STAMP
     from foretoken.lab.report.cards.written import card_of, markdown_card
 
     text = (
         markdown_card(result.cells, result.summary)
         if about is None or kind == ".md"
-        else to_json(card_of(result, about))
+        else STAMP.to_json(card_of(result, about))
     )
     try:
         write_text(file, text)

@@ -210,10 +210,10 @@ def write_certificate(
         console.print(f"{file} was not written: the run was interrupted")
         return
     from foretoken.core.io.files import write_text
-    from foretoken.lab.parity.certificate import certify, to_json
+    from foretoken.lab.parity.certificate import STAMP, certify
 
     options = {name: getattr(common, name) for name in ("dtype", "device", "inflate", "quantize", "backend")}
-    write_text(file, to_json(certify(report, settings, target, options, checksums)))
+    write_text(file, STAMP.to_json(certify(report, settings, target, options, checksums)))
     console.print(f"wrote {file}; another machine repeats it with: foretoken parity --verify {file}")
 
 

@@ -154,14 +154,19 @@ def _write_card(
     out: Path, report: Any, data: Sequence[Path], target: str, config: DistillConfig, count: int | None = None
 ) -> None:
     """Write the card, with a command that reproduces the model: non-default options, and last parts of paths."""
-    from foretoken.training.cards import command, write_alignment_card
+    from foretoken.training.cards import BIAS, CardInfo, command, write_card
 
     method, folder, note = ("distill", out, "") if count is None else ("boost", out.parent, _boost_note(report))
     usual = asdict(DistillConfig(text="fixed" if count is None else "teacher"))
     options = {} if count is None else {"count": count, "length": report["length"]}
     options |= {k: v for k, v in asdict(config).items() if v != usual[k] and k not in ("warmup", "decay")}
     command_line = command(method, data, folder, options, {"target": target, "draft": report["draft"]})
-    write_alignment_card(out, report, data, target, command_line, note)
+    name, sides = Path(target).name, ("before", "after")
+    acceptance = {side: report[side] for side in sides if report[side]}
+    figures = {**report, "draft": Path(report["draft"]).name, "acceptance": acceptance, **dict.fromkeys(sides)}
+    title, use = f"{out.resolve().name}: a draft model aligned to `{name}`", f"beside `{name}`. {note}".rstrip()
+    limits = ["The limits of the model that it started from apply.", BIAS]
+    write_card(out, title, f'Loads as `drafter="model:FOLDER"` {use}', figures, data, command_line, CardInfo(), limits)
 
 
 def _boost_note(report: Any) -> str:

@@ -101,7 +101,7 @@ def make_command(method: str) -> Callable[..., None]:
                 evaluate = _trial(trainer, served)
                 with stop.in_steps(bar.say, out):
                     report = trainer.run(evaluate, bar.on_step, weight_bits, **stop.saving(intervals))
-            write_drafter_card(out, report, data, chosen, answers=_as_options(answers, answer))
+            write_drafter_card(out, report, data, {"target": chosen}, _as_options(answers, answer))
             _tell(report, out, recipe)
         if as_json:
             print_json(report)

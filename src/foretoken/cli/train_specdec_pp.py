@@ -51,7 +51,7 @@ def specdec_pp_command(
 ) -> None:
     """Train a head that stops drafts before a rejection (SpecDec++); resumes by itself from OUT/checkpoints."""
     chosen, settings = existing_model(model, target), key_values(setting)
-    from foretoken.training.cards import write_stop_card
+    from foretoken.training.cards import write_drafter_card
     from foretoken.training.corpus import check_text
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
     from foretoken.training.trainer import Trainer
@@ -67,7 +67,7 @@ def specdec_pp_command(
         trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=bar.on_written, on_read=bar.on_read)
         bar.say(corpus_line(trainer.corpus))
         report = trainer.run(evaluate=_trial(trainer, recipe), on_step=bar.on_step, **stop.saving(intervals))
-        write_stop_card(out, report, data, chosen, draft)
+        write_drafter_card(out, report, data, {"target": chosen, "draft": draft})
         bar.say(
             f"{report['parameters']:,} parameters, {describe(report['acceptance'])} -> {out}, for use as "
             f'controller "specdec_pp:{out}"'

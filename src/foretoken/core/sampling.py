@@ -66,7 +66,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         additive = ("presence_penalty", "frequency_penalty")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", *additive):
+        real = ("temperature", "top_p", "min_p", "repetition_penalty", *additive)
+        for name in real:
             check_real(name, getattr(self, name))
         check_whole("top_k", self.top_k)
         _check(0 <= self.temperature <= LARGEST, "temperature", self.temperature, f">= 0 (and at most {LARGEST:g})")
@@ -83,8 +84,8 @@ class SamplingParams:
             check_ids("logit_bias", [token], None)
             check_real("logit_bias", bias)
             _check_finite("logit_bias", bias)
-        for name, value in vars(self).items():
-            object.__setattr__(self, name, python_number(value))
+        for name, value in vars(self).items():  # PyTorch multiplies by no integer of more than 64 bits
+            object.__setattr__(self, name, float(value) if name in real else python_number(value))
 
 
 def _check_finite(name: str, value: float) -> None:

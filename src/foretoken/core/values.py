@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import inf
 from numbers import Integral, Real
 from typing import Any
@@ -133,9 +133,10 @@ def check_ids(option: str, ids: Iterable[Any], vocab_size: int | None) -> None:
 
 
 def _members(option: str, value: Any, rule: str) -> tuple[Any, ...]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise OptionError(option, f"{option} must be {rule}, not {_shown(value)}")
-    return tuple(value)
+    if not isinstance(value, str | bytes | Mapping):
+        with suppress(TypeError):  # a tensor without dimensions has __iter__, too
+            return tuple(value)
+    raise OptionError(option, f"{option} must be {rule}, not {_shown(value)}")
 
 
 def _shown(value: Any) -> str:

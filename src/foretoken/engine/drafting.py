@@ -17,6 +17,7 @@ from foretoken.engine.request import Running, Turn
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.outside import check_budgets, check_kept
 from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.group import GroupDrafter
 from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of, has_outside, within
 from foretoken.methods.drafters.texts import BESIDE, DraftTexts, Pace
 from foretoken.methods.trees.operations import select, truncate
@@ -25,7 +26,10 @@ from foretoken.models.clock import now
 
 
 def check_target(target: LanguageModel, drafter: Drafter) -> None:
-    """Raise ``CapabilityError`` for a target that lacks a capability the drafter needs."""
+    """Raise ``CapabilityError`` for a target that lacks a capability the drafter, or a member of a group, needs."""
+    if isinstance(drafter, GroupDrafter):
+        for member in reversed(drafter.drafters):  # the last one of ``known`` is the user's
+            check_target(target, member)
     needed = ["rollback"]
     if drafter.traits.draws_trees:
         needed += ["tree_mask", "keep_path"]

@@ -10,7 +10,7 @@ import torch
 from foretoken.core.io import hub_ids
 from foretoken.core.io.checkpoints import LoadError, cause_of, check_no_drafter
 from foretoken.core.io.quiet import ERRORS_ONLY, NO_BARS
-from foretoken.core.values import one_line
+from foretoken.core.values import one_line, with_article
 from foretoken.loading.memory import moved
 from foretoken.loading.stored import check_method, check_storage, check_unread, quantisation_of
 from foretoken.models.network.alone import BUILDING
@@ -119,7 +119,7 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """The dtype of a name.  Raises ``ValueError`` for an unknown name."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
@@ -129,6 +129,8 @@ def parse_device(device: str | torch.device | None) -> torch.device | None:
     if the device is not available."""
     if device is None:
         return None
+    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
+        raise ValueError(f"device must be a name such as cpu or cuda:0, not {with_article(type(device).__name__)}")
     available = devices()
     if device == "auto":
         return torch.device(available[0])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.conversation import has_template, render
 from foretoken.core.io.documents import CONVERSATIONS, ROWS, asked_of, files_below, iter_rows, kind_of
 from foretoken.core.io.files import checksum, replacing, write_json
+from foretoken.core.io.journal import append, open_locked, rows_of
 from foretoken.training.chat import check_calls, messages_of
 from foretoken.training.config import AnswerConfig
 
@@ -180,25 +180,14 @@ class AnswerFile:
         left by a kill, is cut off.  Raises ``ValueError`` for a damaged file."""
         rows: dict[int, dict[str, Any]] = {n: {"id": n, "messages": []} for n in self._content.get("left_out", ())}
         for file in (self.file, self.part):
-            if file.exists():
-                rows |= self._rows_of(file)
+            wrong = "the file is damaged: delete it to generate the answers again"
+            rows |= rows_of(file, lambda row: (int(row["id"]), row), wrong)
         return rows
 
     @property
     def is_complete(self) -> bool:
         """Whether the finished file holds all answers."""
         return self.file.exists() and len(self.rows()) >= len(self.dialogues)
-
-    def _rows_of(self, file: Path) -> dict[int, dict[str, Any]]:
-        data = file.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.truncate(file, whole)
-        try:
-            rows = [json.loads(line) for line in data[:whole].splitlines()]
-            return {int(row["id"]): row for row in rows}
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{file} is damaged: delete it to generate the answers again") from None
 
     def write(
         self,
@@ -215,12 +204,11 @@ class AnswerFile:
         rows = self.rows()
         open_dialogues = [dialogue for dialogue in self.dialogues if dialogue.number not in rows]
         if open_dialogues:
-            with self.part.open("a", encoding="utf-8") as out:
+            with open_locked(self.part) as out:
                 for row, rate in answered(llm, open_dialogues, config, stop):
                     if row is not None:
                         rows[row["id"]] = row
-                        out.write(json.dumps(row, ensure_ascii=False) + "\n")
-                        out.flush()
+                        append(out, row)
                     if on_progress is not None:
                         on_progress(AnswerProgress(len(rows), len(self.dialogues), rate))
         if len(rows) < len(self.dialogues):

@@ -1,78 +1,34 @@
-"""The README of a trained model or drafter: its data, its training and its limits."""
+"""The README of a trained model or drafter: its data, its training, what was measured, and its limits."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.files import write_text
-from foretoken.training.curves import MEASURES, values_of
+from foretoken.training.config import TrainConfig
 
-LIMITS = (
+SMALL = (
     "It is a small base model for testing and measuring speculative decoding. It continues text; it follows no "
-    "instructions, knows few facts, and may repeat itself.",
-    "What it says reflects its training text, mistakes and biases included.",
-    "Its losses above were measured on documents that were held out by a hash of their content. "
-    "Near-duplicates of training documents may be among them.",
+    "instructions, knows few facts, and may repeat itself. Its architecture is Llama (a hybrid's: Qwen3.5, every "
+    "second layer recurrent), with tied embeddings and bfloat16 weights."
 )
-"""Of a model that ``train lm`` made."""
-
-
-def front_matter(licence: str = "") -> str:
-    """The metadata block that the Hugging Face hub reads."""
-    lines = [f"license: {licence}"] if licence else []
-    lines += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- foretoken"]
-    return "\n".join(["---", *lines, "---", ""])
-
-
-def table(rows: Mapping[str, str]) -> str:
-    return grid(("", ""), rows.items())
-
-
-def grid(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table with a trailing newline."""
-    lines = ["".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], ""])
-
-
-def names_of(data: Sequence[str | Path]) -> str:
-    """The last parts of the training paths."""
-    return ", ".join(f"`{Path(path).name}`" for path in data)
-
-
-def seen_text(report: Mapping[str, Any]) -> str:
-    """The amount of training text."""
-    train = report["corpus"]["train"]
-    return f"{train['documents']:,} documents, {train['tokens']:,} tokens"
-
-
-def command(
-    name: str,
-    data: Sequence[str | Path],
-    out: Path,
-    options: Mapping[str, Any],
-    folders: Mapping[str, str | Path | None],
-    settings: Mapping[str, Any] | None = None,
-) -> str:
-    """The ``foretoken train`` command of a run: last parts of paths, options, and ``--set`` settings."""
-    words = [f"foretoken train {name}"]
-    words += [f"{_flag(key)} {Path(path).name}" for key, path in folders.items() if path is not None]
-    words += [f"--data {Path(path).name}" for path in data]
-    words.append(f"--out {out.resolve().name}")
-    words += [_flag(key) if value is True else f"{_flag(key)} {value}" for key, value in options.items()]
-    words += [f"--set {key}={value}" for key, value in (settings or {}).items()]
-    return " ".join(words)
-
-
-def _flag(key: str) -> str:
-    return f"--{key.replace('_', '-')}"
-
-
-# -- a language model --------------------------------------------------------------------------------------------------
+"""What a model that ``train lm`` made is."""
+BIAS = "What it says reflects its training text, mistakes and biases included."
+HELD_OUT = (
+    "It was measured on held-out documents, chosen by a hash of their content. Near-duplicates of training documents "
+    "may be among them."
+)
+ACCEPTANCE = (
+    "Acceptance is that of the engine: the mean length in tokens a round, the target's own included, and the share of "
+    "rounds whose draft is accepted up to each position; greedy, and at T=1 where it says sampled."
+)
+STATED = ("steps", "batch_size", "context", "lr", "seed")
+"""Options of a drafter's run that its command has, usual or not."""
+UNMEASURED = "No document was held out, so nothing was measured."
 
 
 @dataclass(frozen=True)
@@ -87,248 +43,128 @@ class CardInfo:
     data_note: str = ""
     licence: str = ""
 
+    @property
+    def front_matter(self) -> str:
+        """The metadata block that the Hugging Face hub reads."""
+        lines = [f"license: {self.licence}"] if self.licence else []
+        lines += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- foretoken"]
+        return "\n".join(["---", *lines, "---", ""])
+
 
 def write_card(
-    out: Path, report: Mapping[str, Any], data: Sequence[str | Path], command_line: str, info: CardInfo | None = None
+    out: Path,
+    title: str,
+    use: str,
+    report: Mapping[str, Any],
+    data: Sequence[str | Path],
+    command_line: str,
+    info: CardInfo | None = None,
+    limits: Sequence[str] = (),
 ) -> Path:
-    """Write ``out/README.md`` from a training report (see :func:`foretoken.training.lm.train_lm`).
+    """Write ``out/README.md`` with all figures of a training report.
 
-    Only the last parts of the training paths ``data`` are named; ``command_line`` is the command that trains this
-    model.
+    Args:
+        use: how it is loaded, or what it is.
+        data: paths of the training text, of which the last parts are named.
+        command_line: the command that trains this again.
+        info: of a model that a user publishes.
     """
-    info = info or CardInfo()
-    licence = f"The weights are under {info.licence}." if info.licence else "The run did not state a licence."
+    parts = {name: table(part) for name, part in report.items() if isinstance(part, Mapping) and name != "settings"}
+    rest = {name: value for name, value in report.items() if not isinstance(value, Mapping)}
+    names = ", ".join(f"`{Path(path).name}`" for path in data)
+    limits = [*limits, HELD_OUT if report["corpus"]["held"]["documents"] else UNMEASURED]
+    limits += [ACCEPTANCE] if parts.get("acceptance") else []
     sections = [
-        front_matter(info.licence),
-        f"# {out.resolve().name}\n\n{LIMITS[0]}\n",
-        _lm_architecture(report),
-        _lm_data(report, data, info),
-        _lm_training(report, command_line),
-        _lm_quality(report),
-        "\n".join(["## Licence and limits", "", licence, "", *(f"- {line}" for line in LIMITS), ""]),
+        f"# {title}\n\n{use}\n",
+        f"## Data\n\nTrained on {names}.\n",
+        f"## Training\n\n```\n{command_line}\n```\n\n{table(rest)}",
+        *(f"## {name.replace('_', ' ').capitalize()}\n\n{part}" for name, part in parts.items() if part),
+        "## Limits\n\n" + "".join(f"- {line}\n" for line in limits),
     ]
+    if info is not None:
+        licence = f"The weights are under {info.licence}." if info.licence else "The run did not state a licence."
+        sections.insert(0, info.front_matter)
+        sections[2] += f"\n{info.data_note or 'The run did not say where the text comes from.'}\n"
+        sections.append(f"## Licence\n\n{licence}\n")
     return write_text(out / "README.md", "\n".join(sections))
 
 
-def _lm_architecture(report: Mapping[str, Any]) -> str:
-    config = report["config"]
-    family = "Qwen3.5, every second layer recurrent" if config.get("hybrid") else "Llama"
-    rows = {
-        "architecture": f"{family}, tied embeddings, bfloat16 weights",
-        "parameters": f"{report['parameters']:,}",
-        "layers": str(config["layers"]),
-        "hidden size": str(config["hidden"]),
-        "feed-forward size": str(config["ffn"]),
-        "attention heads": f"{config['heads']} ({config['kv_heads']} key-value heads)",
-        "vocabulary": f"{config['vocab']:,} (byte-level BPE)",
-        "context": f"{config['context']:,} tokens",
-    }
-    return f"## Architecture\n\n{table(rows)}"
+def table(part: Mapping[str, Any]) -> str:
+    """A Markdown table with a row per figure, and a column per mapping in ``part``; empty without figures."""
+    columns = {name: dict(_figures(value)) for name, value in part.items() if isinstance(value, Mapping)}
+    if own := dict(_figures({name: value for name, value in part.items() if name not in columns})):
+        columns = {"": own, **columns}
+    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    rows = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
+    head = [["", *columns], ["---"] * (len(columns) + 1)] if rows else []
+    return "".join(f"| {' | '.join(row)} |\n" for row in (*head, *rows))
 
 
-def _lm_data(report: Mapping[str, Any], data: Sequence[str | Path], info: CardInfo) -> str:
-    corpus = report["corpus"]
-    rows = {
-        split: ", ".join(f"{corpus[key][unit]:,} {unit}" for unit in ("documents", "bytes", "tokens"))
-        for split, key in (("training", "train"), ("held out", "held"))
-    }
-    note = info.data_note or "The run did not say where the text comes from."
-    return f"## Data\n\n{note}\n\nTrained on {names_of(data)}.\n\n{table(rows)}"
+def _figures(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping | list):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value, 1):
+            yield from _figures(inner, f"{name} {key}".strip().replace("_", " "))
+    elif value is not None:
+        yield name, f"{value:.5g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
-def _lm_training(report: Mapping[str, Any], command_line: str) -> str:
-    tokens, available = report["tokens"], report["corpus"]["train"]["tokens"]
-    adamw = report["config"].get("optimizer") == "adamw"
-    optimizers = "AdamW" if adamw else "Muon for the blocks' matrices, AdamW for the rest"
-    passes = f" ({tokens / available:.2f} passes over the training text)" if available else ""
-    rows = {
-        "steps": f"{report['steps']:,}",
-        "tokens seen": f"{tokens:,}{passes}",
-        "optimizers": f"{optimizers}, learning rate {report['config']['lr']:g}",
-        "time": f"{report['hours']:.2f} hours",
-    }
-    return f"## Training\n\n```\n{command_line}\n```\n\n{table(rows)}"
-
-
-def _lm_quality(report: Mapping[str, Any]) -> str:
-    loss = report["held_loss_nats_per_token"]
-    if loss is None:
-        return "## Quality\n\nNo document was held out, so nothing was measured.\n"
-    rows = {
-        "held-out loss per token": f"{loss:.4f} nats ({loss / math.log(2):.4f} bits), perplexity {math.exp(loss):.2f}",
-        "held-out loss per byte": f"{report['held_bits_per_byte']:.4f} bits",
-    }
-    return f"## Quality\n\n{table(rows)}"
-
-
-# -- a drafter ---------------------------------------------------------------------------------------------------------
+def command(
+    name: str,
+    data: Sequence[str | Path],
+    out: Path,
+    options: Mapping[str, Any],
+    folders: Mapping[str, str | Path | None],
+    settings: Mapping[str, Any] | None = None,
+) -> str:
+    """The ``foretoken train`` command of a run: last parts of paths, options, and ``--set`` settings."""
+    pairs: list[tuple[str, Any]] = [(key, Path(path).name) for key, path in folders.items() if path is not None]
+    pairs += [("data", Path(path).name) for path in data]
+    pairs += [("out", out.resolve().name), *options.items()]
+    pairs += [("set", f"{key}={value}") for key, value in (settings or {}).items()]
+    words = (f"--{key.replace('_', '-')}{'' if value is True else f' {value}'}" for key, value in pairs)
+    return f"foretoken train {name} {' '.join(words)}"
 
 
 def write_drafter_card(
     out: Path,
     report: Mapping[str, Any],
     data: Sequence[str | Path],
-    target: str,
+    folders: Mapping[str, str],
     answers: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write ``out/README.md`` from a training report (see :class:`foretoken.training.trainer.Trainer`).
 
-    ``answers`` are the options of the target's answers to the questions in ``data``.
+    Args:
+        folders: the target, and the draft model of a stop head.
+        answers: options of the target's answers to the questions in ``data``.
     """
-    run, net, acceptance = report["run"], report["net"], report["acceptance"]
-    method = report["method"]
-    name = Path(target).name
-    options = {**_run_options(run), **(answers or {})}
-    if report.get("weight_bits", 16) != 16:
-        options["weight_bits"] = report["weight_bits"]
-    command_line = command(method, data, out, options, {"target": target}, report["settings"])
-    shape = {key.replace("_", " "): str(value) for key, value in net.items()}
-    shape["parameters"] = f"{report['parameters']:,}"
-    facts = {"steps": f"{run['steps']:,}", **_amounts(report)}
-    parts = [
-        f"# A drafter of the method `{method}` for `{name}`\n",
-        _use(report),
-        f"## Shape\n\n{table(shape)}",
-        f"## Data\n\nTrained on {names_of(data)}.\n",
-        f"## Training\n\n```\n{command_line}\n```\n\n{table(facts)}",
-    ]
-    losses = report.get("target_loss_nats")
-    if losses and losses["before"] is not None:
-        rows = {when: f"{losses[when]:.4f} nats per token" for when in ("before", "after")}
-        parts.append(f"## The target on held-out text\n\n{table(rows)}")
-    if acceptance:
-        parts.append(
-            "## Held-out acceptance\n\nThrough the engine, on documents held out by a hash of their content: the mean "
-            "acceptance length (tokens a round, the target's own included) and the share of rounds whose draft is "
-            f"accepted up to each position.\n\n{_acceptance(acceptance)}"
-        )
-    return write_text(out / "README.md", "\n".join(parts))
+    method, run = report["method"], report["run"]
+    options = {name: run[name] for name in run if name in STATED or run[name] != getattr(TrainConfig, name)}
+    options |= {**(answers or {}), **({} if report["weight_bits"] == 16 else {"weight_bits": report["weight_bits"]})}
+    if "draft" in folders:
+        measured = json.loads((out / "drafter.json").read_text(encoding="utf-8"))["measured"]
+        pairs = [dict(zip(("predicted", "accepted"), pair, strict=True)) for pair in measured.get("calibration", ())]
+        report = {**report, "belief": {**measured, "calibration": pairs}}
+    command_line = command(method, data, out, options, folders, report["settings"])
+    kind = "stop head" if "draft" in folders else "drafter"
+    title = f"A {kind} of the method `{method}` for `{Path(folders['target']).name}`"
+    return write_card(out, title, _use(report, folders), report, data, command_line)
 
 
-def _run_options(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Command options of a drafter's or a stop head's run, without usual values."""
-    usual = {"text": "fixed", "optimizer": "muon", "precision": "bfloat16"}  # older reports leave them out
-    run = {**usual, **run}
-    names = ["steps", "batch_size", "context", "lr", "seed"]
-    names += [] if run["text"] == "fixed" else ["text", "written_blocks", "written_temperature"]
-    names += [name for name in ("optimizer", "precision") if run[name] != usual[name]]
-    return {name: run[name] for name in names}
-
-
-def _amounts(report: Mapping[str, Any]) -> dict[str, str]:
-    return {"tokens seen": f"{report['tokens']:,}", "time": f"{report['hours']:.2f} hours", "text": seen_text(report)}
-
-
-def _use(report: Mapping[str, Any]) -> str:
+def _use(report: Mapping[str, Any], folders: Mapping[str, str]) -> str:
     spec = report["drafter"]
-    if report.get("target_loss_nats") is None:
-        return f'Loads as `drafter="{spec}"` beside the target that it was trained for, and beside no other.\n'
-    rank = report["net"].get("rank", 0)
-    if rank:
+    if "draft" in folders:
+        draft = Path(folders["draft"]).name
+        return f'Loads as `controller="{spec}"` beside the draft model `{draft}`, and beside no other.'
+    if report["target_loss_nats"] is None:
+        return f'Loads as `drafter="{spec}"` beside the target that it was trained for, and beside no other.'
+    if rank := report["net"].get("rank", 0):
         return (
             f"The target was trained too, by an update of rank {rank} of its decoder's linear layers: load "
             f'`target="FOLDER"` with `drafter="{spec}"`. Output is that of the updated target. The update '
-            "(`adapter_config.json`, `adapter_model.safetensors`) is in the layout of the PEFT library.\n"
+            "(`adapter_config.json`, `adapter_model.safetensors`) is in the layout of the PEFT library."
         )
     return (
         f'The target was trained too and has changed: load `target="FOLDER/target"` with `drafter="{spec}"`. '
-        "Output is that of the new target.\n"
+        "Output is that of the new target."
     )
-
-
-def _acceptance(measured: Mapping[str, Any]) -> str:
-    columns = {"greedy": measured, **({"T=1": measured["sampled"]} if "sampled" in measured else {})}
-    rows = [["mean acceptance length", *(f"{column['mean_acceptance_length']:.2f}" for column in columns.values())]]
-    for position in range(len(measured["per_position"])):
-        rows.append(
-            [f"position {position + 1}", *(f"{side['per_position'][position]:.1%}" for side in columns.values())]
-        )
-    return grid(("", *columns), rows)
-
-
-# -- a draft model that was aligned ------------------------------------------------------------------------------------
-
-
-def write_alignment_card(
-    out: Path, report: Mapping[str, Any], data: Sequence[str | Path], target: str, command_line: str, note: str = ""
-) -> Path:
-    """Write ``out/README.md`` from the report of :class:`foretoken.training.distill.Distiller`."""
-    run, name = report["run"], Path(target).name
-    facts = {
-        "draft model that it started from": f"`{Path(report['draft']).name}`, {report['parameters']:,} parameters",
-        "loss": run["loss"] + (f" (beta {run['beta']:g})" if run["loss"] == "jsd" else ""),
-        "text": run["text"] + (f" (mix {run['mix']:g})" if run["text"] == "mixed" else ""),
-        "steps": f"{run['steps']:,} of {run['batch_size']} rows of {run['context']} tokens",
-        "optimizers": f"Muon for the blocks' matrices, AdamW for the rest, learning rate {run['lr']:g}",
-        "time": f"{report['hours']:.2f} hours",
-    }
-    parts = [
-        front_matter(),
-        f"# {out.resolve().name}: a draft model aligned to `{name}`\n",
-        f'Loads as `drafter="model:FOLDER"` beside `{name}`. {note}\n',
-        f"## Training\n\n```\n{command_line}\n```\n\n{table(facts)}",
-        f"## Data\n\nText of {names_of(data)}: {seen_text(report)}.\n",
-        _acceptance_gained(report),
-        f"## Limits\n\n- The limits of the model that it started from apply.\n- {LIMITS[1]}\n",
-    ]
-    return write_text(out / "README.md", "\n".join(parts))
-
-
-def _acceptance_gained(report: Mapping[str, Any]) -> str:
-    before, after = report["before"], report["after"]
-    if not before or not after:
-        return "## Held-out acceptance\n\nNo document was held out, so nothing was measured.\n"
-    measures = zip(MEASURES.values(), values_of(before), values_of(after), strict=True)
-    rows = [[name, f"{old:.3f}", f"{new:.3f}"] for name, old, new in measures]
-    for mode in ("greedy", "sampled"):
-        pairs = zip(before[mode]["per_position"], after[mode]["per_position"], strict=True)
-        for i, (old, new) in enumerate(pairs, 1):
-            rows.append([f"{mode}, rounds that reach position {i}", f"{old:.1%}", f"{new:.1%}"])
-    head = "## Held-out acceptance\n\nLengths through the engine; the other two on text that the target wrote.\n\n"
-    return head + grid(("held-out text", "before", "after"), rows)
-
-
-# -- a stop head -------------------------------------------------------------------------------------------------------
-
-
-def write_stop_card(out: Path, report: Mapping[str, Any], data: Sequence[str | Path], target: str, draft: str) -> Path:
-    """Write ``out/README.md`` from the report of a ``specdec_pp`` run."""
-    net, folders = report["net"], {"target": target, "draft": draft}
-    settings = {key: net[key] for key in ("blocks", "mix", "mismatch")}
-    command_line = command("specdec_pp", data, out, _run_options(report["run"]), folders, settings)
-    facts = {"parameters": f"{report['parameters']:,}", "hidden size": str(net["hidden_size"]), **_amounts(report)}
-    parts = [
-        f"# A stop head (SpecDec++) for the draft model `{Path(draft).name}` of `{Path(target).name}`\n",
-        'Loads as `controller="specdec_pp:FOLDER"` beside that draft model, and beside no other.\n',
-        f"## Training\n\n```\n{command_line}\n```\n\nData: {names_of(data)}.\n\n{table(facts)}",
-        _belief(json.loads((out / "drafter.json").read_text(encoding="utf-8"))["measured"]),
-        _acceptance_with(report["acceptance"]),
-    ]
-    return write_text(out / "README.md", "\n".join(parts))
-
-
-def _belief(measured: Mapping[str, Any]) -> str:
-    if not measured:
-        return "## Held-out loss\n\nNo document was held out, so nothing was measured.\n"
-    columns = ("guesses, from the least likely fifth on", "the head says (mismatch weight taken out)", "accepted")
-    rows = [
-        (str(i), f"{predicted:.1%}", f"{true:.1%}") for i, (predicted, true) in enumerate(measured["calibration"], 1)
-    ]
-    return (
-        f"## Held-out loss\n\n{measured['guesses']:,} guesses of the draft model: "
-        f"{measured['loss']:.4f} nats; the best constant has {measured['constant_loss']:.4f}.\n\n{grid(columns, rows)}"
-    )
-
-
-def _acceptance_with(measured: Mapping[str, Any]) -> str:
-    if not measured:
-        return ""
-    sides = {
-        "greedy, with the head": measured, "greedy, without": measured["without"],
-        "T=1, with the head": measured["sampled"], "T=1, without": measured["without"]["sampled"],
-    }  # fmt: skip
-    rows = [
-        (name, f"{side['mean_acceptance_length']:.2f}", f"{side['acceptance_rate']:.1%}")
-        for name, side in sides.items()
-    ]
-    return f"## Held-out acceptance\n\n{grid(('', 'tokens a round', 'draft tokens accepted'), rows)}"

@@ -2,141 +2,65 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from foretoken.core.io.files import replacing, write_text
 
-LOSS, MEASURED, OTHER = "#9bb7d4", "#b3442f", "#5b84b1"
+DRAFTER = ("loss", "mean_acceptance_length")
+"""Columns of a drafter's curve: its loss, and measurements by their names."""
+LM = ("train_loss", "held_loss")
+"""Both in nats per token."""
+ALIGNMENT = ("loss", "greedy_length", "sampled_length", "expected_acceptance", "argmax_agreement")
+"""Measured by :class:`foretoken.lab.bench.alignment.Alignment`."""
 
 
-class Curve(ABC):
+class Curve:
     """Loss and measurements by step.  Rows of a stored file up to step ``start`` are kept.
 
     Attributes:
-        header: first line of the file: step, loss, measurements.
-        decimals: decimals of measurements.
-        size: width and height of the picture in inches.
+        rows: texts of the columns by step, empty where nothing was measured.
     """
 
-    header: ClassVar[str]
-    decimals: ClassVar[int] = 4
-    size: ClassVar[tuple[float, float]]
-
-    def __init__(self, file: Path, start: int) -> None:
-        self.file = file
-        self.losses: dict[int, float] = {}
-        self.measured: dict[int, list[float]] = {}
+    def __init__(self, file: Path, start: int, columns: Sequence[str]) -> None:
+        self.file, self.columns = file, columns
         lines = file.read_text(encoding="utf-8").splitlines()[1:] if start and file.exists() else []
-        for step, loss, *values in (line.split(",") for line in lines):
-            if int(step) <= start and loss:
-                self.losses[int(step)] = float(loss)
-            if int(step) <= start and values[0]:
-                self.measured[int(step)] = [float(value) for value in values]
+        stored = {int(step): values for step, *values in (line.split(",") for line in lines)}
+        self.rows = {step: values for step, values in stored.items() if step <= start}
 
     def add(self, step: int, loss: float | None, measured: Mapping[str, Any] | None) -> None:
         """Record one step (step 0 is before training)."""
+        row = self.rows.setdefault(step, [""] * len(self.columns))
         if loss is not None:
-            self.losses[step] = loss
+            row[0] = f"{loss:.5f}"
         if measured:
-            self.measured[step] = self.values(measured)
+            row[1:] = [f"{value_of(measured, name):.5f}" for name in self.columns[1:]]
 
     def write(self) -> None:
         """Write the CSV file, whole or not at all."""
-        lines = [self.header]
-        for step in sorted({*self.losses, *self.measured}):
-            loss = f"{self.losses[step]:.5f}" if step in self.losses else ""
-            values = [f"{value:.{self.decimals}f}" for value in self.measured.get(step, ())]
-            lines.append(",".join([str(step), loss, *(values or [""] * (self.header.count(",") - 1))]))
-        write_text(self.file, "\n".join([*lines, ""]))
+        rows = [("step", *self.columns), *((str(step), *row) for step, row in sorted(self.rows.items()))]
+        write_text(self.file, "".join(f"{','.join(row)}\n" for row in rows))
 
     def plot(self, file: Path) -> bool:
-        """Write the picture.  Returns false if matplotlib is not installed."""
+        """Write a picture with axes for every column.  Returns false if matplotlib is not installed."""
         try:
             import matplotlib.figure  # not pyplot: its backend and figures belong to the caller
         except ImportError:
             return False
-        figure = matplotlib.figure.Figure(self.size, layout="constrained")
-        self.draw(figure)
-        for axes in figure.axes:
+        figure = matplotlib.figure.Figure((4.0 * len(self.columns), 3.6), layout="constrained")
+        for i, axes in enumerate(figure.subplots(1, len(self.columns))):
+            points = [(step, float(row[i])) for step, row in sorted(self.rows.items()) if row[i]]
+            axes.plot(*zip(*points, strict=True), marker="o" if i else None, markersize=3) if points else None
             axes.set_xlabel("step")
+            axes.set_ylabel(self.columns[i].replace("_", " "))
             axes.grid(alpha=0.3)
         with replacing(file) as draft:
             figure.savefig(draft, dpi=130, format="png")
         return True
 
-    def _draw_loss(self, axes: Any, label: str) -> None:
-        axes.plot(list(self.losses), list(self.losses.values()), color=LOSS, linewidth=0.8, label="training")
-        axes.set_ylabel(label)
 
-    def _draw_measured(self, axes: Any, index: int, label: str, colour: str = MEASURED) -> None:
-        steps = sorted(self.measured)
-        values = [self.measured[step][index] for step in steps]
-        axes.plot(steps, values, color=colour, marker="o", markersize=3, label=label)
-
-    def values(self, measured: Mapping[str, Any]) -> list[float]:
-        """The numbers of a measurement, in the header's order and by its names."""
-        return [float(measured[name]) for name in self.header.split(",")[2:]]
-
-    @abstractmethod
-    def draw(self, figure: Any) -> None:
-        """Fill a ``matplotlib`` figure."""
-
-
-class DrafterCurve(Curve):
-    """A drafter's training: loss and mean acceptance length."""
-
-    header, size = "step,loss,mean_acceptance_length", (9.0, 4.0)
-
-    def draw(self, figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        self._draw_loss(left, "training loss (nats)")
-        self._draw_measured(right, 0, "held-out text")
-        right.set_ylabel("mean acceptance length, held-out text")
-
-
-class LossCurve(Curve):
-    """A language model's training: training loss and held-out loss, both in nats per token."""
-
-    header, decimals, size = "step,train_loss,held_loss", 5, (7.0, 4.0)
-
-    def draw(self, figure: Any) -> None:
-        axes = figure.subplots()
-        self._draw_loss(axes, "loss (nats per token)")
-        self._draw_measured(axes, 0, "held out")
-        axes.legend()
-
-
-MEASURES = {
-    "greedy": "mean acceptance length, greedy",
-    "sampled": "mean acceptance length, T=1",
-    "expected_acceptance": "expected acceptance at T=1 (1 - TVD)",
-    "argmax_agreement": "most likely tokens that agree",
-}
-"""Measurements of a draft model (:class:`foretoken.lab.bench.alignment.Alignment`)."""
-
-
-def values_of(measured: Mapping[str, Any]) -> list[float]:
-    """The numbers of a measurement in the order of :data:`MEASURES`."""
-    values = [measured[name] for name in MEASURES]
-    return [float(v["mean_acceptance_length"]) if isinstance(v, Mapping) else float(v) for v in values]
-
-
-class AlignmentCurve(Curve):
-    """A draft model's alignment: loss, and agreement with its target."""
-
-    header = "step,loss,greedy_length,sampled_length,expected_acceptance,argmax_agreement"
-    size = (12.0, 3.6)
-
-    def values(self, measured: Mapping[str, Any]) -> list[float]:
-        return values_of(measured)
-
-    def draw(self, figure: Any) -> None:
-        left, middle, right = figure.subplots(1, 3)
-        self._draw_loss(left, "training loss")
-        for index, label in enumerate(MEASURES.values()):
-            self._draw_measured((middle, right)[index // 2], index, label, (MEASURED, OTHER)[index % 2])
-        middle.legend(fontsize=8)
-        right.legend(fontsize=8)
+def value_of(measured: Mapping[str, Any], name: str) -> float:
+    """A number of a measurement; ``X_length`` is the mean acceptance length of its part ``X``."""
+    part = measured.get(name.removesuffix("_length"))
+    return float(part["mean_acceptance_length"] if isinstance(part, Mapping) else measured[name])

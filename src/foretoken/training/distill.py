@@ -27,7 +27,7 @@ from foretoken.models.forward.parts import weights_digest
 from foretoken.models.network.taps import recording
 from foretoken.training.checkpoint import check_same, latest_checkpoint, read_meta
 from foretoken.training.config import DistillConfig
-from foretoken.training.curves import AlignmentCurve
+from foretoken.training.curves import ALIGNMENT
 from foretoken.training.loop import Loop, Progress, Saving, identity_of
 from foretoken.training.mask_rows import additive, mask_ids, mask_rows, rows_mask, seeds_of, with_text
 from foretoken.training.optimizers import build_optimizers, vocabulary_of
@@ -88,7 +88,7 @@ class Distiller:
         Raises ``ValueError`` for a checkpoint of other settings, models or text, or of more steps, and
         ``FloatingPointError`` when the loss or its gradient is NaN or infinite; the last checkpoint is then intact.
         """
-        loop = Loop(self.out, self.config, self.student, self.optimizers, AlignmentCurve, self._identity)
+        loop = Loop(self.out, self.config, self.student, self.optimizers, ALIGNMENT, self._identity)
         source = self.source
         if loop.meta:
             if isinstance(source, PolicyText):

@@ -24,7 +24,7 @@ from foretoken.core.io.files import files_checksum, save_model
 from foretoken.loading import check_folder, check_same_tokenizer, load_tokenizer, parse_device
 from foretoken.loading.networks import from_pretrained
 from foretoken.models.forward.parts import weights_digest
-from foretoken.training.cards import CardInfo, command, write_card
+from foretoken.training.cards import BIAS, SMALL, CardInfo, command, write_card
 from foretoken.training.checkpoint import latest_checkpoint
 from foretoken.training.config import TEACHER_WEIGHT, LmConfig
 from foretoken.training.corpus import (
@@ -38,7 +38,7 @@ from foretoken.training.corpus import (
     text_identity,
     train_tokenizer,
 )
-from foretoken.training.curves import LossCurve
+from foretoken.training.curves import LM
 from foretoken.training.hybrid import (
     build_hybrid,
     check_same_function,
@@ -176,7 +176,7 @@ def train_lm(
         "init_from": None if init_from is None else files_checksum(sorted(init_from.glob("*.safetensors"))),
         "teacher": None if guide is None else {"weights": weights_digest(guide), "weight": teacher_weight},
     }
-    loop = Loop(out, config, model, make_optimizers(model, config), LossCurve, identity)
+    loop = Loop(out, config, model, make_optimizers(model, config), LM, identity)
 
     def block_loss(blocks: Tensor) -> Tensor:
         if guide is None:
@@ -207,7 +207,8 @@ def train_lm(
     if teacher is not None and teacher_weight != TEACHER_WEIGHT:
         changed["teacher_weight"] = teacher_weight
     others = {"tokenizer_from": None if init_from else tokenizer_from, "init_from": init_from, "teacher": teacher}
-    write_card(out, report, data, command("lm", data, out, changed, others), card)
+    command_line = command("lm", data, out, changed, others)
+    write_card(out, out.resolve().name, SMALL, report, data, command_line, card or CardInfo(), [BIAS])
     return report
 
 
@@ -312,6 +313,9 @@ def _report(
         "corpus": {k: corpus[k] for k in ("train", "held")},
         "held_loss_nats_per_token": held_out_loss,
         "held_bits_per_byte": None if held_out_loss is None else held_out_loss / math.log(2) / bytes_per_token,
+        "held_bits_per_token": None if held_out_loss is None else held_out_loss / math.log(2),
+        "held_perplexity": None if held_out_loss is None else math.exp(held_out_loss),
+        "passes_over_the_text": config.tokens / max(1, corpus["train"]["tokens"]),
         "hours": spent_s / 3600,
         "config": asdict(config),
     }

@@ -56,6 +56,7 @@ class Loop:
 
     Args:
         out: folder for checkpoints, ``losses.csv``, ``losses.png`` and ``training.json``; created if missing.
+        columns: of ``losses.csv``, see :class:`foretoken.training.curves.Curve`.
         identity: further data that identifies this run, as JSON data.
 
     Attributes:
@@ -68,7 +69,7 @@ class Loop:
         config: RunConfig,
         trained: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        curve: type[Curve],
+        columns: Sequence[str],
         identity: Mapping[str, Any] | None = None,
     ) -> None:
         self.out, self.config, self.trained, self.optimizers = out, config, trained, optimizers
@@ -85,7 +86,7 @@ class Loop:
                 )
             self.meta = load_checkpoint(latest, trained, optimizers)
         self.start = int(self.meta.get("step", 0))
-        self.curve = curve(out / "losses.csv", self.start)
+        self.curve = Curve(out / "losses.csv", self.start, columns)
         self._start_s = time.perf_counter() - float(self.meta.get("spent_s", 0.0))
 
     @property

@@ -29,7 +29,7 @@ from foretoken.training.corpus import (
     spread_blocks,
     text_identity,
 )
-from foretoken.training.curves import DrafterCurve
+from foretoken.training.curves import DRAFTER
 from foretoken.training.joint import as_served, held_loss, save_target, start_update
 from foretoken.training.loop import Loop, Progress, Saving
 from foretoken.training.optimizers import autocast, build_optimizers
@@ -175,7 +175,7 @@ class Trainer:
             # Token tables of recipes are computed from the text and not stored in checkpoints.
             "text": self.text,
         }
-        loop = Loop(self.out, self.config, self.trained, self.optimizers, DrafterCurve, identity)
+        loop = Loop(self.out, self.config, self.trained, self.optimizers, DRAFTER, identity)
         if evaluate is not None and not loop.start and self.config.steps:
             fresh = self._evaluated(evaluate)[1]
             loop.curve.add(0, None, fresh)

@@ -35,6 +35,7 @@ from foretoken.lab.bench.serving import OwnArm
 from foretoken.lab.bench.specs import check_arm, split_arm
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.report.cards.written import markdown_card
+from foretoken.lab.report.read import read_run
 from foretoken.llm import Llm
 from foretoken.models.huggingface import HuggingFaceModel
 from toys import MarkovTable, llama, llamas, tables
@@ -446,11 +447,16 @@ def test_finished_results_are_used_as_they_were(
         (r["result"]["arm"], r["result"]["category"], r["result"]["unit"]): r["result"] for r in rows if "result" in r
     }
     bench = Bench(shared(table), PROMPTS, settings)
-    bench.run(Partial(out, {**bench.config, **bench.circumstances}, True))
+    outcome = bench.run(Partial(out, {**bench.config, **bench.circumstances}, True))
     for result in bench.results.values():
         was = kept.get((result.arm, result.category, result.unit))
         assert was is None or was["seconds"] == result.seconds
     assert len(kept) == 3 and any("note" in row for row in rows)
+    unfinished = read_run(out)  # the file beside it, which now has every result
+    summary = json.loads(dumps(outcome.summary))
+    assert unfinished.unfinished and unfinished.part("costs") and [c["predicted_speedup"] for c in unfinished.cells]
+    for name in ("arms", "costs", "positions", "rounds", "overall", "drafted", "prefill"):
+        assert json.loads(dumps(unfinished.summary[name])) == summary[name], name
 
 
 def test_another_run_is_not_mixed_in(
@@ -524,6 +530,15 @@ def test_a_damaged_partial_file_is_told(table: MarkovTable, calls: list[tuple[An
             run_bench(shared(table), PROMPTS, BenchSettings(("x",)), out, True)
 
 
+def test_a_header_without_its_newline_is_written_again(tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    Partial(out, {"arms": ["plain"]}, resume=False).close()
+    whole = partial_of(out).read_text()
+    partial_of(out).write_text(whole.rstrip())
+    Partial(out, {"arms": ["plain"]}, resume=True).close()
+    assert partial_of(out).read_text() == whole
+
+
 def test_where_a_run_cannot_be_written(table: MarkovTable, calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder"):
         run_bench(shared(table), PROMPTS, BenchSettings(), tmp_path)
@@ -547,7 +562,7 @@ def test_a_cell_by_hand() -> None:
         unit(number=0, seconds=0.5, drafts=4, drafted=12, accepted=6, draft_s=0.1, target_s=0.3),
         unit(number=1, seconds=1.5, drafts=6, drafted=18, accepted=4, draft_s=0.3, target_s=0.9),
     ]
-    row = cell(arm, plain, "a", 2.5, 2)
+    row = cell(arm, plain, "a", 2.5)
     low, high = row.pop("speedup_ci95")
     assert row == {
         "arm": "x", "category": "a", "temperature": 0.0, "batch": 1, "prompts": 2, "new_tokens": 20,
@@ -564,7 +579,7 @@ def test_another_engine_tells_less() -> None:
         unit(seconds=0.5, decoded=9, mean_acceptance_length=3.0),
         unit(number=1, decoded=1, mean_acceptance_length=1.0),
     ]
-    row = cell(arm, [unit("plain"), unit("plain", 1)], "a", None, 2)
+    row = cell(arm, [unit("plain"), unit("plain", 1)], "a", None)
     assert row["mean_acceptance_length"] == pytest.approx(10 / 4)
     assert all(row[name] is None for name in ("acceptance_rate", "draft_s", "target_s", "overhead_s"))
     assert row["identical"] is False

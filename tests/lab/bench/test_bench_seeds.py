@@ -114,7 +114,7 @@ def test_results_with_other_seeds_are_not_compared() -> None:
         return UnitResult(arm, temperature, 1, "a", 0, [0], [[token] * 3], 1.0, 3, 0.0, seeds=seeds)
 
     def same(temperature: float, own: list[int] | None, plain: list[int] | None, token: int = 7) -> bool | None:
-        row = cell([unit("x", temperature, own, token)], [unit("plain", temperature, plain)], "a", None, 1)
+        row = cell([unit("x", temperature, own, token)], [unit("plain", temperature, plain)], "a", None)
         identical: bool | None = row["identical"]
         return identical
 

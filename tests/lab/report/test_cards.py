@@ -10,12 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from foretoken.core.io.stamped import checksum_of
 from foretoken.lab.bench.arms import ArmSetup
 from foretoken.lab.bench.run import BenchSettings, run_bench
 from foretoken.lab.bench.serving import OwnArm
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.parity.weights import drafter_checksums
-from foretoken.lab.report.cards.card import Card, checksum_of, fault_of, read_card, read_cards, to_json
+from foretoken.lab.report.cards.card import STAMP, Card, fault_of, read_card, read_cards
 from foretoken.lab.report.cards.page import equality, matrix_name, render, write_page
 from foretoken.lab.report.cards.written import Origin, card_of, fingerprint, markdown_card, origin, without_folders
 from foretoken.models.huggingface import HuggingFaceModel
@@ -60,7 +61,7 @@ def signed(body: dict[str, Any]) -> str:
 
 
 def test_a_card_is_read_back_however_it_is_laid_out(tmp_path: Path) -> None:
-    text = to_json(card())
+    text = STAMP.to_json(card())
     assert read_card(put(tmp_path, "a", text)) == card()
     assert read_card(put(tmp_path, "b", json.dumps(json.loads(text), indent=8, sort_keys=True))) == card()
 
@@ -68,16 +69,16 @@ def test_a_card_is_read_back_however_it_is_laid_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('"speedup": 1.5', '"speedup": 9.5', "was edited after it was written"),
-        ('"cpu": "A <CPU>"', '"cpu": "another"', "was edited after it was written"),
-        ('"version": 1,', '"version": 2,', "is a card of version 2, and this foretoken reads version 1"),
-        ('"kind": "foretoken benchmark card"', '"kind": "a letter"', "is not a benchmark card"),
-        ('"speedup": 1.5', '"speedup": NaN', "is not JSON, so not a card"),
+        ('"speedup": 1.5', '"speedup": 9.5', "was changed after it was written"),
+        ('"cpu": "A <CPU>"', '"cpu": "another"', "was changed after it was written"),
+        ('"version": 1,', '"version": 2,', "is a foretoken benchmark card of version 2, and this foretoken reads 1"),
+        ('"kind": "foretoken benchmark card"', '"kind": "a letter"', "is not a foretoken benchmark card"),
+        ('"speedup": 1.5', '"speedup": NaN', "is not JSON, so not a foretoken benchmark card"),
         ('"speedup": 1.5,', '"speedup": 1.5', "is not JSON (line "),
     ],
 )
 def test_changed_and_broken_cards_are_one_line(tmp_path: Path, old: str, new: str, words: str) -> None:
-    text = to_json(card())
+    text = STAMP.to_json(card())
     assert old in text
     file = put(tmp_path, "mine", text.replace(old, new))
     with pytest.raises(ValueError, match=re.escape(words)) as error:
@@ -110,36 +111,36 @@ def change(body: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
 )
 def test_a_card_that_lacks_something_says_what(tmp_path: Path, where: str, value: Any, words: str) -> None:
     """With a right checksum, as another program may write it."""
-    file = put(tmp_path, "theirs", signed(change(json.loads(to_json(card())), where, value)))
+    file = put(tmp_path, "theirs", signed(change(json.loads(STAMP.to_json(card())), where, value)))
     with pytest.raises(ValueError, match=re.escape(words)):
         read_card(file)
 
 
 def test_our_own_cards_have_nothing_wrong() -> None:
-    body = json.loads(to_json(card()))
+    body = json.loads(STAMP.to_json(card()))
     for name in ("kind", "version", "checksum"):
         del body[name]
     assert fault_of(body) is None
 
 
 def test_bad_cards_are_left_out_by_name_and_said(tmp_path: Path) -> None:
-    put(tmp_path, "good", to_json(card()))
-    put(tmp_path, "edited", to_json(card()).replace("1.5", "2.5"))
+    put(tmp_path, "good", STAMP.to_json(card()))
+    put(tmp_path, "edited", STAMP.to_json(card()).replace("1.5", "2.5"))
     put(tmp_path, "broken", "{")
     cards, faults = read_cards(tmp_path)
     assert [name for name, _ in cards] == ["good"]
-    assert ["broken.json" in faults[0], "edited.json was edited" in faults[1]] == [True, True]
+    assert ["broken.json" in faults[0], "edited.json was changed" in faults[1]] == [True, True]
     out = tmp_path / "page.html"
     assert write_page(tmp_path, out) == (1, 1, faults)
     text = out.read_text()
-    assert "left out: edited.json was edited" in text and str(tmp_path) not in text
+    assert "left out: edited.json was changed" in text and str(tmp_path) not in text
     with pytest.raises(ValueError, match="no such folder of cards"):
         read_cards(tmp_path / "no")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no cards"):
         read_cards(tmp_path / "empty")
     put(tmp_path / "empty", "one", "[]")
-    with pytest.raises(ValueError, match=r"one\.json is not a benchmark card"):
+    with pytest.raises(ValueError, match=r"one\.json is not a foretoken benchmark card"):
         write_page(tmp_path / "empty", out)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 from test_ngram_cache import Words
 
 from foretoken.core import Budget, Context, Rng, TokenTree
@@ -183,10 +184,12 @@ def test_bad_files(tmp_path: Path) -> None:
         (good[:70], "truncated"),
         (good + b"x", "truncated"),
         (good[:12], "truncated"),
-        (b"", "empty"),
-        (b"PK\x03\x04" * 40, "not a foretoken file"),
+        (b"", "truncated"),
+        (b"PK\x03\x04" * 40, "not a foretoken file of this version: build it again"),
+        (b"FORETOKN\x01\0\0\0" + b" " * 500, "not a foretoken file of this version: build it again"),
+        (save({"tokens": np.zeros(3, np.uint8)}), "not a foretoken file"),
         (good[:-3] + bytes([good[-3] ^ 4]) + good[-2:], "corrupt"),
-        (good[:50] + bytes([good[50] ^ 4]) + good[51:], "corrupt"),
+        *((good[:i] + bytes([good[i] ^ 4]) + good[i + 1 :], "corrupt|truncated") for i in range(len(good))),
     ):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=message) as error:
@@ -219,10 +222,10 @@ def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch
     build_datastore([write(tmp_path)], Words(), tmp_path / "store")
     before = (tmp_path / "store").read_bytes()
 
-    def full(descriptor: int) -> None:
+    def full(path: Path, data: bytes) -> int:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(module.os, "fsync", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space"):
         build_datastore([tmp_path / "text" / "one.txt"], Words(), tmp_path / "store")
     assert (tmp_path / "store").read_bytes() == before

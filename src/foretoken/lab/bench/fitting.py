@@ -14,7 +14,7 @@ from foretoken.core.io.drafter_folders import OURS as CONFIG
 from foretoken.core.io.hub_ids import expanded
 from foretoken.core.values import one_line
 from foretoken.lab.workload import REFUSALS, Subject
-from foretoken.methods.drafters.datastore import MAGIC
+from foretoken.methods.drafters.datastore import holds_arrays
 from foretoken.registry import Row, find, installed_rows, rows
 from foretoken.training.formats.catalogue import LAYOUTS
 from foretoken.training.formats.folders import Found
@@ -119,15 +119,7 @@ def candidates_in(path: Path) -> list[Path]:
 def _is_something(path: Path) -> bool:
     if path.is_dir():
         return any((path / name).exists() for name in (CONFIG, "config.json", ADAPTER_CONFIG))
-    return path.suffix == ".gguf" or _begins_with_magic(path)
-
-
-def _begins_with_magic(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
+    return path.suffix == ".gguf" or holds_arrays(path)
 
 
 def fits_of(path: Path, subject: Subject) -> list[Fit]:
@@ -159,7 +151,7 @@ def offered(path: Path) -> str | None:
             return None
     if path.is_dir():
         return f"model:{path}" if _is_something(path) and _foreign(path) is None else None
-    return f"model:{path}" if path.suffix == ".gguf" else f"retrieval:{path}" if _begins_with_magic(path) else None
+    return f"model:{path}" if path.suffix == ".gguf" else f"retrieval:{path}" if holds_arrays(path) else None
 
 
 def _method_of(folder: Path) -> str:

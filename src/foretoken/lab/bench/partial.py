@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from foretoken.core.io.files import write_text
-from foretoken.core.io.locks import lock
+from foretoken.core.io.finite import finite
+from foretoken.core.io.journal import append, open_locked, rows_of
 from foretoken.lab.bench.results import Key, UnitResult, dumps
 
 
@@ -38,6 +39,21 @@ def check_run_out(out: Path, resume: bool) -> bool:
     return unfinished
 
 
+def kept_in(file: Path, cut: bool = False) -> tuple[dict[Key, UnitResult], dict[str, Any]]:
+    """Results and notes of an unfinished run, its ``config`` among them, as :func:`~foretoken.core.io.journal.rows_of`
+    reads them; none in an empty file.  Raises ``ValueError`` if it is damaged."""
+    parts = rows_of(file, _part, "the file is damaged: delete it to start anew", cut)
+    results = {part.key: part for part in parts if isinstance(part, UnitResult)}
+    notes = [part for part in parts if not isinstance(part, UnitResult)]
+    return results, {name: value for note in notes for name, value in note.items()}
+
+
+def _part(row: Any) -> UnitResult | dict[str, Any]:
+    if "result" in row:
+        return UnitResult(**row["result"])
+    return dict(row["note"]) if "note" in row else {"config": dict(row["config"])}
+
+
 class Partial:
     """Finished results of a run, appended as they arrive.
 
@@ -51,43 +67,26 @@ class Partial:
 
     def __init__(self, out: Path, config: Mapping[str, Any], resume: bool) -> None:
         self.out, self.path = out, partial_of(out)
-        self.results: dict[Key, UnitResult] = {}
-        self.notes: dict[str, Any] = {}
-        unfinished = check_run_out(out, resume)
-        self._file: TextIO = self.path.open("a", encoding="utf-8")
+        check_run_out(out, resume)
+        self._file = open_locked(self.path)
         try:
-            lock(self._file.fileno(), self.path)  # two runs would mix their lines
-            if unfinished:
-                self._read(json.loads(dumps(config)))
-            if not unfinished or self.path.stat().st_size == 0:
+            self.results, self.notes = kept_in(self.path, cut=True)
+            if "config" not in self.notes:
                 self._append({"config": config})
+                return
+            stored, now = self.notes["config"], json.loads(dumps(config))
+            differing = sorted(key for key in {*stored, *now} if stored.get(key) != now.get(key))
+            if differing:
+                names = ", ".join(differing)
+                raise ValueError(
+                    f"{self.path} was made with other settings ({names}): give the same ones, or delete it"
+                )
         except BaseException:
             self.close()
             raise
 
-    def _read(self, config: Mapping[str, Any]) -> None:
-        whole, _, half = self.path.read_bytes().rpartition(b"\n")
-        try:
-            rows = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
-            stored = rows[0]["config"] if rows else config
-            results = [UnitResult(**row["result"]) for row in rows[1:] if "result" in row]
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} is damaged ({error}): delete it to start anew") from None
-        differing = sorted(key for key in {*stored, *config} if stored.get(key) != config.get(key))
-        if differing:
-            raise ValueError(
-                f"{self.path} was made with other settings ({', '.join(differing)}): give the same ones, or delete it"
-            )
-        self.results = {result.key: result for result in results}
-        for row in rows[1:]:
-            self.notes |= row.get("note", {})
-        if half or not rows:  # a partial line from a killed run is redone
-            with self.path.open("rb+") as file:
-                file.truncate(len(whole) + 1 if rows else 0)
-
     def _append(self, row: Mapping[str, Any]) -> None:
-        self._file.write(dumps(row) + "\n")
-        self._file.flush()
+        append(self._file, finite(row))
 
     def add(self, result: UnitResult) -> None:
         """Store a finished result."""

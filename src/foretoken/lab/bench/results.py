@@ -163,7 +163,7 @@ def comparable(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> bool:
 
 
 def cell(
-    arm: Sequence[UnitResult], plain: Sequence[UnitResult], category: str, predicted: float | None, num_prompts: int
+    arm: Sequence[UnitResult], plain: Sequence[UnitResult], category: str, predicted: float | None
 ) -> dict[str, Any]:
     """Public fields of one arm in one category at one setting; both sequences hold the same units in order."""
     first = arm[0]
@@ -177,7 +177,7 @@ def cell(
         "category": category,
         "temperature": first.temperature,
         "batch": first.batch,
-        "prompts": num_prompts,
+        "prompts": sum(len(r.prompts) for r in arm),
         "new_tokens": sum(len(output) for r in arm for output in r.outputs),
         "tokens_per_s": rate(arm),
         "speedup": rate(arm) / base if base else 0.0,

@@ -18,7 +18,7 @@ from foretoken.lab.bench.partial import Partial
 from foretoken.lab.bench.results import Condition, Key, UnitResult
 from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.specs import PLAIN, split_arm
-from foretoken.lab.bench.summary import BenchResult, dtype_of, machine, runs_as, tally
+from foretoken.lab.bench.summary import BenchResult, dtype_of, machine, runs_as, summarised
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.lab.timing import interleave, median_run
 from foretoken.models.call_costs import measure_target
@@ -176,7 +176,7 @@ class Bench:
         self._measure_targets(partial)
         for setting in self.settings.settings:
             self._run_setting(setting, partial)
-        return tally(self, where)
+        return summarised(self, where)
 
     def _measure_targets(self, partial: Partial | None) -> None:
         most = max(arm.most_nodes for arm in self.arms)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from foretoken.core.costs import TargetCost
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.lab.bench.results import (
@@ -53,34 +54,20 @@ class BenchResult:
         return [dumps(row) for row in (*self.cells, self.summary)]
 
 
-def tally(bench: Bench, where: dict[str, Any]) -> BenchResult:
+def summarised(bench: Bench, where: dict[str, Any]) -> BenchResult:
     """Cells and summary of a completed benchmark; ``where`` describes the machine at the start of the run."""
-    settings = bench.settings.settings
-    pairs = [(arm.name, setting) for setting in settings for arm in bench.arms if arm.can(setting)]
-    cells = [_cell(bench, arm, setting, category) for category in bench.ids for arm, setting in pairs]
-    by_arm = {arm.name: [r for s in settings for r in _of(bench, arm.name, s)] for arm in bench.arms}
-    batch = min(bench.settings.batches)
-    measured = [r for s in settings if s[1] == batch for arm in bench.arms for r in _of(bench, arm.name, s)]
-    first = [r for r in measured if r.temperature == bench.settings.temperatures[0]]
-    splits = {name: time_split(results) for name, results in by_arm.items()}
-    names = [arm.name for arm in bench.arms]
+    results = list(bench.results.values())
+    cells, counted = tally(results, [arm.name for arm in bench.arms], bench.targets)
     summary = {
         "summary": True,
         "target": target_name(bench.shared.target, bench.shared.source),
         "machine": where,
         "runs_as": runs_as(bench.shared),
-        "arms": names,
         "ran": {arm.name: arm.ran for arm in bench.arms if arm.ran is not None},
         "settings": {**bench.config, "cut_prompts": bench.num_cut},
         "inflation": inflation(bench.shared.target),
-        "cells": len(cells),
-        "costs": round_costs(first, names, bench.targets[batch]).as_dict(),
-        **positions_at(first, names, (bench.settings.temperatures[0], batch)),
-        "rounds": {name: split for name, split in splits.items() if split is not None},
-        "overall": [_cell(bench, arm, setting, None) for arm, setting in pairs],
-        "equality": list(filter(None, (equality(bench, arm, s, c) for c in bench.ids for arm, s in pairs))),
-        "drafted": [drafted(_of(bench, arm, s, c)) for c in bench.ids for arm, s in pairs],
-        "prefill": [_prefill(bench, arm, setting) for arm, setting in pairs],
+        **counted,
+        "equality": [row for cell in cells if (row := _equality(bench, cell)) is not None],
         "skipped": [
             *(f"{name}: {error}" for name, error in bench.failed.items()),
             *(
@@ -90,55 +77,85 @@ def tally(bench: Bench, where: dict[str, Any]) -> BenchResult:
                 if not arm.can((0.0, size))
             ),
         ],
-        "traces": list(_traces(bench)),
+        "traces": traces(results, bench.prompts),
     }
     return BenchResult(cells, summary, list(bench.failed))
 
 
-def _of(bench: Bench, arm: str, setting: Condition, category: str | None = None) -> list[UnitResult]:
-    results = [
-        r for r in bench.results.values() if r.arm == arm and r.setting == setting and category in (None, r.category)
-    ]
-    order = {name: i for i, name in enumerate(bench.ids)}
-    return sorted(results, key=lambda r: (order[r.category], r.unit))
+def tally(
+    results: Sequence[UnitResult], arms: Sequence[str], targets: Mapping[int, TargetCost]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Cells, and the fields of the summary that follow from results alone.
+
+    Args:
+        results: in the order of the run, each with plain decoding's of the same unit.
+        targets: costs of target calls by batch size.
+    """
+    plain = {r.key[1:]: r for r in results if r.arm == PLAIN}
+    settings = list(dict.fromkeys(r.setting for r in results))
+    pairs = [(arm, setting) for setting in settings for arm in arms if _of(results, arm, setting)]
+    categories = dict.fromkeys(r.category for r in results)
+    groups = [(*pair, category) for category in categories for pair in pairs if _of(results, *pair, category)]
+
+    def compared(arm: str, setting: Condition, category: str | None = None) -> dict[str, Any]:
+        drafting, base = _of(results, arm, setting, category), _of(results, PLAIN, setting)
+        target = anchored(targets[setting[1]], base)
+        predicted = prediction(drafting, _of(results, arm, setting), target, rest_s(base))
+        return cell(drafting, [plain[r.key[1:]] for r in drafting], category or OVERALL, predicted)
+
+    first = (settings[0][0], min(batch for _, batch in settings))
+    measured = [r for r in results if r.setting == first]
+    splits = {arm: time_split([r for r in results if r.arm == arm]) for arm in arms}
+    return [compared(*group) for group in groups], {
+        "arms": list(arms),
+        "cells": len(groups),
+        "costs": round_costs(measured, arms, targets[first[1]]).as_dict(),
+        **positions_at(measured, arms, first),
+        "rounds": {arm: split for arm, split in splits.items() if split is not None},
+        "overall": [compared(*pair) for pair in pairs],
+        "drafted": [drafted(_of(results, *group)) for group in groups],
+        "prefill": [_prefill(_of(results, *pair)) for pair in pairs],
+    }
 
 
-def _cell(bench: Bench, arm: str, setting: Condition, category: str | None) -> dict[str, Any]:
-    drafting, plain = _of(bench, arm, setting, category), _of(bench, PLAIN, setting, category)
-    everything = _of(bench, arm, setting)
-    base = _of(bench, PLAIN, setting)
-    predicted = prediction(drafting, everything, anchored(bench.targets[setting[1]], base), rest_s(base))
-    count = sum(len(group) for name, group in bench.ids.items() if category in (None, name))
-    return cell(drafting, plain, category or OVERALL, predicted, count)
+def _of(results: Iterable[UnitResult], arm: str, setting: Condition, category: str | None = None) -> list[UnitResult]:
+    return [r for r in results if r.arm == arm and r.setting == setting and category in (None, r.category)]
 
 
-def _prefill(bench: Bench, arm: str, setting: Condition) -> dict[str, Any]:
+def _prefill(results: Sequence[UnitResult]) -> dict[str, Any]:
     """Mean prefill seconds per prompt; in other engines they include the first token."""
-    results = _of(bench, arm, setting)
+    arm, (temperature, batch) = results[0].arm, results[0].setting
     mean = sum(r.prefill_s for r in results) / sum(r.batch for r in results)
-    return {"arm": arm, "temperature": setting[0], "batch": setting[1], "prefill_s": mean}
+    return {"arm": arm, "temperature": temperature, "batch": batch, "prefill_s": mean}
 
 
-def _traces(bench: Bench) -> Iterator[dict[str, Any]]:
-    for result in bench.results.values():
+def traces(
+    results: Iterable[UnitResult], prompts: Mapping[str, Sequence[BenchPrompt | Sequence[int]]]
+) -> list[dict[str, Any]]:
+    """The recorded generations; without ``prompts`` their texts are empty."""
+    recorded = []
+    for result in results:
         if result.trace:
-            prompt = bench.prompts[result.category][result.prompts[0]]
-            text = prompt.text if isinstance(prompt, BenchPrompt) else " ".join(map(str, prompt))
-            yield {
-                "arm": result.arm,
-                "category": result.category,
-                "prompt": text,
-                "temperature": result.temperature,
-                "rounds": result.trace,
-            }
+            prompt = prompts[result.category][result.prompts[0]] if prompts else ()
+            recorded.append(
+                {
+                    "arm": result.arm,
+                    "category": result.category,
+                    "prompt": prompt.text if isinstance(prompt, BenchPrompt) else " ".join(map(str, prompt)),
+                    "temperature": result.temperature,
+                    "rounds": result.trace,
+                }
+            )
+    return recorded
 
 
-def equality(bench: Bench, arm: str, setting: Condition, category: str) -> dict[str, Any] | None:
-    """Counts of outputs that equal plain decoding's, differ by a numerical tie, or really differ.
+def _equality(bench: Bench, cell: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Counts of a cell's outputs that equal plain decoding's, differ by a numerical tie, or really differ.
 
     ``None`` if they need not be equal: sampled and not coupled with plain decoding's.
     """
-    plain, drafting = _of(bench, PLAIN, setting, category), _of(bench, arm, setting, category)
+    arm, category, setting = cell["arm"], cell["category"], (cell["temperature"], cell["batch"])
+    plain, drafting = (_of(bench.results.values(), name, setting, category) for name in (PLAIN, arm))
     if not comparable(drafting, plain):
         return None
     counts = {"identical": 0, "ties": 0, "differences": 0}

@@ -1,25 +1,20 @@
-"""Certificates: files of parity runs that another machine can repeat and compare.
-
-The digest detects changes of the file.  It is not a signature: an editor can compute a new one.
-"""
+"""Certificates: files of parity runs that another machine can repeat and compare."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.io.stamped import Stamp
 from foretoken.lab.parity.report import PLAIN, Report, Settings
 from foretoken.lab.parity.weights import Checksums, drafter_checksums, model_checksums
 from foretoken.loading.measured.machine import hardware, threads, versions
 from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 
-KIND, VERSION = "foretoken parity certificate", 1
 SETTINGS = ("verifier", "controller", "max_new_tokens", "sampling", "samples", "false_alarm", "seed", "allow_lossy")
 """Settings that are stored unchanged."""
 PARTS = {
@@ -29,7 +24,7 @@ PARTS = {
     "result": ("passed", "checks"),
 }
 """Required keys of a certificate's parts."""
-REMEDY = "write one with foretoken parity --certificate FILE"
+STAMP = Stamp("foretoken parity certificate", 1, "write one with foretoken parity --certificate FILE")
 
 
 @dataclass(frozen=True)
@@ -104,33 +99,9 @@ def certify(
     )
 
 
-def to_json(certificate: Certificate) -> str:
-    """The certificate as file contents."""
-    body = {"kind": KIND, "version": VERSION, **asdict(certificate)}
-    return json.dumps({**body, "digest": digest_of(body)}, indent=1) + "\n"
-
-
-def digest_of(body: Mapping[str, Any]) -> str:
-    """SHA-256 of a certificate without its digest, independent of the file's layout."""
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def read_certificate(file: Path) -> Certificate:
     """Read a certificate.  Raises ``ValueError`` for other files, other versions, and changed or incomplete ones."""
-    try:
-        body = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the certificate {file}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise ValueError(f"{file} is not JSON, so not a certificate: {REMEDY}") from None
-    if not isinstance(body, dict) or body.get("kind") != KIND:
-        raise ValueError(f"{file} is not a certificate of parity: {REMEDY}")
-    if body.pop("version", None) != VERSION:
-        raise ValueError(f"{file} is a certificate of a version other than {VERSION}: {REMEDY}")
-    digest = body.pop("digest", None)
-    if digest != digest_of({**body, "version": VERSION}):
-        raise ValueError(f"{file} was changed after it was written: its digest does not match its content")
-    del body["kind"]
+    body = STAMP.read(file)
     try:
         certificate = Certificate(**body)
         whole = all(set(keys) <= set(getattr(certificate, part)) for part, keys in PARTS.items())
@@ -138,7 +109,7 @@ def read_certificate(file: Path) -> Certificate:
     except TypeError:
         whole = False
     if not whole:
-        raise ValueError(f"{file} is an incomplete certificate of parity: {REMEDY}")
+        raise ValueError(f"{file} is an incomplete certificate of parity: {STAMP.remedy}")
     return certificate
 
 

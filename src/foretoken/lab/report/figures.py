@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
 from statistics import fmean
 from typing import Any
 
@@ -43,34 +42,6 @@ def speedup_of(cell: Cell) -> Speedup | None:
     return Speedup(value) if None in bounds or bounds[0] == bounds[1] else Speedup(value, *bounds)
 
 
-def together(cells: Sequence[Cell]) -> Speedup | None:
-    """The combined speed-up of cells of one arm: plain decoding's time over the arm's.
-
-    A cell is weighted by its time: ``S = sum(w s)``.  The interval treats cells as independent: the distances to the
-    ends add in squares, ``S - sqrt(sum((w (s - low))^2))``.
-    """
-    measured = [(s, _seconds(cell)) for cell in cells if (s := speedup_of(cell)) is not None]
-    if len(measured) < 2:
-        return measured[0][0] if measured else None
-    total = sum(seconds for _, seconds in measured)
-    weighted = [(s, seconds / total) for s, seconds in measured]
-    value = sum(w * s.value for s, w in weighted)
-    low = _spread([(w, None if s.low is None else s.value - s.low) for s, w in weighted])
-    high = _spread([(w, None if s.high is None else s.high - s.value) for s, w in weighted])
-    return Speedup(value, None if low is None else value - low, None if high is None else value + high)
-
-
-def _seconds(cell: Cell) -> float:
-    """Decoding time of a cell; 1 (equal weights) if it was not recorded."""
-    tokens, speed = number(cell.get("new_tokens")), number(cell.get("tokens_per_s"))
-    return tokens / speed if tokens and speed else 1.0
-
-
-def _spread(weighted: Sequence[tuple[float, float | None]]) -> float | None:
-    distances = [w * d for w, d in weighted if d is not None]
-    return sqrt(sum(d * d for d in distances)) if len(distances) == len(weighted) else None
-
-
 def equality(cell: Cell) -> str:
     """Equality with plain decoding: "identical", "ties", "differs", or empty if not compared."""
     same = cell.get("identical")
@@ -105,18 +76,17 @@ def speedups(run: Run, setting: Condition) -> list[BarChart]:
 
 def _bar(run: Run, arm: str, cells: Sequence[Cell], whole: bool) -> Bar | None:
     arm_cells = [cell for cell in cells if cell["arm"] == arm]
-    speedup = overall(run, setting_of(arm_cells[0]), arm) if whole and arm_cells else together(arm_cells)
+    speedup = overall(run, setting_of(cells[0]), arm) if whole else next(filter(None, map(speedup_of, arm_cells)), None)
     if speedup is None:
         return None
     return Bar(arm, speedup.value, speedup.low, speedup.high, colour_of(run, arm), _worst(arm_cells))
 
 
 def overall(run: Run, setting: Condition, arm: str) -> Speedup | None:
-    """An arm's speed-up in a setting over all categories: as stored in the run, else from its cells."""
-    stored = run.overall(setting, arm)
-    if stored is not None and (speedup := speedup_of(stored)) is not None:
-        return speedup
-    return together(run.at(setting, arm))
+    """An arm's speed-up in a setting over all categories, if the run has a summary or a single category."""
+    cells = run.at(setting, arm)
+    stored = run.overall(setting, arm) or (cells[0] if len(cells) == 1 else {})
+    return speedup_of(stored)
 
 
 def positions(run: Run) -> LineChart | None:

@@ -7,10 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from foretoken.lab.bench.results import UnitResult
+from typing import Any
 
 PLAIN = ("none", "plain")
 """Names of the baseline arm."""
@@ -128,17 +125,16 @@ def read_run(file: Path) -> Run:
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not text, so not a bench run: {NOT_A_RUN}") from None
     objects, notes = _objects(file, text)
-    cells: list[Mapping[str, Any]]
+    cells: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any]
-    whole: Mapping[str, Any] = {}
     if objects and "config" in objects[0][1]:
-        cells, summary = _partial([row for _, row in objects])
+        cells, summary = _partial(file)
     else:
         cells = [_cell(row, number, file) for number, row in objects if not row.get("summary")]
-        summary = whole = next((row for _, row in objects if row.get("summary")), {})
+        summary = next((row for _, row in objects if row.get("summary")), {})
     if not cells:
         raise ValueError(f"{file} contains no cells of a bench run: {NOT_A_RUN}")
-    return Run(file.name, text, _with_counts(cells, summary), summary, [*notes, *_remarks(cells, whole)])
+    return Run(file.name, text, _with_counts(cells, summary), summary, [*notes, *_remarks(cells, summary)])
 
 
 def _objects(file: Path, text: str) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
@@ -195,8 +191,8 @@ def _with_counts(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any])
 
 
 def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[str]:
-    """Warnings for the reader of a run; ``summary`` is empty if it was interrupted."""
-    if not summary:
+    """Warnings for the reader of a run."""
+    if not summary.get("summary"):
         return [
             f"This run was interrupted: it has {len(cells)} cells and no summary, so some charts may be missing and "
             "numbers may rest on few prompts."
@@ -210,54 +206,21 @@ def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> 
     return notes
 
 
-def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """Cells of an unfinished benchmark, and the summary fields that do not need the target.
+def _partial(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Cells of an unfinished benchmark, of the units that plain decoding has finished, and the summary fields that do
+    not need the target."""
+    from foretoken.core.costs import TargetCost
+    from foretoken.lab.bench.partial import kept_in
+    from foretoken.lab.bench.summary import tally, traces
 
-    ``objects`` are the lines of the file: a header with ``config``, then ``result`` and ``note`` objects.
-    """
-    from foretoken.lab.bench.results import OVERALL, UnitResult, cell, drafted, positions_at, time_split
-
-    try:
-        results = [UnitResult(**row["result"]) for row in objects if "result" in row]
-    except TypeError as error:
-        raise ValueError(f"this unfinished run is damaged ({error}): run it again") from None
-    plain = {r.key[1:]: r for r in results if r.arm in PLAIN}
-    groups: dict[tuple[Any, ...], list[UnitResult]] = {}
-    whole: dict[tuple[Any, ...], list[UnitResult]] = {}
-    for r in results:
-        if r.key[1:] in plain:  # compare only units that plain decoding has finished
-            groups.setdefault((r.arm, r.temperature, r.batch, r.category), []).append(r)
-            whole.setdefault((r.arm, r.temperature, r.batch), []).append(r)
-
-    def compared(arm_results: list[UnitResult], category: str) -> dict[str, Any]:
-        prompts = {(r.category, p) for r in arm_results for p in r.prompts}
-        return cell(arm_results, [plain[r.key[1:]] for r in arm_results], category, None, len(prompts))
-
-    cells = [compared(arm_results, arm_results[0].category) for arm_results in groups.values()]
-    arms = {arm: [r for r in results if r.arm == arm] for arm in dict.fromkeys(r.arm for r in results)}
-    splits = {arm: split for arm, arm_results in arms.items() if (split := time_split(arm_results)) is not None}
-    config = dict(objects[0]["config"])
-    traces = [
-        {"arm": r.arm, "category": r.category, "prompt": "", "temperature": r.temperature, "rounds": r.trace}
-        for r in results
-        if r.trace
-    ]
-    summary = {
-        "target": config.get("target"),
-        "arms": list(config.get("arms") or arms),
-        "settings": config,
-        **positions_at(results, list(arms), _first_setting(config, results)),
-        "overall": [compared(arm_results, OVERALL) for arm_results in whole.values()],
-        "rounds": splits,
-        "drafted": [drafted(arm_results) for arm_results in groups.values()],
-        "traces": traces,
+    kept, notes = kept_in(file)
+    results = [r for r in kept.values() if ("plain", *r.key[1:]) in kept]
+    if not results:
+        return [], {}
+    config = notes["config"]
+    targets = {
+        batch: TargetCost({int(n): seconds for n, seconds in notes[f"target_s:{batch}"].items()})
+        for batch in {r.batch for r in results}
     }
-    return list(cells), summary
-
-
-def _first_setting(config: Mapping[str, Any], results: Sequence[UnitResult]) -> Condition:
-    """The setting of a summary's costs and acceptance: the first temperature, the smallest batch."""
-    temperatures, batches = config.get("temperatures"), config.get("batches")
-    if temperatures and batches:
-        return float(temperatures[0]), int(min(batches))
-    return min((r.setting for r in results), default=(0.0, 1))
+    cells, counted = tally(results, config["arms"], targets)
+    return cells, {"target": config["target"], "settings": config, **counted, "traces": traces(results, {})}

@@ -74,6 +74,8 @@ def _at_length(run: Run, setting: Condition) -> list[Remark]:
 def _nothing_measured(run: Run, setting: Condition) -> str:
     if not run.rivals:
         return "This run has no arm beside plain decoding, so there is nothing to compare."
+    if "overall" not in run.summary and any(run.at(setting, arm) for arm in run.rivals):
+        return "Without a summary, arms are compared by category only."
     when = "yet: it was interrupted" if run.unfinished else f"at {setting_name(setting)}"
     return f"This run has measured no arm beside plain decoding {when}, so there is nothing to compare."
 

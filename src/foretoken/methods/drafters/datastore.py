@@ -1,4 +1,4 @@
-"""Files of token ids: a container with version, checksum and tokenizer fingerprint, and the datastore of ``retrieval``.
+"""Files of arrays in safetensors, with checksum and tokenizer fingerprint, and the datastore of ``retrieval``.
 
 A datastore is a corpus of token ids and its suffix array.  It is memory-mapped: several processes share one copy, and
 opening it reads it once (for the checksum).  Token ids are big-endian int32, so that comparing bytes compares tokens.
@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-import os
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from foretoken.core.io.documents import iter_documents
 from foretoken.core.io.files import checksum, replacing
 from foretoken.core.io.hub_ids import expanded
 
-MAGIC = b"FORETOKN"
-VERSION = 1
-PREFIX = struct.Struct("<8sII16s16s")  # magic, version, header bytes, digest of the header, digest of the arrays
-ALIGN = 64
+OURS = "foretoken"
+"""Key of the header in the metadata of safetensors."""
 SEPARATOR = -1
 DEPTH = 64
 """Suffixes are sorted by their first 64 tokens; longer n-grams cannot be looked up."""
@@ -43,97 +40,59 @@ def fingerprint(tokenizer: Any) -> str:
     return checksum(json.dumps(sorted(tokenizer.get_vocab().items())), 16)
 
 
-# -- the container ---------------------------------------------------------------------------------------------------
+# -- files of arrays -------------------------------------------------------------------------------------------------
 
 
 def write_arrays(path: str | Path, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     """Write arrays to ``path`` via a temporary file: an interrupted write leaves an old file intact."""
-    path = expanded(path)
-    layouts, offset = {}, 0
-    for name, array in arrays.items():
-        layouts[name] = [array.dtype.str, len(array), offset]
-        offset += -(-array.nbytes // ALIGN) * ALIGN
-    header = json.dumps({"kind": kind, "bytes": offset, "arrays": layouts, **meta}).encode()
-    header += b" " * (-(PREFIX.size + len(header)) % ALIGN)
-    with replacing(path) as draft, draft.open("wb") as file:
-        file.write(b"\0" * PREFIX.size + header)
-        digest = hashlib.blake2b(digest_size=16)
-        for chunk in _chunks(arrays.values()):
-            digest.update(chunk)
-            file.write(chunk)
-        file.seek(0)
-        file.write(PREFIX.pack(MAGIC, VERSION, len(header), _digest(header), digest.digest()))
-        file.flush()
-        os.fsync(file.fileno())
+    header = {"kind": kind, **meta}
+    header["digest"] = _digest(header, arrays)
+    with replacing(expanded(path)) as draft:
+        draft.write_bytes(save(dict(arrays), {OURS: json.dumps(header)}))
 
 
-def _chunks(arrays: Iterable[Array], chunk_bytes: int = 1 << 22) -> Iterator[bytes]:
-    for array in arrays:
-        step = max(1, chunk_bytes // array.dtype.itemsize)
-        for start in range(0, len(array), step):
-            yield array[start : start + step].tobytes()
-        yield b"\0" * (-array.nbytes % ALIGN)
+def _digest(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> str:
+    digest = hashlib.blake2b(json.dumps(header).encode(), digest_size=16)
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.data)
+    return digest.hexdigest()
 
 
-def _digest(data: Any) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+def holds_arrays(path: Path) -> bool:
+    """Whether :func:`write_arrays` seems to have written this file."""
+    try:
+        with safe_open(path, "np") as file:
+            return OURS in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
-@dataclass(frozen=True)
-class ArrayFile:
-    """An opened file: its header, its memory-mapped bytes, and each array with its offset."""
-
-    meta: dict[str, Any]
-    data: mmap.mmap
-    arrays: dict[str, Array]
-    offsets: dict[str, int]
-
-
-def read_arrays(path: str | Path, kind: str, tokenizer_fingerprint: str | None = None) -> ArrayFile:
-    """Open a file written by :func:`write_arrays`; its arrays are read-only views of the memory map.
+def read_arrays(
+    path: str | Path, kind: str, tokenizer_fingerprint: str | None = None
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The header of a file written by :func:`write_arrays`, and its memory-mapped arrays.
 
     Raises:
-        ValueError: the file is missing, truncated, corrupt, no foretoken file, of another kind or version, or made with
-            another tokenizer.
+        ValueError: the file is missing, truncated, corrupt, of another format or kind, or made with another tokenizer.
     """
     path = expanded(path)
     try:
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot open {path}: {getattr(error, 'strerror', None) or 'the file is empty'}") from None
-    meta, start = _read_header(path, data, kind)
-    if tokenizer_fingerprint and meta.get("fingerprint") and meta["fingerprint"] != tokenizer_fingerprint:
-        raise ValueError(f"{path} was made with another tokenizer than the target's: build it again for this target")
-    arrays, offsets = {}, {}
-    for name, (dtype, count, offset) in meta["arrays"].items():
-        offsets[name] = start + offset
-        arrays[name] = np.frombuffer(data, np.dtype(dtype), count, start + offset)
-    return ArrayFile(meta, data, arrays, offsets)
-
-
-def _read_header(path: Path, data: mmap.mmap, kind: str) -> tuple[dict[str, Any], int]:
-    if data[: len(MAGIC)] != MAGIC:
-        raise ValueError(f"{path} is not a foretoken file: build it with 'foretoken datastore build'")
-    if len(data) < PREFIX.size:
-        raise ValueError(f"{path} is truncated: build it again")
-    _, version, size, header_digest, digest = PREFIX.unpack(data[: PREFIX.size])
-    if version != VERSION:
-        raise ValueError(f"{path} has format version {version}, this foretoken reads {VERSION}: build it again")
-    start = PREFIX.size + size
-    header = data[PREFIX.size : start]
-    if len(header) < size:
-        raise ValueError(f"{path} is truncated: build it again")
-    if _digest(header) != header_digest:
-        raise ValueError(f"{path} is corrupt (its header does not match its checksum): build it again")
-    meta: dict[str, Any] = json.loads(header)
-    if meta["kind"] != kind:
-        raise ValueError(f"{path} is a file of kind {meta['kind']!r}, not {kind!r}")
-    if len(data) != start + meta["bytes"]:
-        raise ValueError(f"{path} is truncated ({len(data)} of {start + meta['bytes']} bytes): build it again")
-    if _digest(memoryview(data)[start:]) != digest:
+        path.open("rb").close()  # its errors say more than those of safetensors
+        with safe_open(path, "pt") as file:  # the framework whose arrays are mapped
+            header = json.loads(file.metadata()[OURS])
+            arrays = {name: file.get_tensor(name).numpy() for name in list(file.keys())}
+    except OSError as error:
+        raise ValueError(f"cannot open {path}: {error.strerror}") from None
+    except (SafetensorError, KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} is truncated or not a foretoken file of this version: build it again") from None
+    if header.pop("digest", None) != _digest(header, arrays):
         raise ValueError(f"{path} is corrupt (its content does not match its checksum): build it again")
-    return meta, start
+    if header["kind"] != kind:
+        raise ValueError(f"{path} is a file of kind {header['kind']!r}, not {kind!r}")
+    if tokenizer_fingerprint and header.get("fingerprint") not in (None, "", tokenizer_fingerprint):
+        raise ValueError(f"{path} was made with another tokenizer than the target's: build it again for this target")
+    return header, arrays
 
 
 # -- the datastore ---------------------------------------------------------------------------------------------------
@@ -145,17 +104,12 @@ class Datastore:
     Args:
         tokens: [T] int32 ids, a separator after every document.
         order: [S] uint32 positions of the suffixes in sorted order (separators left out).
-        data: an object whose slices are bytes and which holds the big-endian tokens; made from ``tokens`` by default.
-        offset: offset of the tokens in ``data``.
         meta: header of the file.
     """
 
-    def __init__(
-        self, tokens: Array, order: Array, data: Any = None, offset: int = 0, meta: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, tokens: Array, order: Array, meta: dict[str, Any] | None = None) -> None:
         self.tokens, self.order, self.meta = tokens, order, meta or {}
-        self._data = tokens.astype(">i4").tobytes() if data is None else data
-        self._offset = offset
+        self._bytes = tokens.astype(">i4", copy=False).view(np.uint8).data
         self._positions = np.ascontiguousarray(order, np.uint32).data
 
     @classmethod
@@ -173,8 +127,8 @@ class Datastore:
         Raises:
             ValueError: see :func:`read_arrays`.
         """
-        file = read_arrays(path, "datastore", fingerprint(tokenizer) if tokenizer is not None else None)
-        return cls(file.arrays["tokens"], file.arrays["order"], file.data, file.offsets["tokens"], file.meta)
+        meta, arrays = read_arrays(path, "datastore", fingerprint(tokenizer) if tokenizer is not None else None)
+        return cls(arrays["tokens"].view(">i4"), arrays["order"], meta)
 
     def __len__(self) -> int:
         """Number of matchable tokens."""
@@ -221,11 +175,11 @@ class Datastore:
         return best, low, high
 
     def _reader(self, size: int) -> Callable[[int], bytes]:
-        data, offset = self._data, self._offset
+        data = self._bytes
 
         def read(position: int) -> bytes:
-            start = offset + 4 * position
-            return data[start : start + size]
+            start = 4 * position
+            return data[start : start + size].tobytes()
 
         return read
 
@@ -332,5 +286,5 @@ def build_datastore(
         progress("writing", 0, None)
     out = expanded(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_arrays(out, "datastore", meta, {"tokens": tokens.astype(">i4"), "order": order})
+    write_arrays(out, "datastore", meta, {"tokens": tokens.astype(">i4").view(np.uint8), "order": order})
     return {**meta, "bytes": out.stat().st_size}

@@ -239,6 +239,6 @@ class NgramCache:
         Raises:
             ValueError: see :func:`foretoken.methods.drafters.datastore.read_arrays`.
         """
-        file = read_arrays(path, KIND, tokenizer_fingerprint)
-        low, high = file.meta["sizes"]
-        return cls(range(low, high + 1), CountTable(*(file.arrays[name] for name in ("keys", "tokens", "counts"))))
+        meta, arrays = read_arrays(path, KIND, tokenizer_fingerprint)
+        low, high = meta["sizes"]
+        return cls(range(low, high + 1), CountTable(*(arrays[name] for name in ("keys", "tokens", "counts"))))

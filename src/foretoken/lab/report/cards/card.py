@@ -1,20 +1,16 @@
-"""Fields of a card, and writing and checked reading of its file.
-
-The checksum detects edited or damaged cards.  It is not a signature: an editor can compute a new one.
-"""
+"""Fields of a card, and checked reading of its file."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KIND, VERSION = "foretoken benchmark card", 1
-REMEDY = "write one with foretoken bench --card FILE.json"
+from foretoken.core.io.stamped import Stamp
+
+STAMP = Stamp("foretoken benchmark card", 1, "write one with foretoken bench --card FILE.json")
 NUMBER, TEXT = (int, float), (str, type(None))
 FIELDS: dict[str, dict[str, Any]] = {
     "model": {
@@ -83,35 +79,9 @@ class Card:
     figures: list[dict[str, Any]]
 
 
-def checksum_of(body: Mapping[str, Any]) -> str:
-    """SHA-256 of a card without its checksum, independent of the file's layout."""
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def to_json(card: Card) -> str:
-    """The card as file contents."""
-    body = {"kind": KIND, "version": VERSION, **asdict(card)}
-    return json.dumps({**body, "checksum": checksum_of(body)}, indent=1, ensure_ascii=False) + "\n"
-
-
 def read_card(file: Path) -> Card:
     """Read a card.  Raises ``ValueError`` for other files, other versions, and edited or incomplete cards."""
-    try:
-        body = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        line = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
-        raise ValueError(f"{file} is not JSON{line}, so not a card: {REMEDY}") from None
-    if not isinstance(body, dict) or body.pop("kind", None) != KIND:
-        raise ValueError(f"{file} is not a benchmark card: {REMEDY}")
-    version = body.pop("version", None)
-    if version != VERSION:
-        raise ValueError(f"{file} is a card of version {version!r}, and this foretoken reads version {VERSION}")
-    checksum = body.pop("checksum", None)
-    if checksum != checksum_of({"kind": KIND, "version": VERSION, **body}):
-        raise ValueError(f"{file} was edited after it was written: its checksum does not match its content")
+    body = STAMP.read(file)
     if (fault := fault_of(body)) is not None:
         raise ValueError(f"{file} is incomplete: {fault}")
     return Card(**body)
@@ -124,7 +94,7 @@ def read_cards(folder: Path) -> tuple[list[tuple[str, Card]], list[str]]:
         raise ValueError(f"no such folder of cards: {folder}")
     files = sorted(folder.glob("*.json"))
     if not files:
-        raise ValueError(f"{folder} holds no cards (*.json): {REMEDY}")
+        raise ValueError(f"{folder} holds no cards (*.json): {STAMP.remedy}")
     cards, faults = [], []
     for file in files:
         try:
@@ -132,10 +102,6 @@ def read_cards(folder: Path) -> tuple[list[tuple[str, Card]], list[str]]:
         except ValueError as error:
             faults.append(str(error))
     return cards, faults
-
-
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def fault_of(body: Mapping[str, Any]) -> str | None:
