@@ -102,4 +102,4 @@ def test_two_updates_of_one_layer(other: str, target: Path, tmp_path: Path) -> N
     adapter = published(tmp_path / "adapter")
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file({**tensors, other: torch.zeros(RANK, SIZE)}, adapter / "adapter_model.safetensors")
-    refused(adapter, target, "uno reads one update of each linear layer")
+    refused(adapter, target, "which are one tensor of this network")

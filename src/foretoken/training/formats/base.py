@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -236,6 +236,16 @@ def measured_for(source: Found, method: str, fingerprint: Fingerprint) -> dict[s
     if difference:
         raise ValueError(f"{source.path} was made for another target: {difference}")
     return measured
+
+
+def by_names(tensors: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict[str, Tensor]:
+    """Tensors by other names.  Raises ``ValueError`` for two with one name."""
+    names: dict[str, str] = {}
+    for theirs in tensors:
+        other = names.setdefault(rename(theirs), theirs)
+        if other != theirs:
+            raise ValueError(f"the checkpoint holds {other} and {theirs}, which are one tensor of this network")
+    return {name: tensors[theirs] for name, theirs in names.items()}
 
 
 def renamed(

@@ -10,10 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foretoken.core.io.checkpoints import indexed_shards
 from foretoken.core.io.drafter_folders import OURS, drafter_kind
 from foretoken.core.io.files import replacing
 from foretoken.core.io.hub_ids import expanded
@@ -140,7 +142,7 @@ class Found:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by their stored names.  Raises ``ValueError`` for a damaged file, and for numbers that are not
-        finite."""
+        finite, and two of one name that differ."""
         tensors: dict[str, Tensor] = {}
         for file in self._files:
             try:
@@ -148,6 +150,9 @@ class Found:
             except (SafetensorError, OSError):
                 raise ValueError(f"{file} is damaged or half-written: copy it again") from None
             check_finite(loaded.items(), file)
+            differs = next((n for n, value in loaded.items() if n in tensors and not _equal(value, tensors[n])), None)
+            if differs is not None:
+                raise ValueError(f"{self.path} holds two tensors {differs}, one in {file.name}: remove the wrong file")
             tensors.update(loaded)
         return tensors
 
@@ -162,7 +167,7 @@ class Found:
     def _files(self) -> list[Path]:
         if not self.path.is_dir():
             return []
-        files = sorted(self.path.glob("*.safetensors"))
+        files = indexed_shards(self.path) or sorted(self.path.glob("*.safetensors"))
         pickles = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLES)
         if pickles and not files:
             raise ValueError(
@@ -170,3 +175,7 @@ class Found:
                 "for example with safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
             )
         return files
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)

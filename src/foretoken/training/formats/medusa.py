@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
-from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
+from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, by_names, check_sizes, renamed
 from foretoken.training.formats.folders import Found
 from foretoken.training.formats.values import positive, whole
 
@@ -59,7 +59,7 @@ class MedusaVllm(NetFormat):
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         check_sizes(checkpoint.config, target)
-        tensors = {name.removeprefix("medusa_heads."): value for name, value in checkpoint.tensors.items()}
+        tensors = by_names(checkpoint.tensors, lambda name: name.removeprefix("medusa_heads."))
         token_map = token_map_of(tensors.pop(MAP, None), checkpoint.config, target)
         numbers_by_name = [(int(match[1]), int(match[2])) for name in tensors if (match := BLOCK.fullmatch(name))]
         heads, blocks = (1 + max(numbers) for numbers in zip(*numbers_by_name, strict=True))
@@ -175,7 +175,7 @@ class MedusaOriginal(NetFormat):
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         check_sizes(checkpoint.config, target)
-        tensors = {name.removeprefix("medusa_head."): value for name, value in checkpoint.tensors.items()}
+        tensors = by_names(checkpoint.tensors, lambda name: name.removeprefix("medusa_head."))
         numbers_by_name = [(int(match[1]), int(match[2])) for name in tensors if (match := LINEAR.fullmatch(name))]
         heads, blocks = (1 + max(numbers) for numbers in zip(*numbers_by_name, strict=True))
         return joined(tensors, (heads, blocks), lambda name: original_name(name, blocks), target, self)

@@ -6,7 +6,7 @@ Ifm 2026 (arXiv 2609.04010).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from foretoken.core.io.checkpoints import ADAPTER_CONFIG
 from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.gated import linear_shapes
-from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, renamed
+from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, by_names, renamed
 from foretoken.training.formats.folders import NOTE, Found
 from foretoken.training.formats.llama_layer import refuse_others
 from foretoken.training.formats.values import positive, whole
@@ -75,8 +75,8 @@ class UnoPeft(NetFormat):
                 raise ValueError(f"{ADAPTER_CONFIG} has {key}: all updates must have one rank, and nothing beside them")
         rank = whole(config, "r")
         alpha = positive(config, "lora_alpha", default=8.0) * (rank**0.5 if config.get("use_rslora") else 1)
-        names = _our_names(checkpoint.tensors)
-        linears = {name.partition(".")[2].partition(".")[2].rpartition(".")[0] for name in names.values()}
+        tensors = by_names(checkpoint.tensors, _ours)
+        linears = {name.partition(".")[2].partition(".")[2].rpartition(".")[0] for name in tensors}
         have = linear_shapes(target.parts.network)
         if missing := sorted(linears - have.keys()):
             raise ValueError(
@@ -90,7 +90,6 @@ class UnoPeft(NetFormat):
             "alpha": alpha,
             **self._noise(target),
         }
-        tensors = {names[name]: value for name, value in checkpoint.tensors.items()}
         shapes = self.shapes(shape)
         return Trained(shape, renamed(tensors, shapes, {name: name for name in shapes}))
 
@@ -109,19 +108,6 @@ def _path(target: Target) -> str:
     """Where the decoder layers are in the target's network, ``model.layers``."""
     layers = decoder_layers(target.parts.network)
     return next(name for name, module in target.parts.network.named_modules() if module is layers)
-
-
-def _our_names(theirs: Iterable[str]) -> dict[str, str]:
-    """Our names of an adapter's factors.  Raises ``ValueError`` for two with one name: of two adapters, or of two
-    stacks of layers."""
-    names: dict[str, str] = {}
-    taken: dict[str, str] = {}
-    for name in theirs:
-        names[name] = _ours(name)
-        other = taken.setdefault(names[name], name)
-        if other != name:
-            raise ValueError(f"the adapter holds {other} and {name}, and uno reads one update of each linear layer")
-    return names
 
 
 def _ours(name: str) -> str:
