@@ -146,6 +146,23 @@ def test_vocabulary_maps(target: Path, tmp_path: Path) -> None:
     refused(source, target, "lacks the tensor d2t, the ids of its 30 draft tokens")
 
 
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_maps_that_name_other_tokens(method: str, target: Path, tmp_path: Path) -> None:
+    """Low ids in place of offsets are a valid map, but for other tokens than ``t2d`` has."""
+    source = checkpoint(method, "plain", target, tmp_path, draft_vocab=20)
+    ids = torch.arange(1, 41, 2)
+    has = torch.zeros(VOCAB, dtype=torch.bool)
+    has[ids] = True
+    change(source, lambda tensors: tensors.update(d2t=ids, t2d=has))
+    refused(source, target, r"d2t and t2d name other tokens: d2t holds offsets")
+    change(source, lambda tensors: tensors.update(d2t=ids - torch.arange(20), t2d=has.to(torch.uint8)))
+    import_drafter(source, tmp_path / "ours", target)
+    change(source, lambda tensors: tensors.update(t2d=torch.zeros(VOCAB, dtype=torch.bool)))
+    refused(source, target, "d2t and t2d name other tokens")
+    change(source, lambda tensors: tensors.update(d2t=(ids - torch.arange(20)) + 0.6, t2d=has))
+    refused(source, target, "d2t holds torch.float32 and must hold whole numbers")
+
+
 def test_tables_of_another_target(target: Path, other_target: Path, tmp_path: Path) -> None:
     source = checkpoint("eagle", "plain", target, tmp_path)
     strange = load_file(other_target / "model.safetensors")

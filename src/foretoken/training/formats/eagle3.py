@@ -198,11 +198,13 @@ def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
 
 
 def vocabulary(tensors: Mapping[str, Tensor], num_draft_ids: int, target: Target) -> dict[str, Tensor]:
-    """``d2t``, and ``t2d`` computed from it.  Raises ``ValueError`` for tokens outside of the target's vocabulary, and
-    for duplicates."""
+    """``d2t``, and ``t2d`` computed from it.  Raises ``ValueError`` for tokens outside of the target's vocabulary, for
+    duplicates, and if the checkpoint's own ``t2d`` has other tokens."""
     vocab, offsets = target.parts.vocab_size, tensors.get("d2t")
     if offsets is None and num_draft_ids not in (0, vocab):
         raise ValueError(f"the checkpoint lacks the tensor d2t, the ids of its {num_draft_ids} draft tokens")
+    if offsets is not None and offsets.is_floating_point():
+        raise ValueError(f"d2t holds {offsets.dtype} and must hold whole numbers, the offsets d2t[i] = id - i")
     offsets = torch.zeros(vocab, dtype=torch.int64) if offsets is None else offsets.to(torch.int64)
     if offsets.dim() != 1 or (num_draft_ids and len(offsets) != num_draft_ids):
         raise ValueError(f"d2t is {list(offsets.shape)} and must be [{num_draft_ids}]")
@@ -215,6 +217,9 @@ def vocabulary(tensors: Mapping[str, Tensor], num_draft_ids: int, target: Target
         raise ValueError("d2t names a token twice: it holds offsets, id = i + d2t[i]")
     in_draft_vocab = torch.zeros(vocab, dtype=torch.bool)
     in_draft_vocab[tokens] = True
+    stated = tensors.get("t2d")
+    if stated is not None and stated.shape == (vocab,) and not torch.equal(stated.bool(), in_draft_vocab):
+        raise ValueError("d2t and t2d name other tokens: d2t holds offsets, id = i + d2t[i]")
     return {"d2t": offsets, "t2d": in_draft_vocab}
 
 
