@@ -96,6 +96,7 @@ def changed(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, Any] 
         ({"mtp_layers.1.input_proj.weight": torch.ones(32, 64)}, {}, "lacks the tensor enorm.weight"),
         ({"mtp_layers.2.input_proj.weight": torch.ones(32, 64)}, {}, r"lacks the tensors mtp_layers.1.\*"),
         ({"other.weight": torch.ones(1)}, {}, "a tensor other.weight that this network does not have"),
+        ({}, {"num_nextn_predict_layers": 2}, "says num_nextn_predict_layers 2, and the checkpoint has tensors of 1"),
         ({}, {"transformer_layer_config": None}, "config.json lacks transformer_layer_config"),
         ({}, {"transformer_layer_config": {"hidden_size": 64}}, "is for a hidden size of 64, the target's is 32"),
     ],
