@@ -92,7 +92,9 @@ class DflashPlain(NetFormat):
         return Checkpoint(self.described(shape, target), dict(trained.tensors))
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
-        inner = {"target_layer_ids": [int(part) - 1 for part in shape.taps.split(",")], **self.block_keys(shape)}
+        """``config.json``.  Raises ``ValueError`` for a network that fuses depths without a number in this layout."""
+        depths = depths_of(shape, target.parts.num_layers - 1, "; speculators holds the last one, too")
+        inner = {"target_layer_ids": [depth - 1 for depth in depths], **self.block_keys(shape)}
         return {
             "architectures": [self.architecture],
             **layers_of(shape, target),
@@ -137,10 +139,18 @@ class DflashSpeculators(DflashPlain):
             "transformer_layer_config": layers_of(shape, target),
             "draft_vocab_size": shape.num_draft_ids,
             "target_hidden_size": shape.hidden_size,
-            "aux_hidden_state_layer_ids": [int(part) for part in shape.taps.split(",")],
+            "aux_hidden_state_layer_ids": depths_of(shape, target.parts.num_layers),
             **self.block_keys(shape),
             "torch_dtype": "bfloat16",
         }
+
+
+def depths_of(shape: BlockConfig, last: int, more: str = "") -> list[int]:
+    """The fused depths.  Raises ``ValueError``, with ``more`` as its end, for others than 1 to ``last``."""
+    depths = [int(part) for part in shape.taps.split(",")]
+    if not all(1 <= depth <= last for depth in depths):
+        raise ValueError(f"the network fuses the depths {shape.taps}, and this format holds 1 to {last}{more}")
+    return depths
 
 
 def layers_of(shape: BlockConfig, target: Target) -> dict[str, Any]:

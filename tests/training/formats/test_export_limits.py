@@ -1,0 +1,25 @@
+"""An export that its reader would refuse or misread is not written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_nets import save_net
+
+from foretoken.training.formats import export_drafter, import_drafter
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
+def test_depths_without_a_number(method: str, target: Path, tmp_path: Path) -> None:
+    """The plain layout numbers the outputs of all layers but the last; none numbers the embedding."""
+    last = save_net(method, tmp_path / "last", target, taps="2,4")
+    with pytest.raises(ValueError, match=r"depths 2,4, and this format holds 1 to 3; speculators holds the last one"):
+        export_drafter(f"{method}:{last}", tmp_path / "theirs", "plain", target)
+    export_drafter(f"{method}:{last}", tmp_path / "theirs", "speculators", target)
+    assert import_drafter(tmp_path / "theirs", tmp_path / "ours", target)["method"] == method
+    first = save_net(method, tmp_path / "first", target, taps="0,2")
+    for format, most in (("plain", 3), ("speculators", 4)):
+        with pytest.raises(ValueError, match=f"depths 0,2, and this format holds 1 to {most}"):
+            export_drafter(f"{method}:{first}", tmp_path / format, format, target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "last", "ours", "theirs"]
