@@ -14,7 +14,7 @@ from torch import Tensor
 from foretoken.core.io.drafter_folders import our_name
 from foretoken.training.formats.base import Target, by_names, check_sizes
 from foretoken.training.formats.llama_layer import layer_shape, refuse_others
-from foretoken.training.formats.values import MOST, class_of, flag, listed, number, positive, whole
+from foretoken.training.formats.values import MOST, class_of, flag, listed, merged, number, positive, whole
 
 SINK = ".attention_sink_bias"
 
@@ -29,8 +29,7 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(inner, Mapping):
             raise ValueError(f"{key} in config.json must be a JSON object")
-        values = {name: value for name, value in inner.items() if value is not None}
-        flat = {**values, **flat} if key == "transformer_layer_config" else {**flat, **values}
+        flat = merged(inner, flat) if key == "transformer_layer_config" else merged(flat, inner)
     return flat
 
 

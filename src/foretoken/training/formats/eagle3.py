@@ -26,8 +26,15 @@ from foretoken.training.formats.base import (
 )
 from foretoken.training.formats.engines import DEPTH
 from foretoken.training.formats.folders import Found
-from foretoken.training.formats.llama_layer import layer_config, layer_keys, layer_names, length_warning, with_biases
-from foretoken.training.formats.values import flag, listed, whole
+from foretoken.training.formats.llama_layer import (
+    interleave_warning,
+    layer_config,
+    layer_keys,
+    layer_names,
+    length_warning,
+    with_biases,
+)
+from foretoken.training.formats.values import flag, listed, merged, whole
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -125,7 +132,7 @@ class Eagle3Plain(NetFormat):
             "own_embedding": embedding is not None,
         }
         shape = self.net_config(**config)
-        self.warnings += length_warning(shape)
+        self.warnings += length_warning(shape) + interleave_warning(checkpoint.config)
         weights = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
         theirs = {**self.names(shape, layer), "lm_head.weight": "lm_head.weight"}
         converted = renamed(weights, self.shapes({**config, "share_head": False}), theirs)
@@ -271,6 +278,6 @@ class Eagle3Speculators(Eagle3Plain):
         inner = checkpoint.config.get("transformer_layer_config")
         if not isinstance(inner, Mapping):
             raise ValueError("config.json lacks transformer_layer_config")
-        if "norm_before_residual" not in checkpoint.config:
+        if checkpoint.config.get("norm_before_residual") is None:
             raise ValueError("config.json lacks norm_before_residual, whose default differs between projects")
-        return super().read(Checkpoint({**inner, **checkpoint.config}, checkpoint.tensors), target)
+        return super().read(Checkpoint(merged(inner, checkpoint.config), checkpoint.tensors), target)

@@ -22,6 +22,7 @@ from foretoken.core.io.hub_ids import expanded
 from foretoken.loading import PICKLES
 from foretoken.models.checks.finite import check_finite
 from foretoken.training.formats.quantised import unpacked_name
+from foretoken.training.formats.values import merged
 
 NOTE = "foretoken.json"
 """File beside an export with its target and measurements, for which public layouts have no place."""
@@ -125,7 +126,8 @@ class Found:
         """``config.json``; a wrapped configuration (``{"model": {...}}``) is flattened."""
         config = self.json("config.json") if self.path.is_dir() else {}
         inner = config.get("model")
-        return {**inner, **{k: v for k, v in config.items() if k != "model"}} if isinstance(inner, dict) else config
+        outer = {key: value for key, value in config.items() if key != "model"}
+        return merged(inner, outer) if isinstance(inner, dict) else config
 
     @cached_property
     def names(self) -> frozenset[str]:
