@@ -153,6 +153,7 @@ def test_part_of_the_layers_may_be_updated(adapter: Path) -> None:
         ({"peft_type": "ADAPTION_PROMPT"}, "'ADAPTION_PROMPT', which adds learned rows .* load its base model"),
         ({"use_dora": True, "bias": "all"}, "uses use_dora, bias, and only a plain LORA"),
         ({"init_lora_weights": "pissa"}, "uses init_lora_weights"),
+        ({"use_rslora": "no"}, "uses use_rslora"),
         ({"rank_pattern": {"q_proj": 2}}, "uses rank_pattern"),
         ({"modules_to_save": ["norm"]}, "uses modules_to_save"),
         ({"base_model_name_or_path": None}, "names no base model: write its folder"),

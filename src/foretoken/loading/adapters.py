@@ -76,12 +76,8 @@ def read_adapter(folder: Path) -> AdapterConfig:
         raise LoadError(
             f"{file} has r = {rank:g} and lora_alpha = {alpha:g}: r is a whole number from 1, both are finite"
         )
-    variants = [name for name in VARIANTS if settings.get(name)]
-    # Other initialisations ("pissa", "olora") change the base model too.
-    plain_values = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
-    variants += [name for name, plain in plain_values.items() if settings.get(name, plain[0]) not in plain]
-    if variants:
-        raise LoadError(f"{file} uses {', '.join(variants)}, and only a plain LORA can be merged: merge it with PEFT")
+    if variants := variants_of(settings):
+        raise LoadError(f"{file} uses {variants}, and only a plain LORA can be merged: merge it with PEFT")
     if not base:
         raise LoadError(f"{file} names no base model: write its folder or hub id to base_model_name_or_path")
     if is_adapter(expanded(resolve(base))):
@@ -91,6 +87,19 @@ def read_adapter(folder: Path) -> AdapterConfig:
     modules = tuple(map(str, listed)) if isinstance(listed, list) and not chosen else ()
     scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     return AdapterConfig(str(base), int(rank), scale, modules)
+
+
+def variants_of(settings: Mapping[str, Any]) -> str:
+    """The settings of an adapter that a plain LoRA does not have, joined by commas."""
+    # Other initialisations ("pissa", "olora") change the base model too.
+    plain_values = {
+        "bias": ("none",),
+        "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+        "use_rslora": (False, True),
+    }
+    variants = [name for name in VARIANTS if settings.get(name)]
+    variants += [name for name, plain in plain_values.items() if settings.get(name) not in (None, *plain)]
+    return ", ".join(variants)
 
 
 @torch.no_grad()

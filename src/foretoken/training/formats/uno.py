@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.checkpoints import ADAPTER_CONFIG
+from foretoken.loading.adapters import variants_of
 from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.gated import linear_shapes
 from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, by_names, renamed
 from foretoken.training.formats.folders import NOTE, Found
-from foretoken.training.formats.llama_layer import refuse_others
 from foretoken.training.formats.values import positive, whole
 
 FACTOR = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.(.+)\.(lora_[AB])(?:\.\w+)?\.weight$")
 """An update's name, from whatever contains the decoder layers: its layer, linear layer and factor."""
-NOISE = ("places", "noise", "mask_token")
+NOISE = {"places": int, "noise": str, "mask_token": int}
 PUBLISHED_PLACES = 16
 """Tokens per forward (B) that the published adapters were trained for; their files do not say it."""
 
@@ -69,10 +69,8 @@ class UnoPeft(NetFormat):
         config = checkpoint.config
         if config.get("peft_type") != "LORA":
             raise ValueError(f"{ADAPTER_CONFIG} has peft_type {config.get('peft_type')!r}: uno is read from a LORA")
-        refuse_others(config, {"use_dora": False, "bias": "none", "lora_bias": False})
-        for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):
-            if config.get(key):
-                raise ValueError(f"{ADAPTER_CONFIG} has {key}: all updates must have one rank, and nothing beside them")
+        if variants := variants_of(config):
+            raise ValueError(f"{ADAPTER_CONFIG} uses {variants}, and uno is read from a plain LORA")
         rank = whole(config, "r")
         alpha = positive(config, "lora_alpha", default=8.0) * (rank**0.5 if config.get("use_rslora") else 1)
         tensors = by_names(checkpoint.tensors, _ours)
@@ -95,7 +93,10 @@ class UnoPeft(NetFormat):
 
     def _noise(self, target: Target) -> dict[str, Any]:
         if isinstance(self._given, Mapping):
-            return {key: self._given[key] for key in NOISE if key in self._given}
+            given = {key: self._given[key] for key in NOISE if key in self._given}
+            if any(type(value) is not NOISE[key] for key, value in given.items()):
+                raise ValueError(f"{NOTE} is damaged: copy it again, or remove it")
+            return given
         bound = min(len(target.tokenizer), target.parts.vocab_size) if target.tokenizer else target.parts.vocab_size
         self.warnings.append(
             f"a PEFT adapter does not say what was drafted: {PUBLISHED_PLACES} tokens a forward behind random tokens "
