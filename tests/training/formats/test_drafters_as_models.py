@@ -146,3 +146,17 @@ def test_a_drafter_in_a_subfolder(target: Path, tmp_path: Path) -> None:
     hub_folder(tmp_path / "whole" / "dflash")
     with pytest.raises(ValueError, match=r"its subfolder dflash holds a drafter: import .*/whole/dflash"):
         import_drafter(tmp_path / "whole", tmp_path / "out", target)
+
+
+@pytest.mark.parametrize(("method", "config"), [("eagle3", {"layers": "last"}), ("uno", {})])
+def test_drafters_without_fused_states(method: str, config: dict[str, Any], target: Path, tmp_path: Path) -> None:
+    """One reads the last state and has no ``fc``, the other is an adapter."""
+    drafter = save_net(method, tmp_path / "mine", target, **config)
+    checkpoint = tmp_path / "whole" / "inner"
+    export_drafter(f"{method}:{drafter}", checkpoint, None, target)
+    (checkpoint / "foretoken.json").unlink()
+    with pytest.raises(ValueError, match=r"its subfolder inner holds a drafter: import .*/whole/inner"):
+        import_drafter(tmp_path / "whole", tmp_path / "out", target)
+    if method == "eagle3":
+        with pytest.raises(LoadError, match=r"is a drafter \(eagle3\) for a model of hidden size"):
+            ft.load(str(target), f"model:{checkpoint}")

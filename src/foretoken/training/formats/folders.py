@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken.core.io.checkpoints import indexed_shards
+from foretoken.core.io.checkpoints import indexed_shards, is_adapter
 from foretoken.core.io.drafter_folders import OURS, drafter_kind
 from foretoken.core.io.files import replacing
 from foretoken.core.io.hub_ids import expanded
@@ -157,6 +157,12 @@ class Found:
                 raise ValueError(f"{self.path} holds two tensors {differs}, one in {file.name}: remove the wrong file")
             tensors.update(loaded)
         return tensors
+
+    @property
+    def inside(self) -> Path | None:
+        """The first subfolder with a drafter or an adapter."""
+        folders = sorted(path for path in self.path.iterdir() if path.is_dir()) if self.path.is_dir() else []
+        return next((path for path in folders if drafter_kind(path) or is_adapter(path)), None)
 
     def check_whole(self, config_file: str = "config.json") -> None:
         """Raise ``ValueError`` for a folder without configuration or weights, or with pickled or damaged ones."""

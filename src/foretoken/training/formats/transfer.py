@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.io.drafter_folders import drafter_kind
 from foretoken.core.io.hub_ids import expanded
 from foretoken.loading import BUILTIN, build_drafter
 from foretoken.models.base import LanguageModel
@@ -125,8 +124,7 @@ def _recognise(source: Found, method: str) -> tuple[Layout, Format]:
         reader = layout.load()
         if reader.recognises(source):
             return layout, reader
-    inside = sorted(source.path.iterdir()) if source.path.is_dir() else []
-    inner = next((path for path in inside if path.is_dir() and drafter_kind(path)), None)
+    inner = source.inside
     if inner is not None:
         raise ValueError(
             f"{source.path} is not a drafter, but its subfolder {inner.name} holds a drafter: import {inner}"
