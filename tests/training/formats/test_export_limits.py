@@ -10,6 +10,18 @@ from tiny_nets import save_net
 from foretoken.training.formats import export_drafter, import_drafter
 
 
+@pytest.mark.parametrize(("layers", "is_read"), [("1,2,4", False), ("0,2,3", False), ("1,2,3", True), ("last", True)])
+def test_depths_that_sglang_does_not_read(layers: str, is_read: bool, target: Path, tmp_path: Path) -> None:
+    drafter = f"eagle3:{save_net('eagle3', tmp_path / 'mine', target, layers=layers)}"
+    export_drafter(drafter, tmp_path / "vllm", None, target, engine="vllm")
+    if is_read:
+        export_drafter(drafter, tmp_path / "sglang", None, target, engine="sglang")
+    else:
+        with pytest.raises(ValueError, match=f"fuses the depths {layers}, and SGLang reads 1 to 3: train with others"):
+            export_drafter(drafter, tmp_path / "sglang", None, target, engine="sglang")
+        assert not (tmp_path / "sglang").exists()
+
+
 @pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 def test_depths_without_a_number(method: str, target: Path, tmp_path: Path) -> None:
     """The plain layout numbers the outputs of all layers but the last; none numbers the embedding."""

@@ -143,6 +143,10 @@ class Format(ABC):
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
         """Export into an empty folder.  Raises ``ValueError`` if this layout cannot hold the drafter."""
 
+    def refusal(self, engine: str, folder: Path, target: Target) -> str | None:
+        """Why an engine of this layout cannot load the drafter that was written to a folder; ``None`` if it can."""
+        return None
+
     @abstractmethod
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         """Import into an empty folder; returns a spec with ``{}`` in place of the folder's path.  Raises ``ValueError``

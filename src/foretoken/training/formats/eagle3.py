@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +81,15 @@ class Eagle3Plain(NetFormat):
         ids = layer_ids(shape)
         inner = {"use_aux_hidden_state": True, IDS: [number - 1 for number in ids]}
         return {**config, "num_aux_hidden_states": len(ids), IDS: ids, "eagle_config": inner}
+
+    def refusal(self, engine: str, folder: Path, target: Target) -> str | None:
+        """SGLang captures what a layer of the target reads; nothing reads the last one's output."""
+        ids = listed(nested_config(Found(folder).config), IDS) or []
+        last = target.parts.num_layers - 1
+        if engine != "sglang" or all(0 <= i < last for i in ids):
+            return None
+        depths = ",".join(str(i + 1) for i in ids)
+        return f"the network fuses the depths {depths}, and SGLang reads 1 to {last}: train with others"
 
     def tensors(self, shape: Eagle3Config, trained: Trained, target: Target) -> dict[str, Tensor]:
         """Tensors by their names; without vocabulary maps if the draft vocabulary is the whole one."""

@@ -69,7 +69,11 @@ def export_drafter(
     writer = layout.load()
     out_folder = expanded(out)
     with new_folder(out_folder, force, [*writer.inputs(spec, str(target)), *_folder(target)]) as folder:
-        writer.write_folder(spec, Target.open(str(target)), folder)
+        opened = Target.open(str(target))
+        writer.write_folder(spec, opened, folder)
+        refusal = None if engine is None else writer.refusal(engine, folder, opened)
+        if refusal is not None:
+            raise ValueError(refusal)
         ready = None if engine is None else ready_line(engine, layout.method, out_folder, folder)
         report = _report(layout, out_folder, folder)
     warning = layout.engines.get(engine or "", "")
