@@ -37,6 +37,7 @@ from foretoken.training.formats.folders import Found
 from foretoken.training.formats.llama_layer import layer_keys, length_warning, with_biases
 from foretoken.training.formats.values import flag, whole
 
+KERNEL, MOVING = "layers.0.attention_conv.base_kernel", "layers.0.attention_conv.kernel_projection.weight"
 CODEBOOK = "candidate_selector.predecessor_codebook"
 W1 = "markov_head.markov_w1.weight"
 CONFIDENCE = "confidence_head.proj.weight"
@@ -112,6 +113,7 @@ class DflashPlain(NetFormat):
             **_causality(shape),
             "input_embedding_scale": shape.input_scale,
             "sample_from_anchor": shape.from_anchor,
+            **({"attention_sink": True} if shape.sinks else {}),
             **self.inner_keys(shape),
         }
 
@@ -188,14 +190,14 @@ class Dflash2Plain(DflashPlain):
 
     def extras(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Convolutions and selector.  Raises ``ValueError`` if one of them is missing."""
-        kernel = tensors.get("layers.0.attention_conv.base_kernel")
-        for name, tensor in ((CODEBOOK, tensors.get(CODEBOOK)), ("layers.0.attention_conv.base_kernel", kernel)):
-            if tensor is None:
+        for name in (CODEBOOK, KERNEL, MOVING):
+            if name not in tensors:
                 raise ValueError(f"the checkpoint lacks the tensor {name}: it is incomplete")
+        size, numbers, moving = whole(config, "hidden_size"), tensors[KERNEL].numel(), tensors[MOVING].numel()
         return {
             **super().extras(config, tensors),
-            "conv": whole(config, "conv_kernel_size", default=kernel.shape[1] if kernel is not None else 2),
-            "group": whole(config, "conv_group_size", default=16),
+            "conv": whole(config, "conv_kernel_size", default=numbers // (2 * size)),
+            "group": whole(config, "conv_group_size", default=numbers * size // max(1, moving)),
             "rank": whole(config, "selector_rank", default=tensors[CODEBOOK].shape[-1]),
             "top": whole(config, "selector_top_k", default=16),
         }
