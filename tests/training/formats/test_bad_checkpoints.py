@@ -222,6 +222,13 @@ def test_unknown_layouts(target: Path, tmp_path: Path) -> None:
     refused(empty, target, "no other project supports drafters of the method 'ngram'", method="ngram")
     drafter = save_net("medusa", tmp_path / "mine", target)
     refused(drafter, target, "is a drafter already: use it with --drafter medusa:")
+    other = checkpoint("eagle3", "plain", target, tmp_path / "eagle3")
+    refused(other / "model.safetensors", target, f"model.safetensors is a file: give its folder, {other}")
+    refused(
+        other / "config.json", target, f"config.json is no list of layers: give the folder of a checkpoint, {other}"
+    )
+    import_drafter(other, other / "inner", target)
+    refused(other, target, "in no layout that can be imported as medusa", method="medusa")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     refused(tmp_path / "m.gguf", target, r"is a GGUF file, which holds a model: use it with --drafter model:.*m\.gguf")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,16 @@ def test_a_drafter_in_a_subfolder(target: Path, tmp_path: Path) -> None:
     hub_folder(tmp_path / "whole" / "dflash")
     with pytest.raises(ValueError, match=r"its subfolder dflash holds a drafter: import .*/whole/dflash"):
         import_drafter(tmp_path / "whole", tmp_path / "out", target)
+
+
+def test_a_drafter_beside_a_model(target: Path, tmp_path: Path) -> None:
+    """A root with a whole model is imported as that, and its subfolder is named."""
+    root = tmp_path / "whole"
+    shutil.copytree(target, root)
+    assert import_drafter(root, tmp_path / "alone", target)["warnings"] == []
+    hub_folder(root / "dflash")
+    warnings = import_drafter(root, tmp_path / "out", target)["warnings"]
+    assert f"its subfolder dflash holds a drafter: import {root / 'dflash'} for that" in warnings
 
 
 @pytest.mark.parametrize(("method", "config"), [("eagle3", {"layers": "last"}), ("uno", {})])

@@ -98,7 +98,7 @@ BAD = [
     (
         ("ngram",),
         "no other project supports drafters of the method 'ngram': choose one of eagle3, peagle, dflash, dflash2, "
-        "dspark, eagle, "
+        "dspark, mtp, eagle, "
         "medusa, pard, uno, model",
     ),
     (("nosuch",), "unknown drafter 'nosuch'"),

@@ -212,6 +212,7 @@ def test_modules_in_the_targets_own_checkpoint(family: str, modules: int, tmp_pa
     assert {name for name in theirs if int(([*name.split("layers."), "0."])[1].split(".")[0]) >= layers} == expected
     assert drafted(out, "mtp")[0] == drafted(target, f"mtp:{ours}")[0]
     assert drafted(out, "mtp") == drafted(target, f"mtp:{ours}")
+    refused(out, target, tmp_path / "back", f"out is a target: use its head with --target {out} --drafter mtp")
 
 
 def test_the_native_layout_needs_its_families(tmp_path: Path) -> None:

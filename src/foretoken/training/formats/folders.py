@@ -103,6 +103,8 @@ class Found:
             raise ValueError(f"no such folder: {path}")
         if self.path.suffix == ".gguf":
             raise ValueError(f"{path} is a GGUF file, which holds a model: use it with --drafter model:{path}")
+        if self.path.is_file() and self.path.suffix != ".json":
+            raise ValueError(f"{path} is a file: give its folder, {self.path.parent}")
         if (self.path / OURS).exists():
             method = self.json(OURS).get("method", "METHOD")
             raise ValueError(f"{path} is a drafter already: use it with --drafter {method}:{path}")

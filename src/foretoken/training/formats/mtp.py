@@ -165,8 +165,9 @@ class MtpTargetCheckpoint(Format):
     method = "mtp"
 
     def recognises(self, source: Found) -> bool:
-        """Never: such a folder is a target."""
-        return False
+        """By the note of an export: such a folder is a target."""
+        note = source.json(NOTE) if source.path.is_dir() else {}
+        return note.get("method") == self.method and KEY not in source.config
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
         """Write the target's files with the modules' tensors added.  Raises ``ValueError`` for another family or layer

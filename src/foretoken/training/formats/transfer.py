@@ -128,8 +128,10 @@ def _recognise(source: Found, method: str) -> tuple[Layout, Format]:
         reader = layout.load()
         if reader.recognises(source):
             return layout, reader
-    inner = source.inside
-    if inner is not None:
+    if source.path.is_file():
+        raise ValueError(f"{source.path} is no list of layers: give the folder of a checkpoint, {source.path.parent}")
+    inner, is_drafter = source.inside, any(layout.load().recognises(source) for layout in LAYOUTS)
+    if inner is not None and not is_drafter:
         raise ValueError(
             f"{source.path} is not a drafter, but its subfolder {inner.name} holds a drafter: import {inner}"
         )
