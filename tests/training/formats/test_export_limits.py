@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,24 @@ def test_depths_that_sglang_does_not_read(layers: str, is_read: bool, target: Pa
         with pytest.raises(ValueError, match=f"fuses the depths {layers}, and SGLang reads 1 to 3: train with others"):
             export_drafter(drafter, tmp_path / "sglang", None, target, engine="sglang")
         assert not (tmp_path / "sglang").exists()
+
+
+def test_ready_lines_are_quoted(target: Path, tmp_path: Path) -> None:
+    """For a shell, or as Python's strings."""
+    out = tmp_path / "a \"b'c"
+    drafter = f"eagle3:{save_net('eagle3', tmp_path / 'mine', target, layers='1,2,3')}"
+    ready = {
+        engine: export_drafter(drafter, out, None, target, engine=engine, force=True)["ready"]
+        for engine in ("vllm", "sglang")
+    }
+    option, value = shlex.split(ready["vllm"])
+    assert option == "--speculative-config" and json.loads(value)["model"] == str(out)
+    assert shlex.split(ready["sglang"])[3] == str(out)
+    ready["huggingface"] = export_drafter(f"model:{target}", out, None, target, engine="huggingface", force=True)[
+        "ready"
+    ]
+    names = [node.value for node in ast.walk(ast.parse(ready["huggingface"])) if isinstance(node, ast.Constant)]
+    assert names == [str(out)]
 
 
 @pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
