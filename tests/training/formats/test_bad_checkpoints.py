@@ -209,6 +209,14 @@ def test_files(target: Path, tmp_path: Path) -> None:
     refused(source, target, "foretoken.json is damaged")
 
 
+@pytest.mark.parametrize("accuracies", ["x", [0.5], [["x"]], [[]], {"a": 1}, [[None]], 3])
+def test_damaged_measurements(accuracies: Any, target: Path, tmp_path: Path) -> None:
+    source = checkpoint("medusa", "original", target, tmp_path)
+    note = json.loads((source / "foretoken.json").read_text())
+    (source / "foretoken.json").write_text(json.dumps({**note, "measured": {"accuracies": accuracies}}))
+    refused(source, target, "foretoken.json is damaged: copy it again, or remove it")
+
+
 def test_unknown_layouts(target: Path, tmp_path: Path) -> None:
     refused(tmp_path / "none", target, "no such folder")
     empty = tmp_path / "empty"

@@ -235,7 +235,10 @@ def measured_for(source: Found, method: str, fingerprint: Fingerprint) -> dict[s
     try:
         difference = Fingerprint(**note["target"]).difference(fingerprint)
         measured: dict[str, Any] = dict(note.get("measured") or {})
-    except (KeyError, TypeError, ValueError):
+        table = torch.tensor(measured.get("accuracies") or [[0.0]])  # [K][R]
+        if table.dim() != 2 or not table.numel():
+            raise ValueError
+    except (KeyError, TypeError, ValueError, RuntimeError):
         raise ValueError(f"{source.path / NOTE} is damaged: copy it again, or remove it") from None
     if difference:
         raise ValueError(f"{source.path} was made for another target: {difference}")
