@@ -8,6 +8,7 @@ merges the update: W + lora_alpha / r * B A.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,11 +43,13 @@ class AdapterConfig:
 
     Attributes:
         base: the model to update: ``builtin``, a folder or a hub id.
+        rank: rows of every A.
         scale: factor of B A.
         modules: endings of the names of the updated layers; empty when the file does not list them.
     """
 
     base: str
+    rank: int
     scale: float
     modules: tuple[str, ...]
 
@@ -59,9 +62,8 @@ def read_adapter(folder: Path) -> AdapterConfig:
         settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         kind, base = settings["peft_type"], settings["base_model_name_or_path"]
         if kind == "LORA":
-            rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
-            scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+            rank, alpha = float(settings["r"]), float(settings["lora_alpha"])
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise LoadError(f"{file} is damaged or half-written: copy it again") from None
     if kind in ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"):
         raise LoadError(
@@ -70,12 +72,12 @@ def read_adapter(folder: Path) -> AdapterConfig:
         )
     if kind != "LORA":
         raise LoadError(f"{file} is an adapter of the type {kind!r}, and only LORA can be merged: merge it with PEFT")
-    variants = [name for name in VARIANTS if settings.get(name)]
-    # Other initialisations ("pissa", "olora") change the base model too.
-    plain_values = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
-    variants += [name for name, plain in plain_values.items() if settings.get(name, plain[0]) not in plain]
-    if variants:
-        raise LoadError(f"{file} uses {', '.join(variants)}, and only a plain LORA can be merged: merge it with PEFT")
+    if not (rank >= 1 and rank.is_integer() and math.isfinite(alpha)):
+        raise LoadError(
+            f"{file} has r = {rank:g} and lora_alpha = {alpha:g}: r is a whole number from 1, both are finite"
+        )
+    if variants := variants_of(settings):
+        raise LoadError(f"{file} uses {variants}, and only a plain LORA can be merged: merge it with PEFT")
     if not base:
         raise LoadError(f"{file} names no base model: write its folder or hub id to base_model_name_or_path")
     if is_adapter(expanded(resolve(base))):
@@ -83,7 +85,21 @@ def read_adapter(folder: Path) -> AdapterConfig:
     listed = settings.get("target_modules")
     chosen = settings.get("layers_to_transform") is not None or bool(settings.get("exclude_modules"))
     modules = tuple(map(str, listed)) if isinstance(listed, list) and not chosen else ()
-    return AdapterConfig(str(base), scale, modules)
+    scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+    return AdapterConfig(str(base), int(rank), scale, modules)
+
+
+def variants_of(settings: Mapping[str, Any]) -> str:
+    """The settings of an adapter that a plain LoRA does not have, joined by commas."""
+    # Other initialisations ("pissa", "olora") change the base model too.
+    plain_values = {
+        "bias": ("none",),
+        "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+        "use_rslora": (False, True),
+    }
+    variants = [name for name in VARIANTS if settings.get(name)]
+    variants += [name for name, plain in plain_values.items() if settings.get(name) not in (None, *plain)]
+    return ", ".join(variants)
 
 
 @torch.no_grad()
@@ -104,6 +120,11 @@ def merge_adapter(network: Any, folder: Path, config: AdapterConfig) -> None:
                 "change too; as base, save that model with tie_word_embeddings=false and a weight for each"
             )
         a, b = pair["A"].to(weight.device), pair["B"].to(weight.device)
+        if a.ndim == 2 and len(a) != config.rank:
+            raise LoadError(
+                f"{folder} updates {name} with {len(a)} rows of lora_A, and {ADAPTER_CONFIG} says r = {config.rank}: "
+                "copy both files from the same adapter"
+            )
         if a.ndim != 2 or b.shape != (len(weight), len(a)) or a.shape[1] != weight.shape[1]:
             raise LoadError(
                 f"{folder} updates {name} with {list(b.shape)} times {list(a.shape)}, and that layer of {config.base} "

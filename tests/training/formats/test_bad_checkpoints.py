@@ -146,6 +146,23 @@ def test_vocabulary_maps(target: Path, tmp_path: Path) -> None:
     refused(source, target, "lacks the tensor d2t, the ids of its 30 draft tokens")
 
 
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_maps_that_name_other_tokens(method: str, target: Path, tmp_path: Path) -> None:
+    """Low ids in place of offsets are a valid map, but for other tokens than ``t2d`` has."""
+    source = checkpoint(method, "plain", target, tmp_path, draft_vocab=20)
+    ids = torch.arange(1, 41, 2)
+    has = torch.zeros(VOCAB, dtype=torch.bool)
+    has[ids] = True
+    change(source, lambda tensors: tensors.update(d2t=ids, t2d=has))
+    refused(source, target, r"d2t and t2d name other tokens: d2t holds offsets")
+    change(source, lambda tensors: tensors.update(d2t=ids - torch.arange(20), t2d=has.to(torch.uint8)))
+    import_drafter(source, tmp_path / "ours", target)
+    change(source, lambda tensors: tensors.update(t2d=torch.zeros(VOCAB, dtype=torch.bool)))
+    refused(source, target, "d2t and t2d name other tokens")
+    change(source, lambda tensors: tensors.update(d2t=(ids - torch.arange(20)) + 0.6, t2d=has))
+    refused(source, target, "d2t holds torch.float32 and must hold whole numbers")
+
+
 def test_tables_of_another_target(target: Path, other_target: Path, tmp_path: Path) -> None:
     source = checkpoint("eagle", "plain", target, tmp_path)
     strange = load_file(other_target / "model.safetensors")
@@ -192,6 +209,14 @@ def test_files(target: Path, tmp_path: Path) -> None:
     refused(source, target, "foretoken.json is damaged")
 
 
+@pytest.mark.parametrize("accuracies", ["x", [0.5], [["x"]], [[]], {"a": 1}, [[None]], 3])
+def test_damaged_measurements(accuracies: Any, target: Path, tmp_path: Path) -> None:
+    source = checkpoint("medusa", "original", target, tmp_path)
+    note = json.loads((source / "foretoken.json").read_text())
+    (source / "foretoken.json").write_text(json.dumps({**note, "measured": {"accuracies": accuracies}}))
+    refused(source, target, "foretoken.json is damaged: copy it again, or remove it")
+
+
 def test_unknown_layouts(target: Path, tmp_path: Path) -> None:
     refused(tmp_path / "none", target, "no such folder")
     empty = tmp_path / "empty"
@@ -205,6 +230,13 @@ def test_unknown_layouts(target: Path, tmp_path: Path) -> None:
     refused(empty, target, "no other project supports drafters of the method 'ngram'", method="ngram")
     drafter = save_net("medusa", tmp_path / "mine", target)
     refused(drafter, target, "is a drafter already: use it with --drafter medusa:")
+    other = checkpoint("eagle3", "plain", target, tmp_path / "eagle3")
+    refused(other / "model.safetensors", target, f"model.safetensors is a file: give its folder, {other}")
+    refused(
+        other / "config.json", target, f"config.json is no list of layers: give the folder of a checkpoint, {other}"
+    )
+    import_drafter(other, other / "inner", target)
+    refused(other, target, "in no layout that can be imported as medusa", method="medusa")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     refused(tmp_path / "m.gguf", target, r"is a GGUF file, which holds a model: use it with --drafter model:.*m\.gguf")
 

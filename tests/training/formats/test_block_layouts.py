@@ -209,6 +209,25 @@ def test_a_confidence_head_that_is_promised(target: Path, tmp_path: Path) -> Non
     refused(source, target, "lacks the tensor confidence_head.proj.weight")
 
 
+@pytest.mark.parametrize("layout", ["plain", "speculators"])
+def test_sinks_that_are_promised(layout: str, target: Path, tmp_path: Path) -> None:
+    source = checkpoint("dflash", layout, target, tmp_path, sinks=True)
+    import_drafter(source, tmp_path / "ours", target)
+    assert stored(tmp_path / "ours").sinks
+    change(source, lambda tensors: [tensors.pop(name) for name in list(tensors) if "sink" in name])
+    refused(source, target, "lacks the tensor layers.0.self_attn.attention_sink_bias")
+
+
+def test_sizes_by_the_tensors(target: Path, tmp_path: Path) -> None:
+    source = checkpoint("dflash2", "plain", target, tmp_path, conv=3, group=8, rank=6)
+    inner = json.loads((source / "config.json").read_text())["dflash_config"]
+    left = ("mask_token_id", "target_layer_ids", "block_size")
+    change(source, None, dflash_config={key: inner[key] for key in left})
+    import_drafter(source, tmp_path / "ours", target)
+    config = json.loads((tmp_path / "ours" / "drafter.json").read_text())["config"]
+    assert (config["conv"], config["group"], config["rank"]) == (3, 8, 6)
+
+
 def test_pickled_or_damaged(target: Path, tmp_path: Path) -> None:
     hub = hub_folder(tmp_path / "hub")
     whole = (hub / "model.safetensors").read_bytes()

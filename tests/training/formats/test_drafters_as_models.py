@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,27 @@ def test_a_drafter_in_a_subfolder(target: Path, tmp_path: Path) -> None:
     hub_folder(tmp_path / "whole" / "dflash")
     with pytest.raises(ValueError, match=r"its subfolder dflash holds a drafter: import .*/whole/dflash"):
         import_drafter(tmp_path / "whole", tmp_path / "out", target)
+
+
+def test_a_drafter_beside_a_model(target: Path, tmp_path: Path) -> None:
+    """A root with a whole model is imported as that, and its subfolder is named."""
+    root = tmp_path / "whole"
+    shutil.copytree(target, root)
+    assert import_drafter(root, tmp_path / "alone", target)["warnings"] == []
+    hub_folder(root / "dflash")
+    warnings = import_drafter(root, tmp_path / "out", target)["warnings"]
+    assert f"its subfolder dflash holds a drafter: import {root / 'dflash'} for that" in warnings
+
+
+@pytest.mark.parametrize(("method", "config"), [("eagle3", {"layers": "last"}), ("uno", {})])
+def test_drafters_without_fused_states(method: str, config: dict[str, Any], target: Path, tmp_path: Path) -> None:
+    """One reads the last state and has no ``fc``, the other is an adapter."""
+    drafter = save_net(method, tmp_path / "mine", target, **config)
+    checkpoint = tmp_path / "whole" / "inner"
+    export_drafter(f"{method}:{drafter}", checkpoint, None, target)
+    (checkpoint / "foretoken.json").unlink()
+    with pytest.raises(ValueError, match=r"its subfolder inner holds a drafter: import .*/whole/inner"):
+        import_drafter(tmp_path / "whole", tmp_path / "out", target)
+    if method == "eagle3":
+        with pytest.raises(LoadError, match=r"is a drafter \(eagle3\) for a model of hidden size"):
+            ft.load(str(target), f"model:{checkpoint}")

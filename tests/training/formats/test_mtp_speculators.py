@@ -96,6 +96,7 @@ def changed(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, Any] 
         ({"mtp_layers.1.input_proj.weight": torch.ones(32, 64)}, {}, "lacks the tensor enorm.weight"),
         ({"mtp_layers.2.input_proj.weight": torch.ones(32, 64)}, {}, r"lacks the tensors mtp_layers.1.\*"),
         ({"other.weight": torch.ones(1)}, {}, "a tensor other.weight that this network does not have"),
+        ({}, {"num_nextn_predict_layers": 2}, "says num_nextn_predict_layers 2, and the checkpoint has tensors of 1"),
         ({}, {"transformer_layer_config": None}, "config.json lacks transformer_layer_config"),
         ({}, {"transformer_layer_config": {"hidden_size": 64}}, "is for a hidden size of 64, the target's is 32"),
     ],
@@ -211,6 +212,7 @@ def test_modules_in_the_targets_own_checkpoint(family: str, modules: int, tmp_pa
     assert {name for name in theirs if int(([*name.split("layers."), "0."])[1].split(".")[0]) >= layers} == expected
     assert drafted(out, "mtp")[0] == drafted(target, f"mtp:{ours}")[0]
     assert drafted(out, "mtp") == drafted(target, f"mtp:{ours}")
+    refused(out, target, tmp_path / "back", f"out is a target: use its head with --target {out} --drafter mtp")
 
 
 def test_the_native_layout_needs_its_families(tmp_path: Path) -> None:

@@ -74,8 +74,13 @@ def test_as_it_is_published(rslora: bool, target: Path, tmp_path: Path) -> None:
     ("names", "changes", "words"),
     [
         (("self_attn.q_proj",), {"peft_type": "IA3"}, "peft_type 'IA3': uno is read from a LORA"),
-        (("self_attn.q_proj",), {"use_dora": True}, "use_dora = True"),
-        (("self_attn.q_proj",), {"modules_to_save": ["lm_head"]}, "has modules_to_save: all updates"),
+        (("self_attn.q_proj",), {"use_dora": True}, "uses use_dora, and uno is read from a plain LORA"),
+        (("self_attn.q_proj",), {"modules_to_save": ["lm_head"]}, "uses modules_to_save"),
+        (("self_attn.q_proj",), {"fan_in_fan_out": True, "use_qalora": True}, "uses fan_in_fan_out, use_qalora"),
+        (("self_attn.q_proj",), {"init_lora_weights": "pissa"}, "uses init_lora_weights"),
+        (("self_attn.q_proj",), {"layer_replication": [[0, 4]]}, "uses layer_replication"),
+        (("self_attn.q_proj",), {"use_rslora": "no"}, "uses use_rslora"),
+        (("self_attn.q_proj",), {"bias": "all"}, "uses bias"),
         (("self_attn.q_proj",), {"r": 4}, r"lora_A is .3, 32. and must be .4, 32."),
         (("self_attn.k_proj",), {}, r"lora_B is .32, 3. and must be .16, 3."),
         (("self_attn.in_proj",), {}, "updates self_attn.in_proj, which is no linear layer of every layer"),
@@ -96,10 +101,22 @@ def test_updates_of_something_else(target: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value"), [("places", "x"), ("noise", ["mask"]), ("mask_token", 7.5), ("places", True)]
+)
+def test_a_damaged_note(key: str, value: Any, target: Path, tmp_path: Path) -> None:
+    export_drafter(f"uno:{save_net('uno', tmp_path / 'mine', target)}", tmp_path / "theirs", None, target)
+    file = tmp_path / "theirs" / "foretoken.json"
+    note = json.loads(file.read_text())
+    note["noise"][key] = value
+    file.write_text(json.dumps(note))
+    refused(tmp_path / "theirs", target, "foretoken.json is damaged: copy it again, or remove it")
+
+
+@pytest.mark.parametrize(
     "other", [f"{PREFIX}.1.self_attn.q_proj.lora_A.other.weight", "vision.layers.1.self_attn.q_proj.lora_A.weight"]
 )
 def test_two_updates_of_one_layer(other: str, target: Path, tmp_path: Path) -> None:
     adapter = published(tmp_path / "adapter")
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file({**tensors, other: torch.zeros(RANK, SIZE)}, adapter / "adapter_model.safetensors")
-    refused(adapter, target, "uno reads one update of each linear layer")
+    refused(adapter, target, "which are one tensor of this network")

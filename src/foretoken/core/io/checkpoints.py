@@ -154,9 +154,7 @@ def check_folder(folder: Path) -> None:
                 "convert them with save_pretrained(safe_serialization=True)"
             )
         raise LoadError(f"{folder} holds no *.safetensors weights: the checkpoint is incomplete")
-    missing = _indexed_shards(folder / "model.safetensors.index.json") - {p.name for p in shards}
-    if missing:
-        raise LoadError(f"{folder} lacks {sorted(missing)[0]}: copy the missing shards and try again")
+    indexed_shards(folder)
     for shard in shards:
         _check_shard(shard)
 
@@ -170,21 +168,24 @@ def check_no_drafter(folder: Path) -> None:
 
 def shards_of(folder: Path) -> list[Path]:
     """The safetensors files of a folder's weights: those of the index, the single file, or all."""
+    listed, whole = indexed_shards(folder), folder / "model.safetensors"
+    return listed or ([whole] if whole.exists() else sorted(folder.glob("*.safetensors")))
+
+
+def indexed_shards(folder: Path) -> list[Path]:
+    """The files that a folder's shard index lists; none without an index. Raises ``LoadError`` for a damaged index, and
+    if one of them is missing."""
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return [folder / name for name in sorted(_indexed_shards(index))]
-    whole = folder / "model.safetensors"
-    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
-
-
-def _indexed_shards(index: Path) -> set[str]:
-    """File names that a shard index lists; empty without an index."""
     if not index.exists():
-        return set()
+        return []
     try:
-        return set(json.loads(index.read_text())["weight_map"].values())
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise LoadError(f"{index} is damaged or half-written: copy it again") from None
+    missing = next((file.name for file in files if not file.exists()), None)
+    if missing is not None:
+        raise LoadError(f"{folder} lacks {missing}: copy the missing shards and try again")
+    return files
 
 
 def _check_shard(shard: Path) -> None:

@@ -92,11 +92,10 @@ def _kind(config: Mapping[str, Any], names: frozenset[str]) -> str | None:
     block = block_kind(names)
     if block is not None:
         return block
-    if "fc.weight" in names:
-        if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names:
-            return "peagle" if "mask_hidden" in names else "eagle3"
-        if "layers.0.self_attn.q_proj.weight" in names:
-            return "eagle"
+    if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names:
+        return "peagle" if "mask_hidden" in names else "eagle3"
+    if {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names:
+        return "eagle"
     if any(MEDUSA.fullmatch(name) for name in names):
         return "medusa"
     if any(name.startswith("mtp_layers.") for name in names):

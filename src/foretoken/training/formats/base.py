@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,6 +143,10 @@ class Format(ABC):
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
         """Export into an empty folder.  Raises ``ValueError`` if this layout cannot hold the drafter."""
 
+    def refusal(self, engine: str, folder: Path, target: Target) -> str | None:
+        """Why an engine of this layout cannot load the drafter that was written to a folder; ``None`` if it can."""
+        return None
+
     @abstractmethod
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         """Import into an empty folder; returns a spec with ``{}`` in place of the folder's path.  Raises ``ValueError``
@@ -231,11 +235,24 @@ def measured_for(source: Found, method: str, fingerprint: Fingerprint) -> dict[s
     try:
         difference = Fingerprint(**note["target"]).difference(fingerprint)
         measured: dict[str, Any] = dict(note.get("measured") or {})
-    except (KeyError, TypeError, ValueError):
+        table = torch.tensor(measured.get("accuracies") or [[0.0]])  # [K][R]
+        if table.dim() != 2 or not table.numel():
+            raise ValueError
+    except (KeyError, TypeError, ValueError, RuntimeError):
         raise ValueError(f"{source.path / NOTE} is damaged: copy it again, or remove it") from None
     if difference:
         raise ValueError(f"{source.path} was made for another target: {difference}")
     return measured
+
+
+def by_names(tensors: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict[str, Tensor]:
+    """Tensors by other names.  Raises ``ValueError`` for two with one name."""
+    names: dict[str, str] = {}
+    for theirs in tensors:
+        other = names.setdefault(rename(theirs), theirs)
+        if other != theirs:
+            raise ValueError(f"the checkpoint holds {other} and {theirs}, which are one tensor of this network")
+    return {name: tensors[theirs] for name, theirs in names.items()}
 
 
 def renamed(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core.io.drafter_folders import our_name
-from foretoken.training.formats.base import Target, check_sizes
+from foretoken.training.formats.base import Target, by_names, check_sizes
 from foretoken.training.formats.llama_layer import layer_shape, refuse_others
-from foretoken.training.formats.values import MOST, class_of, flag, listed, number, positive, whole
+from foretoken.training.formats.values import MOST, class_of, flag, listed, merged, number, positive, whole
 
 SINK = ".attention_sink_bias"
 
@@ -29,14 +29,13 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(inner, Mapping):
             raise ValueError(f"{key} in config.json must be a JSON object")
-        values = {name: value for name, value in inner.items() if value is not None}
-        flat = {**values, **flat} if key == "transformer_layer_config" else {**flat, **values}
+        flat = merged(inner, flat) if key == "transformer_layer_config" else merged(flat, inner)
     return flat
 
 
 def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors by our names, with separate queries, keys and values."""
-    renamed = {our_name(name): value for name, value in tensors.items()}
+    renamed = by_names(tensors, our_name)
     for name in [name for name in renamed if name.endswith(".qkv_proj.weight")]:
         prefix, whole = name.removesuffix("qkv_proj.weight"), renamed.pop(name)
         dim = int(

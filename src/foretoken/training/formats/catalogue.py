@@ -49,6 +49,8 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("dflash2", "plain", "dflash:Dflash2Plain", "z-lab's DFlash2", {"vllm": ""}),
     Layout("dspark", "speculators", "dflash:DsparkSpeculators", "vllm-project/speculators", {"vllm": ""}),
     Layout("dspark", "plain", "dflash:DsparkPlain", "DeepSpec, SpecForge, LFM2's drafters", {"vllm": ""}),
+    Layout("mtp", "speculators", "mtp:MtpSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("mtp", "native", "mtp:MtpTargetCheckpoint", "the target's own checkpoint"),
     Layout("eagle", "vllm", "eagle:EagleVllm", "vLLM: the bias of fc is folded into the attention", {"vllm": ""}),
     Layout("eagle", "plain", "eagle:EaglePlain", "EAGLE-1 and EAGLE-2, SGLang", {"sglang": ""}),
     Layout(
@@ -64,8 +66,6 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("model", "plain", "model:ModelFolder", "a Hugging Face folder", dict.fromkeys(ENGINES, "")),
     Layout("early_exit", "plain", "own_layers:EarlyExit", "the exit layer, as JSON", {"huggingface": ""}),
     Layout("layer_skip", "plain", "own_layers:LayerSkip", "the skipped sublayers, as JSON"),
-    Layout("mtp", "speculators", "mtp:MtpSpeculators", "vllm-project/speculators", {"vllm": ""}),
-    Layout("mtp", "native", "mtp:MtpTargetCheckpoint", "the target's own checkpoint"),
 )
 
 DEFAULTS = {

@@ -37,6 +37,7 @@ from foretoken.training.formats.folders import Found
 from foretoken.training.formats.llama_layer import layer_keys, length_warning, with_biases
 from foretoken.training.formats.values import flag, whole
 
+KERNEL, MOVING = "layers.0.attention_conv.base_kernel", "layers.0.attention_conv.kernel_projection.weight"
 CODEBOOK = "candidate_selector.predecessor_codebook"
 W1 = "markov_head.markov_w1.weight"
 CONFIDENCE = "confidence_head.proj.weight"
@@ -92,7 +93,9 @@ class DflashPlain(NetFormat):
         return Checkpoint(self.described(shape, target), dict(trained.tensors))
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
-        inner = {"target_layer_ids": [int(part) - 1 for part in shape.taps.split(",")], **self.block_keys(shape)}
+        """``config.json``.  Raises ``ValueError`` for a network that fuses depths without a number in this layout."""
+        depths = depths_of(shape, target.parts.num_layers - 1, "; speculators holds the last one, too")
+        inner = {"target_layer_ids": [depth - 1 for depth in depths], **self.block_keys(shape)}
         return {
             "architectures": [self.architecture],
             **layers_of(shape, target),
@@ -110,6 +113,7 @@ class DflashPlain(NetFormat):
             **_causality(shape),
             "input_embedding_scale": shape.input_scale,
             "sample_from_anchor": shape.from_anchor,
+            **({"attention_sink": True} if shape.sinks else {}),
             **self.inner_keys(shape),
         }
 
@@ -137,10 +141,18 @@ class DflashSpeculators(DflashPlain):
             "transformer_layer_config": layers_of(shape, target),
             "draft_vocab_size": shape.num_draft_ids,
             "target_hidden_size": shape.hidden_size,
-            "aux_hidden_state_layer_ids": [int(part) for part in shape.taps.split(",")],
+            "aux_hidden_state_layer_ids": depths_of(shape, target.parts.num_layers),
             **self.block_keys(shape),
             "torch_dtype": "bfloat16",
         }
+
+
+def depths_of(shape: BlockConfig, last: int, more: str = "") -> list[int]:
+    """The fused depths.  Raises ``ValueError``, with ``more`` as its end, for others than 1 to ``last``."""
+    depths = [int(part) for part in shape.taps.split(",")]
+    if not all(1 <= depth <= last for depth in depths):
+        raise ValueError(f"the network fuses the depths {shape.taps}, and this format holds 1 to {last}{more}")
+    return depths
 
 
 def layers_of(shape: BlockConfig, target: Target) -> dict[str, Any]:
@@ -178,14 +190,14 @@ class Dflash2Plain(DflashPlain):
 
     def extras(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Convolutions and selector.  Raises ``ValueError`` if one of them is missing."""
-        kernel = tensors.get("layers.0.attention_conv.base_kernel")
-        for name, tensor in ((CODEBOOK, tensors.get(CODEBOOK)), ("layers.0.attention_conv.base_kernel", kernel)):
-            if tensor is None:
+        for name in (CODEBOOK, KERNEL, MOVING):
+            if name not in tensors:
                 raise ValueError(f"the checkpoint lacks the tensor {name}: it is incomplete")
+        size, numbers, moving = whole(config, "hidden_size"), tensors[KERNEL].numel(), tensors[MOVING].numel()
         return {
             **super().extras(config, tensors),
-            "conv": whole(config, "conv_kernel_size", default=kernel.shape[1] if kernel is not None else 2),
-            "group": whole(config, "conv_group_size", default=16),
+            "conv": whole(config, "conv_kernel_size", default=numbers // (2 * size)),
+            "group": whole(config, "conv_group_size", default=numbers * size // max(1, moving)),
             "rank": whole(config, "selector_rank", default=tensors[CODEBOOK].shape[-1]),
             "top": whole(config, "selector_top_k", default=16),
         }

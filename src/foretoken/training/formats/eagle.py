@@ -20,7 +20,14 @@ from foretoken.training.formats.base import (
     renamed,
 )
 from foretoken.training.formats.folders import Found
-from foretoken.training.formats.llama_layer import layer_config, layer_keys, layer_names, length_warning, with_biases
+from foretoken.training.formats.llama_layer import (
+    interleave_warning,
+    layer_config,
+    layer_keys,
+    layer_names,
+    length_warning,
+    with_biases,
+)
 from foretoken.training.formats.values import number
 
 LAYER = "layers.0.self_attn"
@@ -56,7 +63,7 @@ class EaglePlain(NetFormat):
         biases, tensors = with_biases(checkpoint.config, checkpoint.tensors)
         config = {**layer_config(checkpoint.config), **biases}
         shape = EagleConfig(**config)
-        self.warnings += length_warning(shape)
+        self.warnings += length_warning(shape) + interleave_warning(checkpoint.config)
         tensors.setdefault("fc.bias", torch.zeros(config["hidden_size"]))
         check_borrowed(tensors, target)
         # Some checkpoints hold these: no reader uses the norm, and the others are the target's.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -26,8 +27,15 @@ from foretoken.training.formats.base import (
 )
 from foretoken.training.formats.engines import DEPTH
 from foretoken.training.formats.folders import Found
-from foretoken.training.formats.llama_layer import layer_config, layer_keys, layer_names, length_warning, with_biases
-from foretoken.training.formats.values import flag, listed, whole
+from foretoken.training.formats.llama_layer import (
+    interleave_warning,
+    layer_config,
+    layer_keys,
+    layer_names,
+    length_warning,
+    with_biases,
+)
+from foretoken.training.formats.values import flag, listed, merged, whole
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -73,6 +81,15 @@ class Eagle3Plain(NetFormat):
         ids = layer_ids(shape)
         inner = {"use_aux_hidden_state": True, IDS: [number - 1 for number in ids]}
         return {**config, "num_aux_hidden_states": len(ids), IDS: ids, "eagle_config": inner}
+
+    def refusal(self, engine: str, folder: Path, target: Target) -> str | None:
+        """SGLang captures what a layer of the target reads; nothing reads the last one's output."""
+        ids = listed(nested_config(Found(folder).config), IDS) or []
+        last = target.parts.num_layers - 1
+        if engine != "sglang" or all(0 <= i < last for i in ids):
+            return None
+        depths = ",".join(str(i + 1) for i in ids)
+        return f"the network fuses the depths {depths}, and SGLang reads 1 to {last}: train with others"
 
     def tensors(self, shape: Eagle3Config, trained: Trained, target: Target) -> dict[str, Tensor]:
         """Tensors by their names; without vocabulary maps if the draft vocabulary is the whole one."""
@@ -125,7 +142,7 @@ class Eagle3Plain(NetFormat):
             "own_embedding": embedding is not None,
         }
         shape = self.net_config(**config)
-        self.warnings += length_warning(shape)
+        self.warnings += length_warning(shape) + interleave_warning(checkpoint.config)
         weights = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
         theirs = {**self.names(shape, layer), "lm_head.weight": "lm_head.weight"}
         converted = renamed(weights, self.shapes({**config, "share_head": False}), theirs)
@@ -198,11 +215,13 @@ def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
 
 
 def vocabulary(tensors: Mapping[str, Tensor], num_draft_ids: int, target: Target) -> dict[str, Tensor]:
-    """``d2t``, and ``t2d`` computed from it.  Raises ``ValueError`` for tokens outside of the target's vocabulary, and
-    for duplicates."""
+    """``d2t``, and ``t2d`` computed from it.  Raises ``ValueError`` for tokens outside of the target's vocabulary, for
+    duplicates, and if the checkpoint's own ``t2d`` has other tokens."""
     vocab, offsets = target.parts.vocab_size, tensors.get("d2t")
     if offsets is None and num_draft_ids not in (0, vocab):
         raise ValueError(f"the checkpoint lacks the tensor d2t, the ids of its {num_draft_ids} draft tokens")
+    if offsets is not None and offsets.is_floating_point():
+        raise ValueError(f"d2t holds {offsets.dtype} and must hold whole numbers, the offsets d2t[i] = id - i")
     offsets = torch.zeros(vocab, dtype=torch.int64) if offsets is None else offsets.to(torch.int64)
     if offsets.dim() != 1 or (num_draft_ids and len(offsets) != num_draft_ids):
         raise ValueError(f"d2t is {list(offsets.shape)} and must be [{num_draft_ids}]")
@@ -215,6 +234,9 @@ def vocabulary(tensors: Mapping[str, Tensor], num_draft_ids: int, target: Target
         raise ValueError("d2t names a token twice: it holds offsets, id = i + d2t[i]")
     in_draft_vocab = torch.zeros(vocab, dtype=torch.bool)
     in_draft_vocab[tokens] = True
+    stated = tensors.get("t2d")
+    if stated is not None and stated.shape == (vocab,) and not torch.equal(stated.bool(), in_draft_vocab):
+        raise ValueError("d2t and t2d name other tokens: d2t holds offsets, id = i + d2t[i]")
     return {"d2t": offsets, "t2d": in_draft_vocab}
 
 
@@ -266,6 +288,6 @@ class Eagle3Speculators(Eagle3Plain):
         inner = checkpoint.config.get("transformer_layer_config")
         if not isinstance(inner, Mapping):
             raise ValueError("config.json lacks transformer_layer_config")
-        if "norm_before_residual" not in checkpoint.config:
+        if checkpoint.config.get("norm_before_residual") is None:
             raise ValueError("config.json lacks norm_before_residual, whose default differs between projects")
-        return super().read(Checkpoint({**inner, **checkpoint.config}, checkpoint.tensors), target)
+        return super().read(Checkpoint(merged(inner, checkpoint.config), checkpoint.tensors), target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ DRAFTED = "num_speculative_tokens"
 
 
 def ready_line(engine: str, method: str, out: Path, folder: Path) -> str:
-    """Options of an engine for a drafter that will be at ``out``, and whose files are now in ``folder``."""
+    """Options of an engine, quoted for a shell, for a drafter at ``out`` whose files are still in ``folder``."""
     return {"vllm": _vllm, "sglang": _sglang, "huggingface": _huggingface}[engine](method, out, folder)
 
 
@@ -43,19 +44,20 @@ def _vllm(method: str, out: Path, folder: Path) -> str:
     chosen: dict[str, Any] = {"method": VLLM_METHODS.get(method, method), "model": str(out), DRAFTED: heads or DEPTH}
     if method in ("pard", "peagle"):
         chosen |= {DRAFTED: drafted(config, TRAINED), "parallel_drafting": True}
-    return f"--speculative-config '{json.dumps(chosen)}'"
+    return f"--speculative-config {shlex.quote(json.dumps(chosen))}"
 
 
 def _sglang(method: str, out: Path, folder: Path) -> str:
     """A tree for heads; a chain for a draft model, for which SGLang counts the root too."""
     width, nodes = (1, DEPTH + 1) if method == "model" else (WIDTH, NODES)
     return (
-        f"--speculative-algorithm {SGLANG_METHODS[method]} --speculative-draft-model-path {out} "
+        f"--speculative-algorithm {SGLANG_METHODS[method]} --speculative-draft-model-path {shlex.quote(str(out))} "
         f"--speculative-num-steps {DEPTH} --speculative-eagle-topk {width} --speculative-num-draft-tokens {nodes}"
     )
 
 
 def _huggingface(method: str, out: Path, folder: Path) -> str:
+    path = json.dumps(str(out), ensure_ascii=False)  # also Python's form
     if method == "early_exit":
-        return f'model.generate(**inputs, generation_config=GenerationConfig.from_pretrained("{out}"))'
-    return f'model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{out}"))'
+        return f"model.generate(**inputs, generation_config=GenerationConfig.from_pretrained({path}))"
+    return f"model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained({path}))"

@@ -10,16 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foretoken.core.io.checkpoints import indexed_shards, is_adapter
 from foretoken.core.io.drafter_folders import OURS, drafter_kind
 from foretoken.core.io.files import replacing
 from foretoken.core.io.hub_ids import expanded
 from foretoken.loading import PICKLES
 from foretoken.models.checks.finite import check_finite
 from foretoken.training.formats.quantised import unpacked_name
+from foretoken.training.formats.values import merged
 
 NOTE = "foretoken.json"
 """File beside an export with its target and measurements, for which public layouts have no place."""
@@ -100,6 +103,8 @@ class Found:
             raise ValueError(f"no such folder: {path}")
         if self.path.suffix == ".gguf":
             raise ValueError(f"{path} is a GGUF file, which holds a model: use it with --drafter model:{path}")
+        if self.path.is_file() and self.path.suffix != ".json":
+            raise ValueError(f"{path} is a file: give its folder, {self.path.parent}")
         if (self.path / OURS).exists():
             method = self.json(OURS).get("method", "METHOD")
             raise ValueError(f"{path} is a drafter already: use it with --drafter {method}:{path}")
@@ -123,7 +128,8 @@ class Found:
         """``config.json``; a wrapped configuration (``{"model": {...}}``) is flattened."""
         config = self.json("config.json") if self.path.is_dir() else {}
         inner = config.get("model")
-        return {**inner, **{k: v for k, v in config.items() if k != "model"}} if isinstance(inner, dict) else config
+        outer = {key: value for key, value in config.items() if key != "model"}
+        return merged(inner, outer) if isinstance(inner, dict) else config
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -140,7 +146,7 @@ class Found:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by their stored names.  Raises ``ValueError`` for a damaged file, and for numbers that are not
-        finite."""
+        finite, and two of one name that differ."""
         tensors: dict[str, Tensor] = {}
         for file in self._files:
             try:
@@ -148,8 +154,17 @@ class Found:
             except (SafetensorError, OSError):
                 raise ValueError(f"{file} is damaged or half-written: copy it again") from None
             check_finite(loaded.items(), file)
+            differs = next((n for n, value in loaded.items() if n in tensors and not _equal(value, tensors[n])), None)
+            if differs is not None:
+                raise ValueError(f"{self.path} holds two tensors {differs}, one in {file.name}: remove the wrong file")
             tensors.update(loaded)
         return tensors
+
+    @property
+    def inside(self) -> Path | None:
+        """The first subfolder with a drafter or an adapter."""
+        folders = sorted(path for path in self.path.iterdir() if path.is_dir()) if self.path.is_dir() else []
+        return next((path for path in folders if drafter_kind(path) or is_adapter(path)), None)
 
     def check_whole(self, config_file: str = "config.json") -> None:
         """Raise ``ValueError`` for a folder without configuration or weights, or with pickled or damaged ones."""
@@ -162,7 +177,7 @@ class Found:
     def _files(self) -> list[Path]:
         if not self.path.is_dir():
             return []
-        files = sorted(self.path.glob("*.safetensors"))
+        files = indexed_shards(self.path) or sorted(self.path.glob("*.safetensors"))
         pickles = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLES)
         if pickles and not files:
             raise ValueError(
@@ -170,3 +185,7 @@ class Found:
                 "for example with safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
             )
         return files
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)

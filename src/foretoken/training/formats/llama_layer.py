@@ -151,6 +151,12 @@ def length_warning(config: LayerConfig) -> list[str]:
     return [f"the rotary embedding ({kind}) changes with the length of a text: this drafter keeps that of {up_to}"]
 
 
+def interleave_warning(config: Mapping[str, Any]) -> list[str]:
+    """A note for the user about a rotary embedding of pairs, where only halves are read."""
+    stated = flag(config, "rope_interleave", "rope_interleaved")
+    return ["config.json has rope_interleave, which is ignored: layers of this kind rotate halves"] * bool(stated)
+
+
 def _ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Rotary settings of a configuration by key, separate for each kind of layer if it has them so."""
     ropes: dict[str, Mapping[str, Any]] = {}

@@ -6,7 +6,7 @@ Cai et al. 2024 (arXiv 2401.10774).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
-from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
+from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, by_names, check_sizes, renamed
 from foretoken.training.formats.folders import Found
-from foretoken.training.formats.values import positive, whole
+from foretoken.training.formats.values import flag, positive, whole
 
 BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.weight")
 SHARED, MAP = "lm_head.weight", "token_map"
@@ -59,17 +59,31 @@ class MedusaVllm(NetFormat):
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         check_sizes(checkpoint.config, target)
-        tensors = {name.removeprefix("medusa_heads."): value for name, value in checkpoint.tensors.items()}
+        tensors = by_names(checkpoint.tensors, lambda name: name.removeprefix("medusa_heads."))
         token_map = token_map_of(tensors.pop(MAP, None), checkpoint.config, target)
-        numbers_by_name = [(int(match[1]), int(match[2])) for name in tensors if (match := BLOCK.fullmatch(name))]
-        heads, blocks = (1 + max(numbers) for numbers in zip(*numbers_by_name, strict=True))
-        shared = tensors.pop(SHARED, None)
-        if shared is None and checkpoint.config.get("original_lm_head"):
-            shared = tensors.get("lm_heads.0.weight")
+        heads, blocks = sizes_of(tensors, BLOCK, checkpoint.config, ("num_heads", "num_hidden_layers"))
+        if flag(checkpoint.config, "medusa_fc_bias") and not any(name.endswith(".bias") for name in tensors):
+            raise ValueError("the checkpoint lacks the tensor blocks.0.layers.0.bias: it is incomplete")
+        is_shared = flag(checkpoint.config, "original_lm_head") or "lm_heads.0.weight" not in tensors
+        shared = tensors.pop(SHARED, tensors.get("lm_heads.0.weight")) if is_shared else None
+        tensors.pop(SHARED, None)
         if shared is not None:
             tensors.update({f"lm_heads.{i}.weight": shared for i in range(heads)})
         scale = positive(checkpoint.config, "logit_scale", default=1.0)
         return joined(tensors, (heads, blocks), their_name, target, self, scale, token_map)
+
+
+def sizes_of(
+    names: Collection[str], pattern: re.Pattern[str], config: Mapping[str, Any], keys: tuple[str, str]
+) -> tuple[int, int]:
+    """Numbers of heads and of blocks per head, by the tensors.  Raises ``ValueError`` if ``config.json`` says more; the
+    original code's published files hold more heads than it says."""
+    numbers = [(int(match[1]), int(match[2])) for name in names if (match := pattern.fullmatch(name))]
+    heads, blocks = (1 + max(column) for column in zip(*numbers, strict=True))
+    for key, count in zip(keys, (heads, blocks), strict=True):
+        if whole(config, key, default=count) > count:
+            raise ValueError(f"config.json says {key} {config[key]}, and the checkpoint has tensors of {count}")
+    return heads, blocks
 
 
 def token_map_of(stored: Tensor | None, config: Mapping[str, Any], target: Target) -> Tensor | None:
@@ -131,9 +145,9 @@ def joined(
             tensors[theirs] = tensors[theirs][:vocab]  # the rest is padding
         elif theirs in tensors and token_map is not None and len(tensors[theirs]) > int(token_map.max()):
             tensors[theirs] = tensors[theirs][token_map]
-    for theirs in names.values():
-        if theirs.endswith(".bias"):
-            tensors.setdefault(theirs, torch.zeros(size))
+    biases = [theirs for theirs in names.values() if theirs.endswith(".bias")]
+    if not tensors.keys() & set(biases):  # trained without any
+        tensors.update({theirs: torch.zeros(size) for theirs in biases})
     converted = renamed(tensors, layout.shapes(config), names)
     if all(target.is_head(tensors[theirs], token_map) for theirs in projections) and scale in (1.0, target.parts.scale):
         config["own_projection"] = False
@@ -175,9 +189,9 @@ class MedusaOriginal(NetFormat):
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         check_sizes(checkpoint.config, target)
-        tensors = {name.removeprefix("medusa_head."): value for name, value in checkpoint.tensors.items()}
-        numbers_by_name = [(int(match[1]), int(match[2])) for name in tensors if (match := LINEAR.fullmatch(name))]
-        heads, blocks = (1 + max(numbers) for numbers in zip(*numbers_by_name, strict=True))
+        tensors = by_names(checkpoint.tensors, lambda name: name.removeprefix("medusa_head."))
+        keys = ("medusa_num_heads", "medusa_num_layers")
+        heads, blocks = sizes_of(tensors, LINEAR, checkpoint.config, keys)
         return joined(tensors, (heads, blocks), lambda name: original_name(name, blocks), target, self)
 
 

@@ -47,6 +47,8 @@ class ModelFolder(Format):
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         check_folder(source.path)
         self._copy(source.path, target, folder)
+        if source.inside is not None:
+            self.warnings.append(f"its subfolder {source.inside.name} holds a drafter: import {source.inside} for that")
         return "model:{}"
 
     def _copy(self, source: Path, target: Target, folder: Path) -> None:

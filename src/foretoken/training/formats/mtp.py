@@ -39,6 +39,7 @@ from foretoken.training.formats.base import (
 from foretoken.training.formats.eagle3 import KEY, VERSION
 from foretoken.training.formats.engines import DEPTH
 from foretoken.training.formats.folders import NOTE, Found, write_json, write_tensors
+from foretoken.training.formats.values import whole
 
 NAMES = {
     "input_proj.weight": "eh_proj.weight",
@@ -96,6 +97,9 @@ class MtpSpeculators(Format):
             raise ValueError("config.json lacks transformer_layer_config")
         check_sizes(inner, target)
         by_module = ours_of(unquantised(source, self.warnings))
+        key, count = "num_nextn_predict_layers", len(by_module)
+        if whole(source.config, key, default=count, least=0) > count:
+            raise ValueError(f"config.json says {key} {source.config[key]}, and the checkpoint has tensors of {count}")
         modules = [target_layer_module(target.parts.network, tensors) for tensors in by_module]
         tensors = [tensor for module in by_module for tensor in module.values()]
         if any(tensor.is_floating_point() and tensor.dtype != DTYPE for tensor in tensors):
@@ -161,8 +165,9 @@ class MtpTargetCheckpoint(Format):
     method = "mtp"
 
     def recognises(self, source: Found) -> bool:
-        """Never: such a folder is a target."""
-        return False
+        """By the note of an export: such a folder is a target."""
+        note = source.json(NOTE) if source.path.is_dir() else {}
+        return note.get("method") == self.method and KEY not in source.config
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
         """Write the target's files with the modules' tensors added.  Raises ``ValueError`` for another family or layer

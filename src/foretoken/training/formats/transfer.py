@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.io.drafter_folders import drafter_kind
 from foretoken.core.io.hub_ids import expanded
 from foretoken.loading import BUILTIN, build_drafter
 from foretoken.models.base import LanguageModel
@@ -70,7 +69,11 @@ def export_drafter(
     writer = layout.load()
     out_folder = expanded(out)
     with new_folder(out_folder, force, [*writer.inputs(spec, str(target)), *_folder(target)]) as folder:
-        writer.write_folder(spec, Target.open(str(target)), folder)
+        opened = Target.open(str(target))
+        writer.write_folder(spec, opened, folder)
+        refusal = None if engine is None else writer.refusal(engine, folder, opened)
+        if refusal is not None:
+            raise ValueError(refusal)
         ready = None if engine is None else ready_line(engine, layout.method, out_folder, folder)
         report = _report(layout, out_folder, folder)
     warning = layout.engines.get(engine or "", "")
@@ -125,9 +128,10 @@ def _recognise(source: Found, method: str) -> tuple[Layout, Format]:
         reader = layout.load()
         if reader.recognises(source):
             return layout, reader
-    inside = sorted(source.path.iterdir()) if source.path.is_dir() else []
-    inner = next((path for path in inside if path.is_dir() and drafter_kind(path)), None)
-    if inner is not None:
+    if source.path.is_file():
+        raise ValueError(f"{source.path} is no list of layers: give the folder of a checkpoint, {source.path.parent}")
+    inner, is_drafter = source.inside, any(layout.load().recognises(source) for layout in LAYOUTS)
+    if inner is not None and not is_drafter:
         raise ValueError(
             f"{source.path} is not a drafter, but its subfolder {inner.name} holds a drafter: import {inner}"
         )

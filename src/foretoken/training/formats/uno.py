@@ -6,22 +6,22 @@ Ifm 2026 (arXiv 2609.04010).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.checkpoints import ADAPTER_CONFIG
+from foretoken.loading.adapters import variants_of
 from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.gated import linear_shapes
-from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, renamed
+from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, by_names, renamed
 from foretoken.training.formats.folders import NOTE, Found
-from foretoken.training.formats.llama_layer import refuse_others
 from foretoken.training.formats.values import positive, whole
 
 FACTOR = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.(.+)\.(lora_[AB])(?:\.\w+)?\.weight$")
 """An update's name, from whatever contains the decoder layers: its layer, linear layer and factor."""
-NOISE = ("places", "noise", "mask_token")
+NOISE = {"places": int, "noise": str, "mask_token": int}
 PUBLISHED_PLACES = 16
 """Tokens per forward (B) that the published adapters were trained for; their files do not say it."""
 
@@ -69,14 +69,12 @@ class UnoPeft(NetFormat):
         config = checkpoint.config
         if config.get("peft_type") != "LORA":
             raise ValueError(f"{ADAPTER_CONFIG} has peft_type {config.get('peft_type')!r}: uno is read from a LORA")
-        refuse_others(config, {"use_dora": False, "bias": "none", "lora_bias": False})
-        for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):
-            if config.get(key):
-                raise ValueError(f"{ADAPTER_CONFIG} has {key}: all updates must have one rank, and nothing beside them")
+        if variants := variants_of(config):
+            raise ValueError(f"{ADAPTER_CONFIG} uses {variants}, and uno is read from a plain LORA")
         rank = whole(config, "r")
         alpha = positive(config, "lora_alpha", default=8.0) * (rank**0.5 if config.get("use_rslora") else 1)
-        names = _our_names(checkpoint.tensors)
-        linears = {name.partition(".")[2].partition(".")[2].rpartition(".")[0] for name in names.values()}
+        tensors = by_names(checkpoint.tensors, _ours)
+        linears = {name.partition(".")[2].partition(".")[2].rpartition(".")[0] for name in tensors}
         have = linear_shapes(target.parts.network)
         if missing := sorted(linears - have.keys()):
             raise ValueError(
@@ -90,13 +88,15 @@ class UnoPeft(NetFormat):
             "alpha": alpha,
             **self._noise(target),
         }
-        tensors = {names[name]: value for name, value in checkpoint.tensors.items()}
         shapes = self.shapes(shape)
         return Trained(shape, renamed(tensors, shapes, {name: name for name in shapes}))
 
     def _noise(self, target: Target) -> dict[str, Any]:
         if isinstance(self._given, Mapping):
-            return {key: self._given[key] for key in NOISE if key in self._given}
+            given = {key: self._given[key] for key in NOISE if key in self._given}
+            if any(type(value) is not NOISE[key] for key, value in given.items()):
+                raise ValueError(f"{NOTE} is damaged: copy it again, or remove it")
+            return given
         bound = min(len(target.tokenizer), target.parts.vocab_size) if target.tokenizer else target.parts.vocab_size
         self.warnings.append(
             f"a PEFT adapter does not say what was drafted: {PUBLISHED_PLACES} tokens a forward behind random tokens "
@@ -109,19 +109,6 @@ def _path(target: Target) -> str:
     """Where the decoder layers are in the target's network, ``model.layers``."""
     layers = decoder_layers(target.parts.network)
     return next(name for name, module in target.parts.network.named_modules() if module is layers)
-
-
-def _our_names(theirs: Iterable[str]) -> dict[str, str]:
-    """Our names of an adapter's factors.  Raises ``ValueError`` for two with one name: of two adapters, or of two
-    stacks of layers."""
-    names: dict[str, str] = {}
-    taken: dict[str, str] = {}
-    for name in theirs:
-        names[name] = _ours(name)
-        other = taken.setdefault(names[name], name)
-        if other != name:
-            raise ValueError(f"the adapter holds {other} and {name}, and uno reads one update of each linear layer")
-    return names
 
 
 def _ours(name: str) -> str:

@@ -64,6 +64,11 @@ def listed(config: Mapping[str, Any], key: str) -> list[Any] | None:
     return value
 
 
+def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of both configurations, those of ``over`` first; its nulls give way, as they mean the default."""
+    return {**under, **{key: value for key, value in over.items() if value is not None or key not in under}}
+
+
 def class_of(config: Mapping[str, Any]) -> str:
     """The name of the network's class; empty if ``architectures`` does not give it."""
     classes = config.get("architectures")
