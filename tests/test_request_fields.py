@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
+import foretoken
 from foretoken import options
 from foretoken.cli.batch import read_jobs
 from foretoken.cli.options import Common, common_parameters
-from foretoken.core.sampling import FILTERS, NO_FILTERS, SamplingParams
+from foretoken.core.sampling import NO_FILTERS, Sampler, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading.generation_defaults import NEUTRAL, RANGES
 from foretoken.options import FIELDS, Field, Range, make_request
@@ -24,12 +29,50 @@ OTHER = {bool: True, int: 2, float: 0.5, str: "x"}
 def test_the_table_has_what_can_be_asked() -> None:
     names = {"LogitsProcessor": Any, "OutputRule": Any, "Request": Any}
     assert set(get_type_hints(options.Options, localns=names)) == set(FIELDS)
-    assert FILTERS == options.FILTERS
     params = {field.name: field for field in dataclasses.fields(SamplingParams)}
     assert {name for name, field in FIELDS.items() if field.sampling} == set(params) - {"logit_bias", "processors"}
     for name, field in FIELDS.items():
         if field.sampling:
             assert params[name].default == field.default, name
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.sampling])
+def test_the_pipeline_knows_every_sampling_parameter(name: str) -> None:
+    """One that its recipe left out would share distributions with its neighbours in a batch."""
+    usual = Sampler(SamplingParams(temperature=1.0))
+    sampler = Sampler(SamplingParams(**{"temperature": 1.0, name: OTHER[FIELDS[name].kind or float]}))
+    assert sampler.recipe != usual.recipe and usual.context_free and not usual.cuts
+    assert sampler.cuts is FIELDS[name].filters
+    assert sampler.context_free is (FIELDS[name].filters or name == "temperature")
+
+
+def test_a_new_filter_is_a_field_and_a_row(tmp_path: Path) -> None:
+    """As ``docs/engine.md`` says, in a copy of the package."""
+    package = Path(foretoken.__file__).parent
+    shutil.copytree(package, tmp_path / "foretoken", ignore=shutil.ignore_patterns("zoo", "__pycache__"))
+    core = tmp_path / "foretoken" / "core"
+    for name, old, new in (
+        ("sampling.py", "    min_p: float = 0.0\n", "    top_a: float = 0.0\n"),
+        ("filters.py", "    min_p: float = 0.0\n", "    top_a: float = 0.0\n"),
+        (
+            "filters.py",
+            "        if self.min_p > 0:\n",
+            "        if self.top_a > 0:\n            return ids[:1], weights[:1] * 0 + 1\n",
+        ),
+        ("fields.py", '    "min_p": _drawn(', '    "top_a": _drawn(float, 0.0, filters=True),\n'),
+    ):
+        text = (core / name).read_text()
+        assert old in text
+        (core / name).write_text(text.replace(old, new + old, 1))
+    code = """
+import torch
+from foretoken.core.sampling import Sampler, SamplingParams
+usual, sampler = (Sampler(SamplingParams(temperature=1.0, top_a=value)) for value in (0.0, 1.0))
+print(sampler.distribution(torch.zeros(3), [0]).tolist(), sampler.cuts, sampler.recipe != usual.recipe)
+"""
+    path = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, check=False)
+    assert ran.stdout == "[1.0, 0.0, 0.0] True True\n", ran.stderr
 
 
 @pytest.mark.parametrize("name", PLAIN)

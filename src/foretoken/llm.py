@@ -20,7 +20,7 @@ from foretoken.engine.errors import blaming
 from foretoken.engine.loop import Engine
 from foretoken.engine.output import Output as Output
 from foretoken.engine.output import Piece as Piece
-from foretoken.engine.output import Pieces, output_of
+from foretoken.engine.output import Pieces, outputs_of
 from foretoken.engine.request import Request
 from foretoken.loading import (
     BUILTIN,
@@ -124,6 +124,8 @@ class Llm:
         Raises:
             ValueError: ``n`` below 1, or above 1 at temperature 0, or a wrong number of seeds; and as for
                 :meth:`request`.
+            Exception: a request failed, for example in a drafter from outside (a ``ValueError``). The others are
+                finished: ``error.outputs`` is the flat list of outputs, with ``None`` for those that failed.
         """
         check_whole("n", n)
         if n < 1:
@@ -229,7 +231,7 @@ class Llm:
         return {**self.target.describe(), "drafts": described(self.drafter)}
 
     def _run(self, requests: Sequence[Request]) -> list[Output]:
-        return [output_of(run, self.tokenizer) for run in self.calls.finish(requests)]
+        return outputs_of(self.calls.end(requests), self.tokenizer)
 
     @property
     def plain(self) -> Llm:

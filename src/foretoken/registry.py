@@ -377,7 +377,7 @@ def read_spec(role: Any, spec: str) -> tuple[type[Any], str | None, dict[str, An
     cls = row.load()
     options = convert_options(role, parsed.name, cls, parsed.options)
     if parsed.path is not None and not hasattr(cls, "build"):
-        more = f"; its options: {row.example}" if role == "drafter" else ""
+        more = f"; its options: {', '.join(options_of(cls)) or 'none'}" if role == "drafter" else ""
         raise ValueError(f"{role} {parsed.name!r} takes no path{more}")
     return cls, parsed.path, options
 

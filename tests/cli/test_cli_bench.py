@@ -89,6 +89,41 @@ def test_json_lines_on_stdout(run: Any, target: str, prompts: str) -> None:
     assert "speed-up" in result.err
 
 
+OWN = """
+from foretoken import Drafter, TokenTree
+
+
+class Own(Drafter):
+    name = "own"
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.rounds_left = fails_at
+
+    def propose(self, context, budget):
+        self.rounds_left -= 1
+        if self.rounds_left < 0:
+            raise KeyError("lost")
+        return TokenTree.root_only(context.root)
+"""
+
+
+@pytest.mark.parametrize("fails_at", [0, 15])
+def test_an_arm_whose_code_fails_costs_no_other(
+    run: Any, target: str, prompts: str, tmp_path: Path, fails_at: int
+) -> None:
+    """In its warm-up, or later on."""
+    (tmp_path / "own.py").write_text(OWN)
+    out, spec = tmp_path / "run.jsonl", f"{tmp_path / 'own.py'}:Own,fails_at={fails_at}"
+    arms = ("--drafter", f"{spec}@constant,k=2", "--drafter", "ngram")
+    result = bench(run, target, *arms, "--prompts", prompts, "--out", str(out))
+    assert result.code == 1 and "Own.propose (own.py, line " in result.out, result.err
+    *cells, summary = lines(out.read_text())
+    assert {cell["arm"] for cell in cells} == {"plain", "ngram"} == set(summary["arms"])
+    assert all(cell["identical"] for cell in cells)
+    assert run("bench", "report", str(out), "--out", str(tmp_path / "run.html")).code == 0
+    assert not (tmp_path / "run.jsonl.partial").exists()
+
+
 def test_other_engines_beside_ours(run: Any, target: str, prompts: str) -> None:
     result = bench(
         run,

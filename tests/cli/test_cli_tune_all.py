@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -75,6 +76,54 @@ def test_the_profile_is_read_by_other_commands(
     tuned = run(*command, "--profile", str(out))
     assert tuned.code == 0 and "warning" not in tuned.err, tuned.err
     assert tuned.json["token_ids"] == run(*command, "--drafter", "none").json["token_ids"]
+
+
+LAST_TIME = """
+from foretoken import Drafter, TokenTree
+
+
+class LastTime(Drafter):
+    name = "last_time"
+
+    def __init__(self, k: int = 4, until: int = 1000) -> None:
+        self.max_depth, self.until = k, until
+
+    def propose(self, context, budget):
+        tokens = context.tokens
+        if len(tokens) - context.prompt_length > self.until:
+            raise KeyError("lost")
+        return TokenTree.chain(context.root, tokens[-2:][: budget.max_depth])
+"""
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_command_for_a_drafter_in_a_file_works(
+    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile runs no code: the file must be named, too."""
+    monkeypatch.setattr(search, "PAYS", 0.0)
+    (tmp_path / "own.py").write_text(LAST_TIME)
+    out, spec = tmp_path / "profile.json", f"{tmp_path / 'own.py'}:LastTime,k=3"
+    options = (*SHORT[:-1], spec)
+    result = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *options)
+    assert result.code == 0, result.err
+    command = result.out[result.out.index("foretoken generate") :]
+    words = shlex.split(command)[1:]
+    assert words[-4:] == ["--profile", str(out), "--drafter", spec]
+    assert run(*words[:2], "for item", *words[2:], "--max-new-tokens", "4").code == 0
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("until", [0, 12])
+def test_a_drafter_whose_code_fails_costs_no_other(
+    run: Any, target: str, prompts: str, tmp_path: Path, until: int
+) -> None:
+    (tmp_path / "own.py").write_text(LAST_TIME)
+    out, spec = tmp_path / "profile.json", f"{tmp_path / 'own.py'}:LastTime,until={until}"
+    options = (*SHORT[:-1], f"ngram,{spec}")
+    result = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *options)
+    assert result.code == 1 and "LastTime.propose (own.py, line " in result.out, result.err
+    assert {row["drafter"].split(",")[0] for row in json.loads(out.read_text())["table"]} == {"ngram"}
 
 
 @pytest.mark.usefixtures("quick")

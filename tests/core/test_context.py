@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +20,19 @@ def test_the_samplers_old_name_works_and_says_so() -> None:
     scores = Scores(torch.zeros(1, 4), TokenTree.root_only(2), [1, 2], context.sampler)
     with pytest.warns(DeprecationWarning, match=r"scores\.sampler"):
         assert scores.maker is scores.sampler
+
+
+def test_copies_of_a_protected_context_can_be_changed() -> None:
+    context = Context(0, [1, 2], 2, Sampler(SamplingParams(), 0), Rng(0))
+    context.salt = "a"
+    context.protect()
+    with pytest.raises(TypeError, match=r"context\.tokens is read-only: only the engine sets it"):
+        context.tokens = [*context.tokens, 3]
+    context.source = "grammar"
+    for other in (copy.copy(context), copy.deepcopy(context), replace(context, request_id=0)):
+        assert (other.salt, other.source) == ("a", "grammar")
+        other.tokens = [*other.tokens, 3]
+    assert context.tokens == [1, 2]
 
 
 def test_all_bits_of_a_seed_count() -> None:

@@ -318,18 +318,42 @@ def test_exactly_as_many_are_taken_as_may_run_and_wait(running: int, queued: int
     during(toy(), scenario, max_running=running, max_queued=queued)
 
 
-def test_a_request_that_gives_up_in_the_queue_makes_room() -> None:
+def test_a_request_that_gives_up_makes_room_at_once() -> None:
+    """Whether it waits or runs: its client may come again before the round has ended."""
+
     async def scenario(engine: AsyncLlm) -> None:
+        running = engine.submit(Request(PROMPT, max_new_tokens=400))
+        await running.next()
         async with Gate(engine):
-            first = engine.submit(Request(PROMPT, max_new_tokens=4))
-            engine.submit(Request(PROMPT, max_new_tokens=4))
-            engine.cancel(first)
+            waiting = engine.submit(Request(PROMPT, max_new_tokens=4))
+            for ticket in (running, waiting):
+                with pytest.raises(QueueFull):
+                    engine.submit(Request(PROMPT))
+                for _ in range(2):  # the second time frees nothing
+                    engine.cancel(ticket)
+                last = engine.submit(Request(PROMPT, max_new_tokens=2))
             with pytest.raises(QueueFull):
                 engine.submit(Request(PROMPT))
-        await until(lambda: engine.num_open < 2)
-        await engine.generate(PROMPT, max_new_tokens=2)
+            assert engine.num_open == 4
+        async for piece in engine.follow(last):
+            last_piece = piece
+        assert last_piece.finish_reason == "length"
+        await until(lambda: engine.num_open == 0)
 
     during(toy(), scenario, max_running=1, max_queued=1)
+
+
+def test_those_that_come_and_go_within_a_round_are_limited() -> None:
+    async def scenario(engine: AsyncLlm) -> None:
+        async with Gate(engine):
+            for _ in range(6):
+                engine.cancel(engine.submit(Request(PROMPT, max_new_tokens=4)))
+            with pytest.raises(QueueFull):
+                engine.submit(Request(PROMPT))
+        await engine.generate(PROMPT, max_new_tokens=2)
+        await until(lambda: engine.num_open == 0)
+
+    during(toy(), scenario, max_running=1, max_queued=2)
 
 
 def test_no_more_run_together_than_may() -> None:

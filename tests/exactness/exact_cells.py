@@ -192,7 +192,7 @@ def play(engine: Engine, points: Points, request: Request, boxes: Sequence[Box])
         run = engine.requests.waiting[-1]
         if run.context.sampler.noise is not None:
             raise AssertionError("noise is no uniform: such a request is tested by equality")
-        run.context.rng = BoxRng(box, points)
+        run.context.update(rng=BoxRng(box, points))
     finished: dict[int, Running] = {}
     while engine.busy:
         points.forget()

@@ -3,6 +3,7 @@ rule and line, and harms no other request."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,9 @@ from foretoken.cli.main import main
 from foretoken.core import Budget, Context, TokenTree, outside
 from foretoken.core.sampling import SamplingParams
 from foretoken.core.specs import Spec, parse_spec
+from foretoken.engine import service_thread
+from foretoken.engine.background import AsyncLlm
+from foretoken.engine.errors import EngineDead
 from foretoken.engine.request import Request, Running
 from foretoken.lab.bench.fitting import fits
 from foretoken.lab.tune.choices import further
@@ -210,6 +215,7 @@ def test_drafters_of_installed_packages_are_tried(package: Callable[[str], None]
         ("def f(:\n", "P", r"mine\.py, line 1: SyntaxError: "),
         ("\nimport nothing_of_this_name\n", "P", r"mine\.py, line 2: ModuleNotFoundError: No module named"),
         ("\n\n1 / 0\n", "P", r"mine\.py, line 3: ZeroDivisionError: division by zero"),
+        ("raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})\n", "P", r"mine\.py, line 1: Mute$"),
         ("raise SystemExit(3)\n", "P", r"mine\.py, line 1: SystemExit: 3"),
         ("raise type('Stop', (BaseException,), {})('now')\n", "P", r"mine\.py, line 1: Stop: now"),
         (PERIOD.replace("= 2, k", ", k").replace("k: int = 4", "k: int"), "Period", r"Period .*cannot be built: "),
@@ -231,7 +237,7 @@ def test_options_are_those_of_the_constructor(tmp_path: Path) -> None:
     target, _ = tables()
     with pytest.raises(ValueError, match=r"unknown option 'perod' of drafter '.*': did you mean period\?"):
         build_drafter(f"{spec},perod=3", target)
-    with pytest.raises(ValueError, match=r"takes no path"):
+    with pytest.raises(ValueError, match=r"takes no path; its options: period, k$"):
         build_drafter(f"{spec}:./folder", target)
 
 
@@ -258,6 +264,7 @@ def bad(proposal: str, traits: str = "") -> str:
 
 LINE = r"\(mine\.py, line \d+\)"
 IID = "traits = Traits(kind=Kind.IID)"
+DISTINCT = "traits = Traits(kind=Kind.WITHOUT_REPLACEMENT, draws_trees=True)"
 TREES = "traits = Traits(draws_trees=True)"
 CHANGES = (
     "text = context.tokens; text.append(1)",
@@ -266,12 +273,16 @@ CHANGES = (
     "context.tokens[-1] = 1",
     "del context.tokens[1:]",
     "context.tokens.sort()",
+    "context.tokens = context.tokens + [1]",
+    *(f"context.{name} = None" for name in ("rng", "sampler", "state", "sequence", "texts", "prompt_length")),
 )
-"""What would write guesses into the text, or take some of it away."""
+"""What would write guesses into the text, take some of it away, or leave a request that cannot go on."""
 PROBE = "return TokenTree((context.root, 1, {}), (-1, 0, 0), probes=(False, False, True))"
 BROKEN = [
     ("raise KeyError('lost')", "", rf"Bad\.propose {LINE} raised KeyError: 'lost'"),
     ("return self.helper()", "def helper(self):\n        return {}['lost']", rf"Bad\.helper {LINE} raised KeyError"),
+    ("raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "", rf"Bad\.propose {LINE} raised Mute$"),
+    ("raise SystemExit(type('Mute', (), {'__str__': lambda self: 1 / 0})())", "", r"RuntimeError: it called exit\(\)$"),
     ("return None", "", rf"Bad\.propose {LINE} returned NoneType, not a TokenTree"),
     ("return [1, 2]", "", rf"Bad\.propose {LINE} returned list, not a TokenTree"),
     ("return TokenTree.chain(context.root, [99])", "", rf"Bad\.propose {LINE} proposed token 99: ids"),
@@ -299,7 +310,8 @@ BROKEN = [
         IID,
         "gave q with rows that are not",
     ),
-    *((change, "", rf"Bad\.propose {LINE} raised TypeError: context\.tokens is read-only") for change in CHANGES),
+    *((change, "", rf"Bad\.propose {LINE} raised TypeError: context\.\w+ is read-only") for change in CHANGES),
+    ("return TokenTree((context.root,) + (1,) * 65, (-1,) + (0,) * 65)", TREES, rf"{LINE} proposed 65 draft nodes"),
     ("return TokenTree.chain(context.root, [1.5])", "", rf"Bad\.propose {LINE} proposed a token of type float"),
     ("return TokenTree.chain(context.root, [[1, 2]])", "", "proposed a token of type list: it must be an int"),
     ("return TokenTree.chain(context.root, torch.tensor([1, 2]))", "", "proposed a token of type Tensor: it must be"),
@@ -332,6 +344,22 @@ BROKEN = [
         IID,
         "proposed a token with probability 0 in q: it was not drawn from q",
     ),
+    (
+        "return TokenTree.chain(context.root, [1], torch.full((1, 8), 0.125))",
+        IID,
+        rf"Bad\.propose {LINE} gave q of shape \[1, 8\]: its rows must have 4 columns, one for each of the target",
+    ),
+    (
+        "return TokenTree((context.root, 1, 2), (-1, 0, 1), Kind.IID, torch.full((2, 4), 0.25), (-1, 0, -7))",
+        IID,
+        r"gave q of shape \[2, 4\] and q_rows that do not fit a tree of 3 nodes",
+    ),
+    (
+        "q = torch.full((1, 4), 0.25); "
+        "return TokenTree((context.root, 1, 1), (-1, 0, 0), Kind.WITHOUT_REPLACEMENT, q, (-1, 0, 0))",
+        DISTINCT,
+        rf"Bad\.propose {LINE} proposed token 1 twice below one node as draws without replacement",
+    ),
 ]  # fmt: skip
 
 
@@ -352,6 +380,17 @@ def test_a_broken_rule_ends_its_request_and_no_other(
         assert run.finish_reason == "error" and isinstance(run.error, DrafterError)
         (message,) = str(run.error).splitlines()
         assert re.search(words, message), message
+
+
+@pytest.mark.parametrize("group", ["{}", "router,drafters=({}|ngram,n=2)"])
+def test_a_chain_is_cut_to_the_nodes_of_the_budget(tmp_path: Path, group: str) -> None:
+    """As it is to the depth: the first tokens of a chain do not depend on later ones."""
+    target, _ = tables()
+    drafter = build_drafter(group.format(f"{written(tmp_path, PERIOD)}:Period,period=5,k=5"), target)
+    llm = assemble(target, drafter, "auto", "constant,k=5,nodes=2", None)
+    output = llm.generate([1, 2, 3, 1, 2, 3], max_new_tokens=30)
+    assert output.token_ids == llm.plain.generate([1, 2, 3, 1, 2, 3], max_new_tokens=30).token_ids
+    assert 0 < output.stats.num_draft_tokens <= 2 * output.stats.num_drafts
 
 
 def four_requests(**more: Any) -> list[Request]:
@@ -381,6 +420,49 @@ def test_a_drafter_that_ends_the_process_ends_its_request_only(
     assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
     assert [run.output for run in runs[:BAD]] == alone[:BAD]
     assert re.search(rf"Bad\.propose {LINE} raised {words}", str(runs[BAD].error))
+
+
+def test_a_service_that_hangs_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its callers are told, too, and a second close does not wait again."""
+    monkeypatch.setattr(service_thread, "END_S", 0.2)
+    target, _ = tables()
+    body = bad("self.gate.wait()", "gate = __import__('threading').Event()")
+    drafter: Any = build_drafter(f"{written(tmp_path, body)}:Bad", target)
+
+    async def scenario() -> tuple[Any, float]:
+        service = AsyncLlm(assemble(target, drafter, "auto", "constant,k=3", None))
+        await service.start()
+        answer = asyncio.create_task(service.generate([BAD, 1, 2], max_new_tokens=20))
+        await asyncio.sleep(0.2)
+        await service.close(0.0)
+        began_s = monotonic()
+        await service.close(5.0)
+        waited_s = monotonic() - began_s
+        (failed,) = await asyncio.gather(answer, return_exceptions=True)
+        drafter.gate.set()
+        return failed, waited_s
+
+    failed, waited_s = asyncio.run(scenario())
+    assert isinstance(failed, EngineDead) and waited_s < 2.0
+    assert re.fullmatch(rf"the engine did not stop: it is in Bad\.propose {LINE}", str(failed))
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [str(failed)]
+
+
+def test_the_other_answers_of_a_list_come_with_the_error(tmp_path: Path) -> None:
+    target, _ = tables()
+    drafter = build_drafter(f"{written(tmp_path, bad('raise KeyError(1)'))}:Bad", target)
+    llm = assemble(target, drafter, "auto", "constant,k=3", None)
+    prompts = [[0, 1, 2], [BAD, 1, 2], [1, 1, 2]]
+    with pytest.raises(DrafterError, match=rf"Bad\.propose {LINE} raised KeyError: 1") as caught:
+        llm.generate(prompts, max_new_tokens=20)
+    first, failed, last = caught.value.__dict__["outputs"]
+    plain = llm.plain.generate(prompts, max_new_tokens=20)
+    assert failed is None and (first.token_ids, last.token_ids) == (plain[0].token_ids, plain[2].token_ids)
+    with pytest.raises(DrafterError):
+        llm.generate(prompts[1], max_new_tokens=20)
+    assert not llm.engine.busy
 
 
 def by_code(number: int, frame: object) -> None:

@@ -15,14 +15,17 @@ import torch
 import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.core import Budget, Context, Kind, Scores, StepRecord, TokenTree, Verdict
+from foretoken.core.outside import OutsideError
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.background import AsyncLlm
 from foretoken.engine.request import Request, Running
 from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.goodput import GoodputController
 from foretoken.methods.controllers.outside import ControllerError
 from foretoken.methods.drafters.base import Drafter, Traits
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.verifiers.base import Coins, Verifier, rest_of
+from foretoken.methods.verifiers.block import BlockVerifier
 from foretoken.methods.verifiers.outside import VerifierError
 from toys import engine, tables
 
@@ -121,6 +124,34 @@ def test_whatever_a_verifier_raises_is_said_by_class_and_line() -> None:
     check_alone(runs, VerifierError, rf"Rule\.decide {LINE} raised KeyError: 'lost'", verifier=Rule())
 
 
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (torch.tensor([0.5, torch.nan, 0.5, 0.0]), "that are below 0, not finite, or all 0"),
+        (torch.tensor([torch.inf, 0.0, 0.0, 0.0]), "that are below 0, not finite, or all 0"),
+        (torch.tensor([0.5, -0.1, 0.5, 0.0]), "that are below 0, not finite, or all 0"),
+        (torch.zeros(4), "that are below 0, not finite, or all 0"),
+        (torch.ones(9), r"of shape \[9\]: it must be \[4\], the vocabulary"),
+        (torch.ones(1, 4), r"of shape \[1, 4\]: it must be \[4\], the vocabulary"),
+        ([0.25] * 4, r"of shape list: it must be \[4\], the vocabulary"),
+    ],
+)
+def test_weights_that_are_no_distribution_are_not_drawn_from(weights: Any, words: str) -> None:
+    class Slips(Rule):
+        def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+            if scores.prefix[0] == BAD and len(scores.prefix) > 6:
+                return Verdict((), coins.draw(weights), False)
+            return super().decide(tree, scores, coins)
+
+    runs = served(sampled_requests(), verifier=Slips())
+    check_alone(
+        runs,
+        VerifierError,
+        rf"Slips\.decide {LINE} raised ValueError: coins\.draw got weights {words}",
+        verifier=Rule(),
+    )
+
+
 def test_a_wrong_verdict_where_nothing_was_drafted() -> None:
     class Alone(Rule):
         def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
@@ -183,6 +214,47 @@ def test_what_is_no_verifier_is_said_at_load(verifier: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         ft.load(target, drafter=ModelDrafter(draft), verifier=verifier)
     assert "\n" not in str(caught.value)
+
+
+class OwnBlock(BlockVerifier):
+    name = "own_block"
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        return super().decide(tree, scores, coins)
+
+
+class OwnModel(ModelDrafter):
+    name = "own_model"
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        return TokenTree.root_only(context.root)
+
+
+class OwnGoodput(GoodputController):
+    name = "own_goodput"
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        return Budget(0)
+
+
+class Whole(OwnBlock):
+    def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        return self.decide(tree, scores, coins)
+
+
+def test_a_method_that_a_faster_one_bypasses_is_refused_at_load() -> None:
+    """Its author would measure our method, not theirs."""
+    target, draft = tables()
+    parts: dict[str, tuple[dict[str, Any], str]] = {
+        "OwnBlock.decide": ({"verifier": OwnBlock()}, "BlockVerifier.decide_fast"),
+        "OwnModel.propose": ({"drafter": OwnModel(draft, k=3)}, "ModelDrafter.propose_batch"),
+        "OwnGoodput.budget": ({"controller": OwnGoodput()}, "AutoController.budgets"),
+    }
+    for plain, (part, fast) in parts.items():
+        words = rf"{re.escape(plain)} {LINE} is bypassed by {re.escape(fast)}: override {fast.split('.')[1]}, too"
+        with pytest.raises(OutsideError, match=words):
+            ft.load(target, **{"drafter": ModelDrafter(draft, k=3), **part})
+    assert ft.load(target, drafter=ModelDrafter(draft, k=3), verifier=Whole()).generate([1, 2], max_new_tokens=4)
 
 
 # -- controllers -----------------------------------------------------------------------------------------------------
@@ -260,6 +332,19 @@ def test_a_wrong_budget_ends_its_request_and_no_other(name: str) -> None:
 def test_wrong_budgets_of_a_batch(budgets: Any, words: str) -> None:
     runs = served(sampled_requests(), controller=Batched(budgets))
     check_alone(runs, ControllerError, rf"Batched\.budgets {LINE} {words}", controller=Batched())
+
+
+@pytest.mark.parametrize("hook", ["budget", "observe"])
+def test_a_controller_cannot_write_into_a_text(hook: str) -> None:
+    class Writes(Two):
+        def hit(self, context: Context, hook: str) -> bool:
+            if super().hit(context, hook):
+                context.tokens = [*context.tokens, 1]
+            return False
+
+    runs = served(sampled_requests(), controller=Writes(hook=hook))
+    words = rf"Writes\.hit {LINE} raised TypeError: context\.tokens is read-only: only the engine sets it"
+    check_alone(runs, ControllerError, words, controller=Two())
 
 
 @pytest.mark.parametrize("hook", ["budget", "observe"])

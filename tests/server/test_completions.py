@@ -95,7 +95,7 @@ def test_a_seed_fixes_the_text_in_any_company(server: Running, stream: bool) -> 
 def test_choices_that_run_side_by_side_spend_their_seconds_once() -> None:
     times = {"prefill_s": 0.3, "total_s": 0.8, "target_s": 0.4, "draft_s": 0.1}
     choices = [SpecStats(num_new_tokens=8, num_prompt_tokens_computed=5, **times) for _ in range(4)]
-    found = usage.timings(usage.merged(choices))
+    found = usage.timings(choices, choices)
     assert (found["prompt_n"], found["predicted_n"]) == (20, 32)
     assert found["prompt_ms"] == pytest.approx(300) and found["predicted_ms"] == pytest.approx(500)
     assert found["predicted_per_second"] == pytest.approx(64)
@@ -104,6 +104,15 @@ def test_choices_that_run_side_by_side_spend_their_seconds_once() -> None:
     choices = [SpecStats(num_new_tokens=count, **times) for count in (3, 8, 5)]
     assert usage.metrics(choices, 1.0, 0)["mean_itl_ms"] == pytest.approx(100)
     assert usage.metrics([SpecStats(num_new_tokens=1)], 1.0, 0)["mean_itl_ms"] == 0
+
+
+def test_timings_count_a_prompt_once_for_all_its_choices(server: Running) -> None:
+    prompts = ["def area(w, h): return", "class Timer:"]
+    answer = server.complete(prompts, n=3, temperature=1.0, max_tokens=4, timings=True, cache_salt="timings")
+    used, timings = answer["usage"], answer["timings"]
+    assert timings["cache_n"] == used["prompt_tokens_details"]["cached_tokens"]
+    assert timings["cache_n"] + timings["prompt_n"] == used["prompt_tokens"]
+    assert timings["predicted_n"] == used["completion_tokens"]
 
 
 def test_several_prompts_as_text_and_as_ids(server: Running) -> None:

@@ -86,8 +86,8 @@ class Recount:
         self._propose = llm.drafter.propose_batch
         llm.drafter.propose_batch = self.propose  # type: ignore[method-assign]
 
-    def add(self, request: Any, arrived_s: float | None = None) -> int:
-        request_id = self._add(request, arrived_s)
+    def add(self, request: Any, arrived_s: float | None = None, checked: bool = False) -> int:
+        request_id = self._add(request, arrived_s, checked)
         self.seen[request_id] = Seen(len(request.prompt), request.max_draft_tokens == 0, request.max_new_tokens)
         return request_id
 
@@ -358,3 +358,29 @@ def test_what_has_no_label_but_the_models_begins_at_0() -> None:
         "spec_disabled",
         "spec_drafter_share",
     }
+
+
+def test_times_count_from_the_arrival_of_the_http_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes before the engine (template, tokens, grammar) delays the first token, and is no part of writing."""
+    pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
+    from foretoken.server import grammar
+
+    compile_constraint = grammar.compile_constraint
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(0.6)
+        return compile_constraint(*args, **options)
+
+    monkeypatch.setattr(grammar, "compile_constraint", slow)
+    names = ("time_to_first_token_seconds_sum", "e2e_request_latency_seconds_sum")
+    before = counters(server)
+    began = time.monotonic()
+    answer = server.complete(structured_outputs={"regex": "[a-z]{30}"}, max_tokens=4)
+    wall_ms = 1e3 * (time.monotonic() - began)
+    times = answer["metrics"]
+    assert 600 <= times["time_to_first_token_ms"] <= wall_ms
+    assert times["time_to_first_token_ms"] + times["generation_time_ms"] <= wall_ms
+    assert times["generation_time_ms"] <= wall_ms - 600
+    assert times["mean_itl_ms"] == pytest.approx(times["generation_time_ms"] / 3)
+    after = counters(server)
+    assert all(after[name][""] - before.get(name, {}).get("", 0) >= 0.6 for name in names)

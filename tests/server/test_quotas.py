@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -203,6 +204,44 @@ def test_a_gateway_counts_tokens_of_a_key_for_all_replicas() -> None:
             many = {"prompt": ["x", "y", "z"]}
             error(await ask("b", **many), 400, "too_many_choices")
             assert (await ask("b", prompt=["x", "y"])).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_refusals_of_a_gateway_are_counted_as_a_servers() -> None:
+    """In the family that the dashboard shows, and not as requests that were answered with an error."""
+
+    async def run() -> None:
+        keys = ("a tokens_per_minute=10", "b running=1 queued=0")
+        async with gateway(ServerSettings(dtype="float32", api_keys=keys, max_running=1, max_queued=1)) as (
+            client,
+            _,
+            fleet,
+        ):
+
+            async def ask(key: str, **more: Any) -> httpx.Response:
+                return await client.post("/v1/completions", json={**ASKED, **more}, headers=bearer(key))
+
+            assert (await ask("a")).status_code == 200
+            error(await ask("a"), 429, "key_tokens_exceeded")
+            error(await ask("b", prompt=["x", "y"]), 400, "too_many_choices")
+            with closing(fleet.slots.slot(Caller(name="key-2", running=1, queued=0))) as other:
+                other.take(1)  # all that this key may have open, whatever the number of replicas
+                error(await ask("b"), 429, "key_queue_full")
+            fleet.num_admitted = fleet.capacity
+            error(await ask("b"), 503, "queue_full")
+            fleet.num_admitted = 0
+            fleet.drain()
+            error(await ask("b"), 503, "draining")
+            assert (await client.get("/v1/models", headers=bearer("b"))).status_code == 503  # needs no admission
+            text = (await client.get("/metrics", headers=bearer("b"))).text
+            own = [line for line in text.splitlines() if 'replica="gateway"' in line]
+            where = 'replica="gateway",model_name="builtin"'
+            reasons = ("key_tokens_exceeded", "too_many_choices", "key_queue_full", "queue_full", "draining")
+            assert own == [
+                f'foretoken:request_failure_total{{{where},reason="draining"}} 1',
+                *(f'foretoken:admission_rejections_total{{{where},reason="{reason}"}} 1' for reason in reasons),
+            ]
 
     asyncio.run(run())
 

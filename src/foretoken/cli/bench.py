@@ -80,7 +80,8 @@ def bench_command(
     """Measure drafters against plain decoding: by category, temperature and batch size, interleaved, with proof.
 
     After Ctrl-C and SIGTERM --resume goes on with what is in OUT.partial, on the same machine and versions.  Arms that
-    remember earlier answers begin an unfinished setting anew.
+    remember earlier answers begin an unfinished setting anew.  An arm whose code from outside fails is left out, and
+    the exit code is 1.
     """
     if context.invoked_subcommand is not None:
         refuse_options_before(context)
@@ -120,6 +121,8 @@ def bench_command(
     with json_only(lines_out):  # last, so that a card that cannot be written costs no results
         for kind, file in cards.items():
             _write_card(result, kind, file, about)
+    if result.failed:
+        raise typer.Exit(1)
 
 
 def _run(common: Common, options: BenchOptions, settings: BenchSettings) -> BenchResult:

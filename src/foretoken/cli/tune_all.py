@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from foretoken.cli.output import check_out, json_only, place_of, print_json, pro
 from foretoken.cli.settings import FromOptions
 from foretoken.cli.tune import MAX_PROMPTS
 from foretoken.core.io.hub_ids import expanded
+from foretoken.core.outside import names_code
 from foretoken.core.settings import setting
 from foretoken.options import FILTERS
 
@@ -51,7 +53,8 @@ def tune_command(
 
     Likely winners come first, each in turns with plain decoding; the best ones then race each other.  The answer goes
     into a profile.  Ctrl-C and SIGTERM print and keep the answer so far, in a file of its own beside the profile of an
-    earlier, complete search.  The subcommands search for settings of single drafters.
+    earlier, complete search.  A drafter from outside that fails is left out, and the exit code is 1.  The subcommands
+    search for settings of single drafters.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options_before(ctx)
@@ -69,6 +72,8 @@ def tune_command(
         print_json({**_public(outcome), "out": str(out)})
     if outcome.interrupted:
         raise KeyboardInterrupt
+    if outcome.failed:
+        raise typer.Exit(1)
 
 
 def _job(common: Common, options: TuneOptions, began_s: float) -> TuneJob:
@@ -171,7 +176,9 @@ def _print(outcome: Outcome, out: Path, model: str) -> None:
         return
     drafter, controller = outcome.chosen
     console.print(f"{rate}; {drafter} with {controller}: {outcome.speedup:.2f}x", style="bold")
-    console.print(f"foretoken generate {model} --profile {out}")
+    # A profile runs no code: a drafter in a file must be named, too.
+    named = f" --drafter {quote(drafter)}" if names_code(drafter) else ""
+    console.print(f"foretoken generate {model} --profile {out}{named}")
 
 
 def _line(row: TunedRow) -> str:

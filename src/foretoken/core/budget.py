@@ -98,6 +98,11 @@ class Budget:
         return self.max_depth if self.otherwise is None else max(self.max_depth, self.otherwise.deepest)
 
     @property
+    def widest(self) -> int:
+        """The most draft nodes that this budget or its alternatives allow."""
+        return self.max_nodes if self.otherwise is None else max(self.max_nodes, self.otherwise.widest)
+
+    @property
     def asks_for_confidence(self) -> bool:
         """Whether a stop rule reads the distribution or probability of a drawn token."""
         return self.min_confidence > 0 or (self.stop is not None and self.path_stop is None)

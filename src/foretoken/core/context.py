@@ -82,9 +82,19 @@ class CommittedTokens(list[int]):
         return CommittedTokens, (list(self),)  # by default a copy is made by appending
 
 
+_FIXED = {
+    *("request_id", "tokens", "prompt_length", "max_length", "sampler", "rng"),
+    *("prediction", "sequence", "state", "salt", "constraint", "texts"),
+}
+"""Fields of a request that only the engine sets."""
+
+
 @dataclass
 class Context:
     """State of one request, as drafters and controllers read it.
+
+    Once a request has joined (:meth:`protect`), assigning to a field that does not change from round to round raises
+    ``TypeError``; its copies can be changed.
 
     Attributes:
         request_id: unique within the engine.
@@ -123,6 +133,23 @@ class Context:
     texts: Any = None
     beside: Mapping[int, Any] = field(default_factory=dict)
     source: str = ""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and "_protected" in self.__dict__:
+            raise TypeError(f"context.{name} is read-only: only the engine sets it")
+        object.__setattr__(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_protected"}
+
+    def protect(self) -> None:
+        """Refuse assignments by others from now on: new tokens would get into the output, and without its random
+        numbers or sampler a request cannot go on."""
+        self.__dict__["_protected"] = True
+
+    def update(self, **fields: Any) -> None:
+        """Set fields of a request that has joined; for the engine only."""
+        self.__dict__.update(fields)
 
     @property
     def root(self) -> int:

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.hub_ids import expanded
-from foretoken.core.values import with_article
+from foretoken.core.values import named, with_article
+
+_FASTER = {"propose": "propose_batch", "decide": "decide_fast", "budget": "budgets"}
+"""What the engine calls in place of a protocol's plain method, which many of our classes write out."""
 
 
 class OutsideError(ValueError):
@@ -24,9 +27,14 @@ def is_code(name: str) -> bool:
     return name.partition(":")[0].endswith(".py")
 
 
+def names_code(spec: Any) -> bool:
+    """Whether a spec, or one inside it, names a class in a file."""
+    return isinstance(spec, str) and re.search(r"\.py\s*:", spec) is not None
+
+
 def refuse_code(spec: Any, source: str) -> None:
     """Raise ``ValueError`` for a spec from data that names a file of code: data must not run code."""
-    if isinstance(spec, str) and re.search(r"\.py\s*:", spec):
+    if names_code(spec):
         raise ValueError(f"{source} names code ({spec}), which is only run when you name it: give --drafter {spec}")
 
 
@@ -72,8 +80,8 @@ def _run(file: Path) -> Any:
         if isinstance(error, SyntaxError) and error.filename == str(file):
             lines.append(error.lineno)
         location = f"{file.name}, line {lines[-1]}" if lines else file.name
-        message = error.msg if isinstance(error, SyntaxError) else error
-        raise ValueError(f"{location}: {type(error).__name__}: {message}") from error
+        message = f"{type(error).__name__}: {error.msg}" if isinstance(error, SyntaxError) else named(error)
+        raise ValueError(f"{location}: {message}") from error
     return module
 
 
@@ -95,8 +103,7 @@ def installed_class(name: str) -> type[Any]:
         raise
     except BaseException as error:
         raise ValueError(
-            f"drafter {name!r}, {point.value} of the package {point.dist.name}, cannot be imported: "
-            f"{type(error).__name__}: {error}"
+            f"drafter {name!r}, {point.value} of the package {point.dist.name}, cannot be imported: {named(error)}"
         ) from error
     return checked(drafter, point.value)
 
@@ -140,19 +147,32 @@ def fault_of(thing: Any, protocol: type[Any], role: str) -> str:
 
 
 def misfit_of(thing: Any, protocol: type[Any]) -> str:
-    """The first method of a protocol that an outside object overrides with an incompatible signature; empty if there is
-    none. Checked at load, because the call would fail in our code, with no line of theirs."""
+    """The first method of a protocol that an outside object overrides in vain or with an incompatible signature; empty
+    if there is none. Checked at load: one would never run, and the other fail in our code, with no line of theirs."""
     cls = type(thing)
+    if not is_outside(cls):
+        return ""
     for name, method in vars(protocol).items():
         function = getattr(cls, name)
-        if name.startswith("_") or not inspect.isfunction(method) or function is method or not is_outside(cls):
+        if name.startswith("_") or not inspect.isfunction(method) or function is method:
             continue
+        if fast := _runs_instead(cls, name, protocol):
+            return fault_message(cls, name, f"is bypassed by {fast}: override {fast.partition('.')[2]}, too")
         called = list(inspect.signature(method).parameters)[1:]
         try:
             inspect.signature(getattr(thing, name)).bind(*called)
         except TypeError as error:
             return fault_message(cls, name, f"is called with ({', '.join(called)}): {error}")
     return ""
+
+
+def _runs_instead(cls: type[Any], name: str, protocol: type[Any]) -> str:
+    """The faster method that a class inherits from one of ours, above the plain one that it overrides; empty if there
+    is none."""
+    fast = _FASTER.get(name, name)
+    owner = next(base for base in cls.__mro__ if name in vars(base) or fast in vars(base))
+    ours = next(base for base in cls.__mro__ if fast in vars(base))
+    return "" if fast in vars(owner) or is_outside(ours) or ours is protocol else f"{ours.__name__}.{fast}"
 
 
 def fault_message(cls: type[Any], method: str, rule: str) -> str:

@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core import NON_FINITE, NonFiniteLogitsError, OptionError, argmaxes, is_large
+from foretoken.core.fields import FILTERS as FILTERS
+from foretoken.core.fields import NO_FILTERS as NO_FILTERS
+from foretoken.core.fields import PENALTIES
 from foretoken.core.filters import Filters
 from foretoken.core.noise import Noise
 from foretoken.core.processed import LogitsProcessor, check_processed, one_row
@@ -85,12 +88,6 @@ class SamplingParams:
             object.__setattr__(self, name, float(value) if name in real else python_number(value))
 
 
-FILTERS = ("top_k", "top_p", "min_p")
-"""Parameters that remove tokens."""
-NO_FILTERS = {name: getattr(SamplingParams, name) for name in FILTERS}
-"""Values that remove none."""
-
-
 def _check_finite(name: str, value: float) -> None:
     _check(abs(value) <= LARGEST, name, value, f"finite (at most {LARGEST:g})")
 
@@ -122,15 +119,10 @@ class Sampler:
         self.greedy = params.temperature == 0
         self.noise = None if self.greedy else noise
         self.fixed = self.greedy or self.noise is not None
-        self.context_free = (
-            params.repetition_penalty == 1.0
-            and params.presence_penalty == 0.0
-            and params.frequency_penalty == 0.0
-            and not params.processors
-            and not params.logit_bias
-        )
+        has_penalties = any(getattr(params, name) != off for name, off in PENALTIES.items())
+        self.context_free = not (has_penalties or params.processors or params.logit_bias)
         self._text, self._generated = TokenTally(self.skipped), TokenTally(prompt_length)
-        self._filters = Filters(params.top_k, params.top_p, params.min_p)
+        self._filters = Filters(**{name: getattr(params, name) for name in FILTERS})
         self.cuts = not self.greedy and any(getattr(params, name) != off for name, off in NO_FILTERS.items())
 
     @property

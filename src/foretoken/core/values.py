@@ -149,6 +149,20 @@ def one_line(error: BaseException | str, longest: int | None = None) -> str:
     return " ".join(str(error).split())[:longest] or type(error).__name__
 
 
+def text_of(error: BaseException) -> str:
+    """An error's message; empty if its class cannot give one, as code from outside may define any."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+def named(error: BaseException) -> str:
+    """``"KeyError: 'lost'"``: an error's class and message; the class alone if there is no message."""
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def with_article(name: str) -> str:
     """A type's name with its article: ``"a list"``, ``"an int"``."""
     return f"an {name}" if name[:1].lower() in ("a", "e", "i", "o") else f"a {name}"

@@ -14,12 +14,12 @@ from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Unpack
 
-from foretoken.core.values import check_counts, check_flags, with_article
+from foretoken.core.values import check_counts, check_flags, named, with_article
 from foretoken.engine.errors import Draining, EngineClosed, EngineDead, QueueFull, RequestFailed, TargetGone, failure_of
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.service_calls import ServiceCalls, tell_end
-from foretoken.engine.service_thread import start_thread
+from foretoken.engine.service_thread import EngineThread, start_thread
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.status import EngineStatus as EngineStatus
 from foretoken.engine.status import status_of
@@ -95,18 +95,16 @@ class AsyncLlm:
         with self._turn:
             if llm.calls.others is None:  # a serving one keeps its limits
                 self._take_over()
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._new: list[Ticket] = []
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._new: dict[Ticket, None] = {}  # in order
         self._calls = ServiceCalls()
-        self._cancelled: list[Ticket] = []
+        self._cancelled: dict[Ticket, None] = {}
         self._tickets: dict[int, Ticket] = {}
-        self._thread: threading.Thread | None = None
+        self._thread: EngineThread | None = None
         self._stopping = self._draining = False
         self._dead: str | None = None
-        self._beat = monotonic()
         self._report: dict[str, Any] = {}
-        self._reported, self._mishaps = 0.0, 0
+        self._beat, self._reported, self._mishaps = monotonic(), 0.0, 0
         llm.memory()  # a model measures the cost of a token once, by running: do it before the thread starts
 
     def __reduce__(self) -> NoReturn:
@@ -148,7 +146,7 @@ class AsyncLlm:
         self._draining = True
 
     async def close(self, drain_s: float = 30.0) -> None:
-        """Refuse new requests, wait for the others, cancel them after ``drain_s``, and end the thread."""
+        """Refuse new requests, wait for others, cancel them after ``drain_s``, and end the thread, or log its place."""
         self.drain()
         end = monotonic() + drain_s
         while self.num_open and monotonic() < end and self._dead is None:
@@ -158,8 +156,9 @@ class AsyncLlm:
         if self._thread is None:
             with self._turn:
                 self._give_back()
-        else:
-            await asyncio.to_thread(self._thread.join, 10.0)
+        elif stuck := await asyncio.to_thread(self._thread.end):
+            self._dead = stuck
+            hand_over([(ticket, EngineDead(stuck)) for ticket in (*self._new, *self._tickets.values())])
 
     @property
     def num_open(self) -> int:
@@ -175,11 +174,12 @@ class AsyncLlm:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, checked: bool = False) -> Ticket:
+    def submit(self, request: Request, checked: bool = False, arrived_s: float | None = None) -> Ticket:
         """Queue a request, from any thread.
 
         Args:
             checked: whether ``engine.check`` has accepted it already; for an event loop, which must not wait for that.
+            arrived_s: its arrival by the monotonic clock, from which its times and deadline count; now by default.
 
         Raises:
             QueueFull: the queue is full.
@@ -189,19 +189,15 @@ class AsyncLlm:
         """
         if not checked and self._dead is None and not self._draining:
             self.llm.engine.check(request)
-        ticket = Ticket(request, self)
+        ticket = Ticket(request, self, arrived_s)
         with self._lock:
             self._check_room(1)
-            self._new.append(ticket)
+            self._new[ticket] = None
         self._wake.set()
         return ticket
 
     def check_room(self, count: int = 1) -> None:
-        """Raise the errors that :meth:`submit` would raise now, before any work is done.
-
-        Raises:
-            QueueFull, Draining, EngineDead: as there.
-        """
+        """Raise the ``QueueFull``, ``Draining`` or ``EngineDead`` that :meth:`submit` would raise now."""
         with self._lock:
             self._check_room(count)
 
@@ -209,7 +205,10 @@ class AsyncLlm:
         self._check_life()
         if self._draining or self._stopping:
             raise Draining("the server is shutting down")
-        if len(self._new) + len(self._tickets) + count > self.max_running + self.max_queued:
+        most = self.max_running + self.max_queued
+        leaving = sum(ticket in self._new or ticket.id in self._tickets for ticket in self._cancelled)
+        # In one round no more may come and go than could stay
+        if len(self._new) + len(self._tickets) - min(leaving, most) + count > most:
             raise QueueFull(f"{self.max_running} requests are running and {self.max_queued} are waiting already", 1.0)
 
     def _check_life(self) -> None:
@@ -222,9 +221,9 @@ class AsyncLlm:
             raise EngineDead("its thread does not survive a fork: load the model in each process")
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a request before the next round."""
+        """End a request before the next round; its place is free at once."""
         with self._lock:
-            self._cancelled.append(ticket)
+            self._cancelled[ticket] = None
         self._wake.set()
 
     async def run(self, request: Request) -> Output:
@@ -313,7 +312,7 @@ class AsyncLlm:
         except TargetGone as error:
             self._finish(f"the engine has stopped: {error}")
         except BaseException as error:
-            self._finish(f"the engine has stopped: {type(error).__name__}: {error}")
+            self._finish(f"the engine has stopped: {named(error)}")
             raise
         return False
 
@@ -334,18 +333,19 @@ class AsyncLlm:
 
     def _take_in(self) -> None:
         with self._lock:
-            cancelled, self._cancelled = self._cancelled, []
-            gone = {id(ticket) for ticket in cancelled}
-            early = [ticket for ticket in self._new if id(ticket) in gone]
-            self._new = [ticket for ticket in self._new if id(ticket) not in gone]
+            cancelled, self._cancelled = self._cancelled, {}
+            early = [ticket for ticket in cancelled if self._new.pop(ticket, ticket) is None]
+            gone = self._tickets.keys() & {ticket.id for ticket in cancelled}
+            for key in gone:
+                del self._tickets[key]
+            new = list(self._new)
         for ticket in early:
             tell_end(self._on_end, ticket.request, ticket.arrived_s, SpecStats(), None)
-        for ticket in self._new[:]:
+        for ticket in new:
             self._enter(ticket)
-        for ticket in cancelled:
+        for key in gone:
             with self._turn:
-                if ticket.id is not None and self._tickets.pop(ticket.id, None) is not None:
-                    self.llm.engine.cancel(ticket.id)
+                self.llm.engine.cancel(key)
         self._calls.run(self.llm, self._turn)
 
     def _enter(self, ticket: Ticket) -> None:
@@ -357,7 +357,7 @@ class AsyncLlm:
             except Exception as error:  # of this request alone
                 failed = RequestFailed(str(error), "error")
             with self._lock:
-                self._new.remove(ticket)
+                del self._new[ticket]
                 if ticket.id is not None:
                     self._tickets[ticket.id] = ticket
         if failed is not None:
@@ -385,7 +385,7 @@ class AsyncLlm:
         with self._lock:
             self._dead = reason
             open_ = [*self._new, *self._tickets.values()]
-            self._new, self._tickets = [], {}
+            self._new, self._tickets = {}, {}
         for ticket in open_:
             ticket.put(kind(reason))
         self._calls.fail(kind(reason))

@@ -65,6 +65,8 @@ class Calls:
         try:
             while True:
                 run, emission = self._next(request_id)
+                if emission.error is not None:
+                    raise emission.error
                 yield run, emission
                 if emission.finish_reason is not None:
                     return
@@ -72,7 +74,15 @@ class Calls:
             self._exit(request_id)
 
     def finish(self, requests: Sequence[Request]) -> list[Running]:
-        """Run requests together until all have ended, in their order; an error of one cancels the others."""
+        """Run requests together until all have ended, in their order. Raises the first error of one."""
+        runs = self.end(requests)
+        for run in runs:
+            if run.error is not None:
+                raise run.error
+        return runs
+
+    def end(self, requests: Sequence[Request]) -> list[Running]:
+        """Run requests together until all have ended, by an error or not, in their order."""
         ids: list[int] = []
         finished: dict[int, Running] = {}
         try:
@@ -112,10 +122,7 @@ class Calls:
                     if not self._engine.requests.holds(request_id):
                         raise RuntimeError("the request was dropped because its round was interrupted: submit it again")
                     self.round()
-        run, emission = box.popleft()
-        if emission.error is not None:
-            raise emission.error
-        return run, emission
+        return box.popleft()
 
     def round(self) -> None:
         """Run one round for all requests.

@@ -18,7 +18,7 @@ from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.outside import check_budgets, check_kept
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.group import GroupDrafter
-from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of, has_outside
+from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of, has_outside, within
 from foretoken.methods.drafters.texts import BESIDE, DraftTexts, Pace
 from foretoken.methods.trees.operations import select, truncate
 from foretoken.models.base import CapabilityError, LanguageModel
@@ -134,7 +134,10 @@ class Drafting:
                 check_count(proposed, len(chosen), self.drafter)
             for turn, tree, budget in zip(chosen, proposed, budgets, strict=True):
                 check_proposal(tree, turn.run.context, self.drafter, self.target, self.has_outside)
-                turn.tree = truncate(tree, budget.deepest)
+                if self.has_outside:
+                    turn.tree = within(tree, budget, self.drafter)
+                else:
+                    turn.tree = truncate(tree, budget.deepest)
 
     def cut(self, turns: Sequence[Turn]) -> None:
         """Drop the draft nodes that the controller does not keep, before they are scored."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import signal
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import current_thread, main_thread
+from threading import Thread, current_thread, main_thread
 from types import FrameType
 from typing import Any
 
 from foretoken.core import NonFiniteLogitsError
 from foretoken.core.constraints import CannotGoOn
 from foretoken.core.outside import OutsideError, is_outside, line_of
+from foretoken.core.values import named, text_of
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.outside import ControllerError
 from foretoken.methods.drafters.base import Drafter
@@ -80,7 +82,7 @@ def as_error(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
     is_by_thread = isinstance(error, SystemExit) and current_thread() is not main_thread()
-    if _outside_frame(error) is None and not is_by_thread:
+    if _outside_frame(traceback.walk_tb(error.__traceback__)) is None and not is_by_thread:
         raise error
     return contained(error)
 
@@ -93,7 +95,7 @@ def contained(error: BaseException) -> Exception:
     if isinstance(error, KeyboardInterrupt) or _is_by_signal(error):
         raise error
     is_exit = isinstance(error, SystemExit)
-    message = f"it called exit({error})" if is_exit else f"{type(error).__name__}: {error}"
+    message = f"it called exit({text_of(error)})" if is_exit else named(error)
     return RuntimeError(message).with_traceback(error.__traceback__)
 
 
@@ -111,17 +113,32 @@ def blamed(error: Exception) -> Exception:
     """The error, or one that names the outside class and line that raised it."""
     if isinstance(error, OutsideError | NonFiniteLogitsError | CannotGoOn) or is_full_memory(error):
         return error
-    outside = _outside_frame(error)
+    outside = _outside_frame(traceback.walk_tb(error.__traceback__))
     if outside is None:
         return _without_super(error) or error
     frames, (cls, kind) = outside
-    code = frames[0][0].f_code
-    line = [number for below, number in frames if below.f_code.co_filename == code.co_filename][-1]
-    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    where = f"{Path(code.co_filename).name}, line {line}"
-    blame = kind(f"{cls.__name__}.{code.co_name} ({where}) raised {message}")
+    blame = kind(f"{cls.__name__}.{_place(frames)} raised {named(error)}")
     blame.__cause__ = error
     return blame
+
+
+def place_of(thread: Thread) -> str:
+    """Where a thread is, as ``"Hang.propose (hang.py, line 10)"``: in a method of an outside class, else in the
+    innermost function."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    frames = list(traceback.walk_stack(frame))[::-1] if frame is not None else []
+    outside = _outside_frame(frames)
+    if outside is not None:
+        frames, (cls, _) = outside
+        return f"{cls.__name__}.{_place(frames)}"
+    return _place(frames[-1:]) if frames else "no function"
+
+
+def _place(frames: Sequence[tuple[FrameType, int]]) -> str:
+    """The function of the first frame, with the innermost line of its file."""
+    code = frames[0][0].f_code
+    line = [number for below, number in frames if below.f_code.co_filename == code.co_filename][-1]
+    return f"{code.co_name} ({Path(code.co_filename).name}, line {line})"
 
 
 @contextmanager
@@ -136,10 +153,10 @@ def blaming() -> Iterator[None]:
         raise blame from raised
 
 
-def _outside_frame(error: BaseException) -> tuple[list[tuple[FrameType, int]], Owner] | None:
-    """The frames of an error's traceback from the innermost method of an outside class on, and that class; ``None`` if
-    there is none."""
-    frames = list(traceback.walk_tb(error.__traceback__))
+def _outside_frame(stack: Iterable[tuple[FrameType, int]]) -> tuple[list[tuple[FrameType, int]], Owner] | None:
+    """The frames of a stack, outermost first, from the innermost method of an outside class on, and that class;
+    ``None`` if there is none."""
+    frames = list(stack)
     for index in range(len(frames) - 1, -1, -1):
         frame = frames[index][0]
         owner = _owner_of(frame.f_locals)
@@ -155,7 +172,9 @@ def _without_super(error: Exception) -> OutsideError | None:
     if owner is None:
         return None
     cls, kind = owner
-    blame = kind(f"{cls.__name__} ({line_of(cls)}) {error}, which its base class sets: call super().__init__(...)")
+    blame = kind(
+        f"{cls.__name__} ({line_of(cls)}) {text_of(error)}, which its base class sets: call super().__init__(...)"
+    )
     blame.__cause__ = error
     return blame
 
@@ -180,4 +199,4 @@ def failure_of(error: Exception) -> RequestFailed:
     if isinstance(error, CannotGoOn):
         return RequestFailed(str(error), "contradiction")
     reason = "out_of_memory" if is_full_memory(error) else "error"
-    return RequestFailed(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, reason)
+    return RequestFailed(named(error), reason)

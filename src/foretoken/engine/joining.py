@@ -55,6 +55,7 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     context.salt = request.cache_salt
     context.rng.tests = [] if request.explain else None
     context.constraint = request.constraint
+    context.protect()
     run = Running(request, context, stopper_of(request, target, tokenizer), seed=seed)
     if request.language is not None:
         ends = ends_of(request, target, tokenizer).ids

@@ -150,6 +150,16 @@ def output_of(run: Running, tokenizer: Any | None) -> Output:
     )
 
 
+def outputs_of(runs: Sequence[Running], tokenizer: Any | None) -> list[Output]:
+    """The outputs of requests that ran together. Raises the first error of one, whose ``outputs`` are those of all,
+    ``None`` for the requests that failed."""
+    outputs = [None if run.error is not None else output_of(run, tokenizer) for run in runs]
+    for error in [run.error for run in runs if run.error is not None]:
+        error.__dict__["outputs"] = outputs
+        raise error
+    return [output for output in outputs if output is not None]
+
+
 def note_of(run: Running, tokenizer: Any | None, text: str) -> str:
     """Why a finished text shows nothing; empty if it shows something, or without a tokenizer."""
     stopper, ids = run.stopper, run.output

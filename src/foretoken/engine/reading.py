@@ -93,7 +93,7 @@ class Reader:
             cache = self.requests.prefix_cache
             self._take_over(run)
             find_draft = partial(cache.find_draft, run, self.requests.running)
-            run.context.texts = DraftTexts(self.pace, find_draft if cache.keeps else None)
+            run.context.update(texts=DraftTexts(self.pace, find_draft if cache.keeps else None))
 
     def read(self) -> None:
         """Prefill prompts, whole or one chunk; requests with a complete prompt take part in rounds."""
@@ -160,7 +160,8 @@ def shares(runs: Sequence[Running], piece_size: int) -> list[tuple[Running, int]
 
 def open_text(target: LanguageModel, run: Running) -> None:
     """Open an empty sequence in the target for a request, and announce the prompt's length."""
-    run.sequence = run.context.sequence = target.open()
+    run.sequence = target.open()
+    run.context.update(sequence=run.sequence)
     target.expect(run.sequence, run.context.prompt_length)
 
 
@@ -191,7 +192,8 @@ def _begin_anew(target: LanguageModel, run: Running) -> None:
     """Restart a prompt whose prefill failed at an unknown position, in a sequence that the next attempt opens."""
     if run.sequence is not None:
         target.release(run.sequence)
-    run.sequence = run.context.sequence = None
+    run.sequence = None
+    run.context.update(sequence=None)
     run.states, run.prompt_logprobs = HiddenText(), []
     run.stats.num_prompt_tokens_computed = run.stats.num_prompt_tokens
 

@@ -43,12 +43,13 @@ class Ticket:
     Args:
         request: the request.
         service: the service that answers, kept alive until then.
+        arrived_s: arrival time by the monotonic clock; now by default.
     """
 
-    def __init__(self, request: Request, service: object = None) -> None:
+    def __init__(self, request: Request, service: object = None, arrived_s: float | None = None) -> None:
         self.request, self._service = request, service
         self.id: int | None = None
-        self.arrived_s = monotonic()
+        self.arrived_s = monotonic() if arrived_s is None else arrived_s
         self._gains: deque[Gain] = deque()
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from foretoken.loading.networks import from_pretrained, parse_device, parse_dtyp
 from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
+from foretoken.models.checks.fast_paths import Probe, probe_ids
 from foretoken.models.checks.finite import REMEDY, first_not_finite, weights_of
 from foretoken.models.linear.packing import check_packable
 from foretoken.models.linear.quantised_linear import check_kind, quantise_linears
@@ -81,6 +83,7 @@ def load_model(
     auto = quantize == "auto" and role == "draft"
     quantize = None if auto else quantize
     packs = pack is True or (pack == "auto" and exact != "approximate")
+    probe = partial(ordinary_text, source)
     if is_gguf(source):
         options = {"device": device, "exact": exact, "inflate": inflate, "pack": pack, "quantize": quantize}
         loaded = load_gguf(source, backend, dtype=parse_dtype(dtype), **options)
@@ -88,7 +91,7 @@ def load_model(
             return loaded
         if role == "draft":
             _check_finite(loaded, source, role)
-        return wrap(loaded, exact=exact, lean=lean, in_place=packs, probe=lambda: ordinary_text(source))
+        return wrap(loaded, exact=exact, lean=lean, in_place=packs, probe=probe)
     is_object = not isinstance(source, str | Path)
     if quantize is not None:
         check_kind(quantize)
@@ -114,15 +117,19 @@ def load_model(
         shape = shape_for(network.config.get_text_config(), inflate)
         big = inflate_network(network, shape)
         if quantize is not None:
-            quantise_linears(big, quantize, wide=exact != "bitwise")
+            quantise_linears(big, quantize, exact != "bitwise", partial(_text_of, big, probe))
         return InflatedModel(big, network, shape, exact=exact, lean=lean, in_place=packs)
     if pack is True:
         check_packable(network)
     quantize = fastest_kind(network) if auto else quantize
     if quantize is not None:
-        quantise_linears(network, quantize, wide=exact != "bitwise")
+        quantise_linears(network, quantize, exact != "bitwise", partial(_text_of, network, probe))
     in_place = packs and (not is_object or pack is True)
-    return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(source))
+    return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=probe)
+
+
+def _text_of(network: Any, probe: Probe) -> list[int]:
+    return probe_ids(probe, network.config.get_text_config().vocab_size)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from foretoken.core.io.files import cache_folder, write_json
+from foretoken.core.values import text_of
 from foretoken.models.native import library
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def free_bytes() -> int | None:
 def is_full_memory(error: Exception) -> bool:
     """Whether an error means that memory ran out."""
     # PyTorch's allocator for the CPU raises a plain RuntimeError.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text_of(error)
 
 
 def is_busy() -> bool:

@@ -116,7 +116,7 @@ class Answer(ABC):
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Queue the requests.  Raises :class:`ApiError` if the engine refuses them."""
         with self._refusals():
-            tickets = submit_all(self.serving.engine, requests)
+            tickets = submit_all(self.serving.engine, requests, self.began_s)
         prompts = requests[:: self.body.n or 1]
         self.prompt_tokens = sum(len(request.prompt) for request in prompts)
         self.slot.spend(self.prompt_tokens)
@@ -227,7 +227,7 @@ class Answer(ABC):
             for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
                 tail["usage"]["completion_tokens_details"][name] = 0
         if self.body.timings:
-            tail["timings"] = usage.timings(usage.merged(self.all_stats))
+            tail["timings"] = usage.timings(self.prompt_stats, self.all_stats)
         return tail
 
     def usage_so_far(self, completion: int) -> dict[str, Any]:

@@ -299,8 +299,9 @@ async def constraints_of(
             except ValueError as error:
                 raise bad(f"{label}: {error}", param, "invalid_grammar") from None
         if as_a_whole:  # a language has no state, so one serves all choices
-            return [compile_language(kind, spec, llm.tokenizer, width, PATIENCE_S)] * count
-        return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S, ends) for _ in range(count)]
+            return [compile_language(kind, spec, llm.tokenizer, width, PATIENCE_S, ends)] * count
+        first = compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S, ends)
+        return [first, *(first.fresh() for _ in range(count - 1))]
 
     try:
         # Time limit for compiling a grammar; a language has one more second for listing its strings

@@ -21,7 +21,7 @@ class Caller:
         tenant: owner of the texts and drafts that may be reused for a request; empty for those of everybody.
         name: name of the key in logs and errors.
         running: choices of this key that run together, in each engine; 0 for no limit.
-        queued: choices that wait in addition; ``None`` for no limit.
+        queued: choices that may be open in addition to ``running``, over all replicas together; ``None`` for no limit.
         tokens_per_minute: tokens of prompts and answers; 0 for no limit.
         priority: whether a request may ask to precede those of others.
     """

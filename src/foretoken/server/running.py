@@ -17,12 +17,13 @@ from foretoken.engine.request import Emission, Request, Running
 T = TypeVar("T")
 
 
-def submit_all(engine: AsyncLlm, requests: Sequence[Request]) -> list[Ticket]:
-    """Queue all checked requests or none.  Raises ``QueueFull`` if there is no room for all."""
+def submit_all(engine: AsyncLlm, requests: Sequence[Request], arrived_s: float) -> list[Ticket]:
+    """Queue all checked requests or none; they arrived then by the monotonic clock.  Raises ``QueueFull`` if there is
+    no room for all."""
     tickets: list[Ticket] = []
     try:
         for request in requests:
-            tickets.append(engine.submit(request, checked=True))
+            tickets.append(engine.submit(request, checked=True, arrived_s=arrived_s))
     except BaseException:
         for ticket in tickets:
             engine.cancel(ticket)

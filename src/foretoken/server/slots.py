@@ -6,7 +6,7 @@ do.
 Room is checked four times.  ``Gate.admit`` refuses before the body is parsed, and takes nothing; ``Answer.check_room``
 takes the slots, in ``AdmissionSlots._take``, which bounds the choices of the server and of each key.  The engine's own
 queue (``AsyncLlm.submit``) has as many places as there are slots, so it refuses only while it drains or when it is
-dead, or if someone else uses the same ``Llm``.
+dead, if someone else uses the same ``Llm``, or if more choices leave within a round than there are slots.
 """
 
 from __future__ import annotations

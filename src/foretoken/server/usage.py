@@ -92,11 +92,12 @@ def merged(all_stats: Sequence[SpecStats]) -> SpecStats:
     return whole
 
 
-def timings(stats: SpecStats) -> dict[str, Any]:
-    """Timings under llama.cpp's names."""
+def timings(prompts: Sequence[SpecStats], all_stats: Sequence[SpecStats]) -> dict[str, Any]:
+    """Timings under llama.cpp's names; ``prompts`` has an entry per prompt, ``all_stats`` one per choice."""
+    stats, computed = merged(all_stats), sum(stats.num_prompt_tokens_computed for stats in prompts)
     return {
-        "cache_n": stats.num_prompt_tokens - stats.num_prompt_tokens_computed,
-        "prompt_n": stats.num_prompt_tokens_computed,
+        "cache_n": sum(stats.num_prompt_tokens for stats in prompts) - computed,
+        "prompt_n": computed,
         "prompt_ms": 1e3 * stats.prefill_s,
         "predicted_n": stats.num_new_tokens,
         "predicted_ms": 1e3 * max(0.0, stats.total_s - stats.prefill_s),

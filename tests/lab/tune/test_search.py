@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import pytest
 
 from foretoken.core.costs import RoundCosts, TargetCost
+from foretoken.core.outside import OutsideError
 from foretoken.lab.tune import search
 from foretoken.lab.tune.race import BLOCK, EngineRacer, RaceRound, Standing, heat, steady_s, tokens_per_s
 from foretoken.lab.tune.search import LATE, Search, tune
@@ -36,6 +38,7 @@ class World:
     build_s: float = 0.0
     answer: int = 48
     short: tuple[tuple[int, ...], ...] = ()
+    broken: dict[str, float] = field(default_factory=dict)
     fails_on: tuple[tuple[int, ...], ...] = ()
     seen: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
@@ -54,6 +57,7 @@ class FakeArm:
     depth: int = 0
     left: int = 0
     fails: bool = False
+    fault: OutsideError | None = None
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -66,6 +70,8 @@ class FakeArm:
             return None
         if self.name == self.world.stop_at:
             raise KeyboardInterrupt
+        if self.world.now >= self.world.broken.get(self.name, inf):
+            raise OutsideError(f"{self.name} raised KeyError")
         alpha, draft_s = self.world.drafters.get(self.name, (0.0, 0.0))
         accepted = 0
         while not self.fails and accepted < self.depth and self.rng.random() < alpha:
@@ -369,6 +375,20 @@ def test_answers_that_are_too_short_are_no_lack_of_time() -> None:
 def test_what_there_was_no_time_for_is_told() -> None:
     outcome = tune(job(World({**GOOD, "jacobi": (0.1, 0.0)}, build_s=1.0), minutes=0.1))
     assert LATE in outcome.skipped.values() and outcome.rows
+
+
+@pytest.mark.parametrize("since_s", [0.0, 5.0])
+def test_a_drafter_whose_code_fails_is_left_out(since_s: float) -> None:
+    """At once, or while the best race each other: the others' figures stay."""
+    asked = ("ngram", "suffix", "quantized,bits=4")
+    outcome = tune(job(World({**GOOD, "suffix": (0.95, 0.0001)}, broken={"suffix": since_s}), drafters=asked))
+    assert outcome.failed == ["suffix"] and "suffix raised KeyError" in outcome.skipped["suffix"]
+    assert outcome.chosen is not None and "suffix" not in {row.way.drafter for row in outcome.rows}
+    assert any(row.compared for row in outcome.rows)
+    found = tune(job(World(GOOD, broken={"suffix": since_s})))
+    assert found.chosen is not None and not found.failed, "nobody has asked for it"
+    with pytest.raises(ValueError, match="no drafter could be measured: suffix: suffix raised KeyError"):
+        tune(job(World(GOOD, broken={"suffix": since_s}), drafters=("suffix",)))
 
 
 def test_drafters_that_do_not_fit() -> None:

@@ -855,7 +855,7 @@ def test_swift_ends_where_nothing_is_possible() -> None:
     (run,) = speculative.requests.running
     winner = drafter.propose(run.context, LOOSE).tokens[1]
     target.commit(run.sequence, ())
-    run.context.sampler = Sampler(shut_behind(winner), len(PROMPT), Noise(0))
+    run.context.update(sampler=Sampler(shut_behind(winner), len(PROMPT), Noise(0)))
     tree = drafter.propose(run.context, LOOSE)
     target.commit(run.sequence, ())
     assert tree.tokens[1] == winner and not tree.children[1]

@@ -94,6 +94,25 @@ def test_int4_is_within_half_a_step(group: int) -> None:
     assert float((stored.dequantised() - w).abs().mean() / step.mean()) < 0.3
 
 
+@pytest.mark.parametrize("group", [32, 64])
+def test_int4_is_fitted_to_the_error_of_the_outputs(group: int) -> None:
+    w, power = weight(), torch.logspace(-2, 2, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(2))]
+    plain, fitted = (Int4Weight.of(w, group, given) for given in (None, power))
+    assert (int(fitted.values.min()), int(fitted.values.max())) == (0, 15)
+    errors = [((stored.dequantised() - w).square() * power).sum(-1) for stored in (plain, fitted)]
+    assert bool((errors[1] <= 1.02 * errors[0]).all()) and errors[1].sum() < 0.85 * errors[0].sum()
+    even = Int4Weight.of(w, group, torch.ones(64))
+    assert (even.dequantised() - w).square().sum() <= (plain.dequantised() - w).square().sum()
+
+
+def test_groups_of_one_value_are_fitted_too() -> None:
+    w = weight()
+    w[3], w[5, :32] = 0, 0.25
+    stored = Int4Weight.of(w, 32, torch.rand(64, generator=torch.Generator().manual_seed(1)).add(0.1))
+    assert not stored.dequantised()[3].any() and bool((stored.dequantised()[5, :32] == 0.25).all())
+    assert bool(torch.isfinite(stored.scale).all())
+
+
 def test_a_wide_weight_is_quantised_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, whole4 = Int8Weight.of(weight()), Int4Weight.of(weight(), 32)
     monkeypatch.setattr(quantised_weights, "AT_ONCE", 7 * 64)

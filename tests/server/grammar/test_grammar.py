@@ -26,13 +26,14 @@ from foretoken.core.sampling import Sampler, SamplingParams  # noqa: E402
 from foretoken.engine.processors import OfAnswer  # noqa: E402
 from foretoken.methods.drafters.base import Drafter, Traits  # noqa: E402
 from foretoken.methods.drafters.known import KnownDrafter  # noqa: E402
-from foretoken.server.grammar import compile_constraint  # noqa: E402
-from foretoken.server.grammar.compiling import LIMITS, TRIAL  # noqa: E402
+from foretoken.server.grammar import checked_grammar, compile_constraint  # noqa: E402
+from foretoken.server.grammar.compiling import LIMITS, TRIAL, _tokenizers  # noqa: E402
 from foretoken.server.grammar.constraint import GrammarConstraint  # noqa: E402
 from foretoken.server.grammar.trial import Trial  # noqa: E402
 from foretoken.server.inputs import constraints_of  # noqa: E402
 from foretoken.server.known_formats import FORMATS, without_unknown_formats  # noqa: E402
 from foretoken.server.schemas import CompletionRequest  # noqa: E402
+from foretoken.server.serving import warm_up  # noqa: E402
 
 SCHEMA = {
     "type": "object",
@@ -377,6 +378,42 @@ def test_a_request_of_the_server_may_end_as_the_model_does(plain: Llm) -> None:
     (rule,) = asyncio.run(constraints_of(body, 1, serving))
     assert isinstance(rule, GrammarConstraint) and rule.ends == {0, other}
     assert rule.fits(spelled(plain, "no"), [other]) == 1
+
+
+def test_a_grammar_is_compiled_once_for_all_choices(plain: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty-four prompts with a schema of a tenth of a second took more than the two seconds of a grammar."""
+    compiled: list[Any] = []
+
+    def counted(kind: str, spec: Any, patience_s: float | None) -> str:
+        compiled.append(spec)
+        return checked_grammar(kind, spec, patience_s)
+
+    monkeypatch.setattr("foretoken.server.grammar.compiling.checked_grammar", counted)
+    serving: Any = SimpleNamespace(llm=plain)
+    body = CompletionRequest.model_validate(
+        {"model": "m", "prompt": "a", "structured_outputs": {"choice": ["no", "not now"]}}
+    )
+    rules: list[Any] = asyncio.run(constraints_of(body, 64, serving))
+    assert len(rules) == 64 and len(compiled) == 1
+    scores, written = torch.zeros(1, plain.target.vocab_size), torch.tensor([spelled(plain, "no")])
+    for rule in (rules[0], rules[5]):  # each choice is at its own place
+        rule(written, scores)
+    expected = constraint(plain, "choice", ["no", "not now"])(NOTHING_YET, scores)
+    assert all(torch.equal(rule(NOTHING_YET, scores), expected) for rule in rules)
+
+
+def test_conditional_sampling_needs_no_second_view_of_the_tokenizer() -> None:
+    """The view of a large vocabulary takes longer than a grammar may, and the server has built one at its start."""
+    tokenizer: Any = OwnSpelling()
+    target = SimpleNamespace(vocab_size=len(tokenizer), eos_token_ids=frozenset({256, 257}))
+    llm: Any = SimpleNamespace(tokenizer=tokenizer, target=target)
+    warm_up(llm)
+    body = CompletionRequest.model_validate(
+        {"model": "m", "prompt": "a", "structured_outputs": {"choice": ["up", "down"], "sampling": "conditional"}}
+    )
+    serving: Any = SimpleNamespace(llm=llm)
+    asyncio.run(constraints_of(body, 1, serving))
+    assert len(_tokenizers[tokenizer]) == 1
 
 
 class Guessing(Drafter):

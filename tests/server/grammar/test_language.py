@@ -35,9 +35,12 @@ FINITE: list[tuple[str, Any, Sequence[str]]] = [
     ("grammar", 'start: ("yes" | "no") " sir"?', ["yes", "no", "yes sir", "no sir"]),
 ]
 BAD: list[tuple[str, Any, str]] = [
-    ("regex", "[0-9]{5}", "not finite, or too large"),  # 10^5 strings
-    ("choice", [f"word {i}" for i in range(100_000)], "characters, more than the limit of 65536"),
-    ("choice", [f"{i}" for i in range(3000)], "not finite, or too large"),
+    ("regex", "[0-9]{5}", "not finite, or too large .* it has more than 2048 strings"),  # 10^5 strings
+    ("choice", [f"word {i}" for i in range(100_000)], "the choice has 100000 strings, and .* takes 2048"),
+    ("choice", [f"{i}" for i in range(3000)], "the choice has 3000 strings, and .* takes 2048"),
+    ("choice", ["a" * 5000], "the choice has 5000 bytes in one string, and .* takes 4096"),
+    ("choice", [f"{i:04}" * 20 for i in range(2000)], "the choice has 160000 characters, and .* takes 65536"),
+    ("choice", ["a", "\ud800"], "the choice is not text"),
     ("regex", "a*", "not finite, or too large"),
     ("regex", "a*b", "not finite, or too large"),
     ("regex", "a{5000}", "not finite, or too large"),
@@ -83,10 +86,30 @@ def test_what_is_no_finite_language_is_refused_in_one_line(llm: Llm, kind: str, 
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-def test_listing_ends_in_time(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.server.grammar.language.WALK_S", 0.0)
-    with pytest.raises(ValueError, match="too large"):
+@pytest.mark.parametrize(
+    ("limit", "most", "words"),
+    [
+        ("WALK_S", 0.0, "listing its strings takes more than 0 s"),
+        ("MOST_STEPS", 9, "it has more than 9 bytes in all strings"),
+        ("MOST_BYTES", 1, "it has a string of more than 1 bytes"),
+        ("MOST_STRINGS", 99, "it has more than 99 strings"),
+    ],
+)
+def test_listing_ends_in_time_and_names_the_limit(
+    llm: Llm, monkeypatch: pytest.MonkeyPatch, limit: str, most: float, words: str
+) -> None:
+    monkeypatch.setattr(f"foretoken.server.grammar.language.{limit}", most)
+    with pytest.raises(ValueError, match=f"too large for conditional sampling: {words}"):
         language(llm, "regex", "[0-9]{2}")
+
+
+@pytest.mark.parametrize(("count", "length"), [(60, 400), (14, 4000), (2000, 30)])
+def test_a_choice_within_the_limits_is_taken_as_it_is_listed(llm: Llm, count: int, length: int) -> None:
+    """It was walked byte by byte as an expression: too long, or with too many characters."""
+    texts = [f"{i} {'ab cd ' * length}"[:length] for i in range(count)]
+    compiled = language(llm, "choice", [*texts, texts[0]])
+    tokenizer: Any = llm.tokenizer
+    assert sorted(tokenizer.decode(ids) for ids in compiled.strings) == sorted(texts)
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram", "model,k=3", "known,inner=ngram"])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from foretoken.core.costs import TargetCost
 from foretoken.core.noise import SEEDS, check_seed
+from foretoken.core.outside import OutsideError
+from foretoken.core.values import one_line
 from foretoken.lab.bench.arms import MAX_BATCH, Arm, ArmSetup, Unit
 from foretoken.lab.bench.partial import Partial
 from foretoken.lab.bench.results import Condition, Key, UnitResult
@@ -72,6 +75,9 @@ class Bench:
 
     ``on_progress`` is called with (finished, total, next run), never during a timed run.  Raises ``ValueError`` without
     prompts, without room for the output, and for an arm that does not fit.
+
+    Attributes:
+        failed: error messages of arms whose code from outside failed, which were left out from then on.
     """
 
     shared: ArmSetup
@@ -81,6 +87,7 @@ class Bench:
     results: dict[Key, UnitResult] = field(default_factory=dict)
     targets: dict[int, TargetCost] = field(default_factory=dict)
     num_cut: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not any(self.prompts.values()):
@@ -195,11 +202,13 @@ class Bench:
         traced = setting[1] == self.settings.settings[0][1]
         for turn, unit in enumerate(self.units(setting[1])):
             key = (*setting, unit.category, unit.number)
-            missing = [arm for arm in able if (arm.name, *key) not in self.results]
+            missing = [arm for arm in able if arm in self.arms and (arm.name, *key) not in self.results]
             for arm in missing:
                 if arm.name not in entered:
                     entered.add(arm.name)
-                    self._warm_up(arm, setting)
+                    with self._leaving_out(arm):
+                        self._warm_up(arm, setting)
+            missing = [arm for arm in missing if arm in self.arms]
             for result in self._run_unit(missing, unit, setting, turn, traced and unit.number == 0):
                 self.results[result.key] = result
                 if partial is not None:
@@ -234,9 +243,21 @@ class Bench:
         for again, arm in interleave(arms, self.settings.repeat, turn):
             self._tell(setting, f"{arm.name}, {unit.category}")
             results = runs[arm.name]
-            results.append(arm.run(replace(unit, turn=again), setting, traced and again == 0))
+            if arm in self.arms:
+                with self._leaving_out(arm):
+                    results.append(arm.run(replace(unit, turn=again), setting, traced and again == 0))
             if len(results) == self.settings.repeat:
                 yield _counted(results, arm.remembers)
+
+    @contextmanager
+    def _leaving_out(self, arm: Arm) -> Iterator[None]:
+        """Leave an arm out, with all its results, if its code from outside fails."""
+        try:
+            yield
+        except OutsideError as error:
+            self.failed[arm.name] = one_line(error)
+            self.arms.remove(arm)
+            self.results = {key: result for key, result in self.results.items() if result.arm != arm.name}
 
     def _tell(self, setting: Condition, text: str) -> None:
         self.on_progress(len(self.results), self._total, f"T={setting[0]:g} batch {setting[1]}: {text}")

@@ -48,6 +48,8 @@ class RoundRecorder:
     def __call__(
         self, runs: Sequence[Running], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
     ) -> None:
+        if not runs:  # all of them failed in this round
+            return
         # Parents only: a tree holds its draft distributions, which are large.
         self._rounds.append(([tree.parents for tree in trees], times))
         if not self.tracing:

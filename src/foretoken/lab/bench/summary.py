@@ -37,10 +37,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class BenchResult:
-    """A finished benchmark; ``cells`` has one object per arm, category, temperature and batch size."""
+    """A finished benchmark.
+
+    Attributes:
+        cells: one object per arm, category, temperature and batch size.
+        failed: arms that were left out because their code from outside failed; ``summary["skipped"]`` says why.
+    """
 
     cells: list[dict[str, Any]]
     summary: dict[str, Any]
+    failed: Sequence[str] = ()
 
     @property
     def lines(self) -> list[str]:
@@ -51,7 +57,7 @@ class BenchResult:
 def summarised(bench: Bench, where: dict[str, Any]) -> BenchResult:
     """Cells and summary of a completed benchmark; ``where`` describes the machine at the start of the run."""
     results = list(bench.results.values())
-    cells, counted = tally(results, bench.settings.names, bench.targets)
+    cells, counted = tally(results, [arm.name for arm in bench.arms], bench.targets)
     summary = {
         "summary": True,
         "target": target_name(bench.shared.target, bench.shared.source),
@@ -63,14 +69,17 @@ def summarised(bench: Bench, where: dict[str, Any]) -> BenchResult:
         **counted,
         "equality": [row for cell in cells if (row := _equality(bench, cell)) is not None],
         "skipped": [
-            f"{arm.name} at batch {size}: it serves one request at a time"
-            for size in dict.fromkeys(bench.settings.batches)
-            for arm in bench.arms
-            if not arm.can((0.0, size))
+            *(f"{name}: {error}" for name, error in bench.failed.items()),
+            *(
+                f"{arm.name} at batch {size}: it serves one request at a time"
+                for size in dict.fromkeys(bench.settings.batches)
+                for arm in bench.arms
+                if not arm.can((0.0, size))
+            ),
         ],
         "traces": traces(results, bench.prompts),
     }
-    return BenchResult(cells, summary)
+    return BenchResult(cells, summary, list(bench.failed))
 
 
 def tally(

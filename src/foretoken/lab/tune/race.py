@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from foretoken.core import RoundTimes, TokenTree, Verdict
 from foretoken.core.costs import RoundCosts
 from foretoken.core.noise import unseeded_from
+from foretoken.core.outside import OutsideError
 from foretoken.engine.request import Running
 from foretoken.lab.timing import interleave
 from foretoken.lab.workload import Workload
@@ -56,7 +57,12 @@ class EngineRacer:
     """A target with a controller and an optional drafter, run round by round.
 
     An answer ends at the model's end-of-text token.  ``costs`` are the controller's initial costs.
+
+    Attributes:
+        fault: error of a drafter from outside that ended a heat for this arm.
     """
+
+    fault: OutsideError | None = None
 
     def __init__(
         self, work: Workload, drafter: Drafter | None, controller: str = "constant", costs: RoundCosts | None = None
@@ -101,13 +107,22 @@ class EngineRacer:
             )
 
 
+def warmed(arm: EngineRacer, prompt: Sequence[int], count: int = 2) -> list[RaceRound]:
+    """A few uncounted rounds, so that one-time work is not measured."""
+    arm.begin(prompt)
+    try:
+        return [round_ for round_ in (arm.advance() for _ in range(count)) if round_ is not None]
+    finally:
+        arm.cancel()
+
+
 def heat(
     racers: Sequence[EngineRacer], prompt: Sequence[int], clock: Callable[[], float], until: float, most: int = 1 << 20
 ) -> list[list[RaceRound]]:
     """Decode a prompt with all arms in turns; returns the rounds of each.
 
     Arms stop at the end of their answers, after ``most`` tokens, or at the time ``until``, at about the same position
-    in the text.
+    in the text.  One whose drafter from outside fails stops there, and has a ``fault``.
     """
     laps: list[list[RaceRound]] = [[] for _ in racers]
     new_tokens = [0] * len(racers)
@@ -119,7 +134,10 @@ def heat(
             if clock() >= until:
                 break
             while new_tokens[index] < (turn + 1) * BLOCK and clock() < until:
-                round_ = racers[index].advance()
+                try:
+                    round_ = racers[index].advance()
+                except OutsideError as error:
+                    racers[index].fault, round_ = error, None
                 if round_ is None:
                     live.remove(index)
                     break
@@ -177,6 +195,14 @@ class Standing:
     def is_possible(self) -> bool:
         """Whether the measured speed-up respects that limit, up to noise."""
         return self.measured <= TOLERANCE * self.tokens_per_round
+
+    @property
+    def contradiction(self) -> str:
+        """Why the figures are not possible, with advice."""
+        return (
+            f"its figures contradict each other ({self.measured:.2f} of plain decoding's speed with "
+            f"{self.tokens_per_round:.2f} tokens a round): the machine is too busy, measure again when it is quiet"
+        )
 
 
 def tokens_per_s(rounds: Sequence[RaceRound]) -> float:

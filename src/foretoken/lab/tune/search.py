@@ -14,11 +14,12 @@ from dataclasses import replace
 from statistics import median
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.core.outside import OutsideError
 from foretoken.core.values import one_line
 from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate, survival_of, why_not
 from foretoken.lab.tune.choices import further, generous, likely, router_spec, sizes
 from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
-from foretoken.lab.tune.race import FEWEST, EngineRacer, RaceRound, Standing, heat, steady_s, tokens_per_s
+from foretoken.lab.tune.race import FEWEST, EngineRacer, RaceRound, Standing, heat, steady_s, tokens_per_s, warmed
 from foretoken.lab.tune.tuned import Outcome, TunedRow, TuneJob, Way
 from foretoken.lab.workload import REFUSALS
 from foretoken.loading.measured.profile import measured_target
@@ -77,6 +78,7 @@ class Search:
         self.finals: dict[Way, Standing] = {}
         self._last: list[Way] = []  # the arms of the last rung
         self.skipped: dict[str, str] = {}
+        self._failed: list[str] = []
         self._out_of_time: set[str] = set()
         self.interrupted = False
         self._curve, self._rest_s, self._token_s = TargetCost({1: 1.0, 2: 1.0}), 0.0, 0.0
@@ -128,7 +130,7 @@ class Search:
         """Some rounds of plain decoding after each answer's first two; from several answers if they are short."""
         rounds: list[RaceRound] = []
         for prompt in self.job.work.prompts:
-            rounds += _warmed(self._plain, prompt, 2 * FEWEST)[2:]
+            rounds += warmed(self._plain, prompt, 2 * FEWEST)[2:]
             if len(rounds) >= FEWEST or self.job.clock() >= self._end_s:
                 break
         return rounds
@@ -147,9 +149,9 @@ class Search:
         try:
             tried = self._tried(generous(name, is_required or name in self.job.offers), share_s)
         except REFUSALS as error:
-            if is_required:
+            if is_required and not isinstance(error, OutsideError):
                 raise
-            self.skipped[name] = one_line(error)
+            self._drop(name, error)
             return
         if not tried.standing.is_known:
             if self.job.clock() >= until:
@@ -160,7 +162,7 @@ class Search:
                     "the outputs for all prompts together are too short: give more or other prompts (--prompts)"
                 )
         elif not tried.standing.is_possible:
-            self.skipped[name] = _contradiction(tried.standing)
+            self.skipped[name] = tried.standing.contradiction
         else:
             self.scouted[tried.spec] = tried
             self._on_row(self._scouted_row(tried))
@@ -171,13 +173,15 @@ class Search:
         depth = drafter.max_depth
         arm = self.job.racer(drafter, f"constant,k={depth}")
         until = min(self.job.clock() + share_s, self._end_s)
-        _warmed(arm, self.job.work.prompts[0])
+        warmed(arm, self.job.work.prompts[0])
         standing = self._brief(arm, until)
         if not standing.is_known and not self.scouted:  # no result yet: a few tokens, in up to half of the rest
             until = self.job.clock() + max(self._end_s - self.job.clock(), 0.0) / 2
             standing.add(*self._heat([arm], 0, self.job.work.prompts[0], until, FEWEST))
         if standing.is_known and not standing.is_possible:  # a pause at a bad moment: try again
             standing = self._brief(arm, min(self.job.clock() + share_s, self._end_s))
+        if arm.fault is not None:
+            raise arm.fault
         return Scouted(spec, depth, drafter.traits.draws_trees, isinstance(drafter, SourceDrafter), standing)
 
     def _brief(self, arm: EngineRacer, until: float) -> Standing:
@@ -244,18 +248,32 @@ class Search:
                 self._last = racing
                 for way, rounds in zip(racing, laps, strict=True):
                     self.finals.setdefault(way, Standing()).add(rounds, plain)
+                racing = [way for way in racing if not self._has_failed(way, arms[way])]
             measured = [way for way in racing if way in self.finals and self.finals[way].is_known]
             racing = sorted(measured, key=lambda way: -self.finals[way].speedup)[: (len(measured) + 1) // 2]
 
     def _enter(self, way: Way, arms: dict[Way, EngineRacer]) -> None:
         """Build an arm and warm it up; one that cannot be built is skipped."""
         try:
-            arms[way] = self.job.racer(self._drafter(way.drafter), way.controller, self.costs)
+            arm = self.job.racer(self._drafter(way.drafter), way.controller, self.costs)
+            if way.controller != "auto":  # an auto controller would learn from it
+                warmed(arm, self.job.work.prompts[0])
+            arms[way] = arm
         except REFUSALS as error:
-            self.skipped[way.drafter] = one_line(error)
-            return
-        if way.controller != "auto":  # an auto controller would learn from it
-            _warmed(arms[way], self.job.work.prompts[0])
+            self._drop(way.drafter, error)
+
+    def _has_failed(self, way: Way, arm: EngineRacer) -> bool:
+        if arm.fault is not None:
+            self._drop(way.drafter, arm.fault)
+        return arm.fault is not None
+
+    def _drop(self, spec: str, error: Exception) -> None:
+        """Leave a drafter out, with what was measured of it."""
+        self.skipped[spec] = one_line(error)
+        self.scouted.pop(spec, None)
+        self.finals = {way: standing for way, standing in self.finals.items() if way.drafter != spec}
+        if isinstance(error, OutsideError) and self.job.drafters:
+            self._failed.append(spec)
 
     def _candidates(self) -> list[Candidate]:
         """Every drafter in its best shape, in descending order of predicted speed-up."""
@@ -318,6 +336,7 @@ class Search:
             now_s - self._began_s,
             self._started_s - self._began_s,
             self.interrupted,
+            self._failed,
         )
 
     def why_nothing(self) -> str:
@@ -369,22 +388,6 @@ class Search:
         for spec in [spec for spec in self._built if spec not in best]:
             del self._built[spec]
         gc.collect()  # a model and its lean forward form a reference cycle
-
-
-def _warmed(arm: EngineRacer, prompt: Sequence[int], count: int = 2) -> list[RaceRound]:
-    """A few uncounted rounds, so that one-time work is not measured."""
-    arm.begin(prompt)
-    try:
-        return [round_ for round_ in (arm.advance() for _ in range(count)) if round_ is not None]
-    finally:
-        arm.cancel()
-
-
-def _contradiction(standing: Standing) -> str:
-    return (
-        f"its figures contradict each other ({standing.measured:.2f} of plain decoding's speed with "
-        f"{standing.tokens_per_round:.2f} tokens a round): the machine is too busy, measure again when it is quiet"
-    )
 
 
 def _chosen(rows: Sequence[TunedRow]) -> Way | None:

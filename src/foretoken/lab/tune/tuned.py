@@ -97,6 +97,7 @@ class Outcome:
         chosen: the fastest arm of the last rung, ``None`` for plain decoding.
         skipped: drafters that were not measured, with reasons.
         prompts: number of decoded prompts.
+        failed: those of them whose code raised an error or broke a rule, if drafters were asked for.
         spent_s: total seconds, of which ``before_s`` passed before the search.
     """
 
@@ -110,6 +111,7 @@ class Outcome:
     spent_s: float = 0.0
     before_s: float = 0.0
     interrupted: bool = False
+    failed: Sequence[str] = ()
 
     @property
     def speedup(self) -> float:

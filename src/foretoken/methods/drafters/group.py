@@ -14,7 +14,7 @@ from typing import Any
 from foretoken.core import Budget, Context, HiddenStates, Kind, Scores, TokenTree, Verdict
 from foretoken.core.outside import is_outside
 from foretoken.methods.drafters.base import BatchDrafter, Drafter, Traits, finish_all
-from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of
+from foretoken.methods.drafters.outside import check_count, check_proposal, entries_of, within
 from foretoken.methods.trees.operations import select, truncate
 
 
@@ -103,7 +103,7 @@ def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget])
         for i, tree in zip(chosen, proposed, strict=True):
             if is_foreign:
                 check_proposal(tree, contexts[i], member, None, thorough=True)
-            trees[i] = truncate(tree, budgets[i].deepest)
+            trees[i] = within(tree, budgets[i], member) if is_foreign else truncate(tree, budgets[i].deepest)
     return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
 
 

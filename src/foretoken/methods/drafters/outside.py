@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from foretoken.core import Context, Kind, TokenTree
+from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.core.outside import OutsideError, fault_message, is_outside
 from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.trees.operations import truncate
 from foretoken.models.base import LanguageModel
 
 
@@ -56,8 +57,9 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
 
     Raises:
         DrafterError: it is no tree, does not begin at the last committed token, has a token out of range, is of a kind
-            that ``traits`` do not declare, or its ``q`` holds no distributions or not those that it was drawn from; for
-            an external drafter also if tokens, parents, rows or members are no ints.
+            that ``traits`` do not declare, or its ``q`` holds no distributions or not those that it was drawn from,
+            also by a second draw of a token without replacement; for an external drafter also if tokens, parents, rows
+            or members are no ints.
     """
     if not isinstance(tree, TokenTree):
         raise _broken(drafter, f"returned {type(tree).__name__}, not a TokenTree")
@@ -73,7 +75,24 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
             raise _broken(_author(drafter, tree, node), f"proposed token {token}: {valid}")
     if thorough and len(tree) > 1:
         _check_kind(tree, drafter)
-        _check_distributions(tree, drafter)
+        _check_distributions(tree, drafter, None if target is None else target.vocab_size)
+
+
+def within(tree: TokenTree, budget: Budget, drafter: Drafter) -> TokenTree:
+    """A proposal without nodes deeper than its budget allows; an external drafter's chain is cut to the budget's nodes,
+    too, which do not count probes.
+
+    Raises:
+        DrafterError: a tree of an external drafter has more nodes, whose memory no request has reserved. Cutting them
+            would be exact only if their order did not depend on drawn tokens.
+    """
+    tree = truncate(tree, budget.deepest)
+    most = budget.widest
+    if tree.num_drafts <= most or not is_outside(type(drafter)):
+        return tree
+    if not tree.is_chain:
+        raise _broken(drafter, f"proposed {tree.num_drafts} draft nodes: budget.max_nodes allows {most}")
+    return truncate(tree, most)
 
 
 def _check_numbers(tree: TokenTree, drafter: Drafter) -> None:
@@ -105,9 +124,9 @@ def _check_kind(tree: TokenTree, drafter: Drafter) -> None:
         raise _broken(_author(drafter, tree, -1), rule)
 
 
-def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
+def _check_distributions(tree: TokenTree, drafter: Drafter, vocab_size: int | None) -> None:
     q, rows = tree.q, tree.q_rows
-    drawn = [node for node, row in enumerate(rows) if row >= 0]
+    drawn = [node for node, row in enumerate(rows) if row != -1]
     if q is None or not drawn:
         return
     author = _author(drafter, tree, drawn[0])
@@ -115,14 +134,31 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
         kind = q.dtype if isinstance(q, torch.Tensor) else type(q).__name__
         raise _broken(author, f"gave q of type {kind}: it must be a tensor of floating-point numbers")
     highest = max(tree.tokens[node] for node in drawn)  # probes may lie behind the vocabulary
-    if q.dim() != 2 or len(rows) != len(tree) or max(rows) >= len(q) or highest >= q.shape[1]:
+    fits = q.dim() == 2 and len(rows) == len(tree) and min(rows) >= -1 and max(rows) < len(q)
+    if not fits or highest >= q.shape[1]:
         raise _broken(author, f"gave q of shape {list(q.shape)} and q_rows that do not fit a tree of {len(tree)} nodes")
+    if vocab_size is not None and q.shape[1] != vocab_size:
+        columns = f"{vocab_size} columns, one for each of the target's ids"
+        raise _broken(author, f"gave q of shape {list(q.shape)}: its rows must have {columns}")
     # Comparisons with NaN are false, so test what must be true, not what must be false.
     if not bool((q >= 0).all()) or not bool(((q.sum(-1) - 1).abs() <= 1e-3).all()):
         raise _broken(author, "gave q with rows that are not distributions: they must be >= 0 and sum to 1")
     probabilities = q[torch.tensor([rows[n] for n in drawn]), torch.tensor([tree.tokens[n] for n in drawn])]
     if not bool((probabilities > 0).all()):
         raise _broken(author, "proposed a token with probability 0 in q: it was not drawn from q")
+    if tree.kind is Kind.WITHOUT_REPLACEMENT:
+        _check_siblings(tree, drawn, author)
+
+
+def _check_siblings(tree: TokenTree, drawn: Sequence[int], author: Drafter) -> None:
+    """Check that siblings of one row are distinct: given the first, the same token again has probability 0."""
+    seen: set[tuple[int, int, int]] = set()
+    for node in drawn:
+        draw = (tree.parents[node], tree.q_rows[node], tree.tokens[node])
+        if draw in seen:
+            token = f"token {tree.tokens[node]} twice below one node"
+            raise _broken(author, f"proposed {token} as draws without replacement: independent ones are of Kind.IID")
+        seen.add(draw)
 
 
 def _author(drafter: Drafter, tree: TokenTree, node: int) -> Drafter:

@@ -85,7 +85,7 @@ class DraftTexts:
     def of(cls, context: Context) -> DraftTexts:
         """The request's; without an engine, new ones that are read at once."""
         if context.texts is None:
-            context.texts = cls()
+            context.update(texts=cls())
         return context.texts
 
 

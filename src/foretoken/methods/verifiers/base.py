@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from math import inf
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Kind, Rng, Scores, TokenTree, Verdict, is_large
+from foretoken.core.outside import is_outside
 from foretoken.core.sampling import draw, draws
 
 
@@ -50,6 +52,30 @@ class Coins:
         return draw(distribution, self._rng.uniform())
 
 
+class CheckedCoins(Coins):
+    """Coins of a rule from outside: a residual of 0 / 0 or below 0 would draw tokens with wrong probabilities."""
+
+    def __init__(self, rng: Rng, vocab_size: int) -> None:
+        super().__init__(rng)
+        self._vocab_size = vocab_size
+
+    def draw(self, distribution: Tensor) -> int:
+        """As :meth:`Coins.draw`.
+
+        Raises:
+            ValueError: weights of another shape than [V], below 0, not finite, or all 0.
+        """
+        shape = list(distribution.shape) if isinstance(distribution, Tensor) else type(distribution).__name__
+        if shape != [self._vocab_size]:
+            raise ValueError(
+                f"coins.draw got weights of shape {shape}: it must be [{self._vocab_size}], the vocabulary"
+            )
+        # Comparisons with NaN are false, so test what must be true.
+        if not (float(distribution.min()) >= 0.0 and 0.0 < float(distribution.sum()) < inf):
+            raise ValueError("coins.draw got weights that are below 0, not finite, or all 0")
+        return super().draw(distribution)
+
+
 class Verifier(ABC):
     """One acceptance rule; its constructor raises ``ValueError`` for an option outside its range.
 
@@ -75,6 +101,11 @@ class Verifier(ABC):
     asks_choices: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
     decides_by: ClassVar[Literal["tests", "choices", "paths"]] = "tests"
+    _is_outside: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._is_outside = is_outside(cls)
 
     @abstractmethod
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
@@ -90,7 +121,8 @@ class Verifier(ABC):
         Raises:
             ValueError: a chain rule met a node with two children.
         """
-        return self.decide_fast(tree, scores, Coins(rng))
+        coins = CheckedCoins(rng, scores.logits.shape[-1]) if self._is_outside else Coins(rng)
+        return self.decide_fast(tree, scores, coins)
 
     def draws_last(self, tree: TokenTree) -> bool:
         """Whether the rule ends with its only draw, whose token goes unread into the verdict. Such draws are batched

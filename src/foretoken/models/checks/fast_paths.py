@@ -31,6 +31,13 @@ Probe = Callable[[], Sequence[int] | None]
 """Token ids of an ordinary text in the model's own tokenizer; ``None`` if there is none."""
 
 
+def probe_ids(probe: Probe | None, vocab_size: int) -> list[int]:
+    """As many ids as a check reads: those of the probe, then such as are spread over the vocabulary."""
+    ordinary = ordinary_ids(vocab_size)
+    tokens = list(probe() or ()) if probe is not None else []
+    return [*tokens, *ordinary][: len(ordinary)]
+
+
 class Checks:
     """The checks of one model, made while it uses its public forward; ``probe`` supplies ordinary text."""
 
@@ -42,9 +49,7 @@ class Checks:
     @cached_property
     def ids(self) -> Sequence[int]:
         """Token ids of the probe, cut to the required length."""
-        ordinary = ordinary_ids(self.network.vocab_size)
-        tokens = list(self.probe() or ()) if self.probe is not None else []
-        return [*tokens, *ordinary][: len(ordinary)]
+        return probe_ids(self.probe, self.network.vocab_size)
 
     @cached_property
     def judge(self) -> Judge | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError
 from foretoken.models.cache.masks import LayerMask
-from foretoken.models.checks.fast_paths import Checks, Probe
+from foretoken.models.checks.fast_paths import Checks, Probe, probe_ids
 from foretoken.models.forward.attention import attention_for
 from foretoken.models.forward.lean import LeanForward, build_lean
 from foretoken.models.forward.native import NativeForward, fastest_of
@@ -185,6 +185,11 @@ class Network:
     def skips_masked(self) -> bool:
         """Whether attention takes no time for masked slots."""
         return self.fast is not None and self.fast.skips_masked
+
+    @property
+    def text(self) -> list[int]:
+        """Token ids of a short ordinary text."""
+        return probe_ids(self.probe, self.vocab_size)
 
     # -- tokens behind the vocabulary, weights beside its own --------------------------------------------------------
 

@@ -36,9 +36,11 @@ class QuantisedLinear(nn.Module):
         self.product, self.dtype = product, dtype
 
     @classmethod
-    def of(cls, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> QuantisedLinear:
+    def of(
+        cls, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True, power: Tensor | None = None
+    ) -> QuantisedLinear:
         bias = None if linear.bias is None else linear.bias.detach()
-        quantised = make_product(product, linear.weight, bias, GROUP)
+        quantised = make_product(product, linear.weight, bias, GROUP, power)
         quantised.wide = wide_rows if wide else None
         return cls(quantised, linear.weight.dtype)
 

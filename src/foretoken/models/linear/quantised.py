@@ -191,7 +191,9 @@ def wide_rows(product: type[QuantisedProduct], out: int, width: int, group: int)
     return NEVER
 
 
-def make_product(product: type[QuantisedProduct], weight: Tensor, bias: Tensor | None, group: int) -> QuantisedProduct:
-    """Quantise a weight [out, in] for a product."""
-    quantised = Int4Weight.of(weight, group) if product.bits == 4 else Int8Weight.of(weight)
+def make_product(
+    product: type[QuantisedProduct], weight: Tensor, bias: Tensor | None, group: int, power: Tensor | None = None
+) -> QuantisedProduct:
+    """Quantise a weight [out, in] for a product; in 4 bits for inputs of mean squares ``power`` [in], if given."""
+    quantised = Int4Weight.of(weight, group, power) if product.bits == 4 else Int8Weight.of(weight)
     return product(quantised, bias)  # type: ignore[arg-type]

@@ -3,11 +3,13 @@ model's distribution then differs from that with full weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from foretoken.models.base import CapabilityError
+from foretoken.models.linear.input_power import input_powers
 from foretoken.models.linear.packing import children_of, embedded_in, is_plain
 from foretoken.models.linear.product import QuantisedLinear
 from foretoken.models.linear.quantised import WITHOUT_BYTES, available, fastest_target_product, multiplies_bytes
@@ -27,7 +29,7 @@ def check_kind(kind: str) -> None:
         raise ValueError(f"quantize must be one of {', '.join(KINDS)}, not {kind!r}")
 
 
-def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
+def quantise_linears(model: Any, kind: str, wide: bool = True, text: Callable[[], Sequence[int]] | None = None) -> int:
     """Replace every ``nn.Linear`` below ``model`` by a quantised one, one by one; return their number.
 
     Sets ``model.quantised_to`` to ``kind``.
@@ -39,6 +41,7 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
         model: a network on the CPU that may be changed.
         kind: one of :data:`KINDS`.
         wide: let calls of many rows dequantise a layer if that is faster; a row's bits then depend on their number.
+        text: token ids of a short ordinary text, to whose inputs weights of 4 bits are fitted.
     """
     check_kind(kind)
     if model.device.type != "cpu":
@@ -51,13 +54,17 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
     if is_ready_made(model):
         raise CapabilityError("the weights of this checkpoint are quantised already: leave quantize out")
     embeddings, head, count = embedded_in(model), model.get_output_embeddings(), 0
-    for parent, name, child in list(children_of(model)):
-        if not isinstance(child, nn.Linear) or not is_plain(child) or id(child.weight) in embeddings:
-            continue
+    layers = [
+        (parent, name, child)
+        for parent, name, child in children_of(model)
+        if isinstance(child, nn.Linear) and is_plain(child) and id(child.weight) not in embeddings
+    ]
+    powers = input_powers(model, [child for _, _, child in layers], text()) if text and bits == "4" else {}
+    for parent, name, child in layers:
         layer_bits = "8" if child is head else bits
         product = fastest_target_product(child.out_features, child.in_features, GROUP, layer_bits, short or "15")
         if product is not None and child.weight.is_floating_point():
-            setattr(parent, name, QuantisedLinear.of(child, product, wide))
+            setattr(parent, name, QuantisedLinear.of(child, product, wide, powers.get(child)))
             count += 1
     if count <= isinstance(model.get_output_embeddings(), QuantisedLinear):
         raise CapabilityError(

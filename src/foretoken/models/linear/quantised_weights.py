@@ -1,8 +1,8 @@
 """Storage of weights in 8 or 4 bits.
 
 int8: a row of W [out, in] is ``values * scale`` with ``scale = max |row| / 127``.  int4: each ``group`` of weights in a
-row is ``(values - 8) * scale + zero``, with values 0 to 15 from its minimum to its maximum.  Scales are bfloat16, as
-PyTorch's packed products require.
+row is ``(values - 8) * scale + zero``, with values 0 to 15 from its minimum to its maximum, which is then fitted to the
+outputs' error if the sizes of the inputs are known.  Scales are bfloat16, as PyTorch's packed products require.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 GROUP, GROUPS = 32, (32, 64, 128)
 """Weights per int4 scale: the default, and the choices."""
 ROWS4 = 16
 """Block size of the packed int4 product's outputs."""
+REFITS = 2
+"""Times that scales and zeros are fitted to rounded values, and values rounded again: more gain nothing."""
+FLAT = 1e-3
+"""Variance of rounded values below which a group has one value, and no scale."""
 AT_ONCE = 2**18
 """Weights quantised at a time: they stay in the CPU cache between operations, and a large vocabulary projection needs
 no second copy in float32."""
@@ -68,22 +73,30 @@ class Int4Weight:
     group: int
 
     @classmethod
-    def of(cls, weight: Tensor, group: int) -> Int4Weight:
-        """Quantise [out, in] in groups of each row."""
+    def of(cls, weight: Tensor, group: int, power: Tensor | None = None) -> Int4Weight:
+        """Quantise [out, in] in groups of each row.
+
+        Args:
+            power: [in] float32, mean squares of the inputs, by which errors are weighted; ``None``: groups end at their
+                smallest and largest weights.
+        """
         if not fits_int4(weight.shape, group):
             raise ValueError(f"int4 needs [{ROWS4} a, {group} b] weights, not {list(weight.shape)}")
         values = torch.empty(weight.shape, dtype=torch.int32)
         scale = torch.empty(len(weight), weight.shape[1] // group, dtype=torch.bfloat16)
         zero = torch.empty_like(scale)
+        share = None if power is None else normalize(power.view(-1, group), p=1)
         for rows in slabs(*weight.shape):
-            wide = (
-                weight.detach()[rows].to(torch.float32, copy=True).unflatten(1, (-1, group))
-            )  # [n, in / group, group]
+            wide = weight.detach()[rows].float().unflatten(1, (-1, group))  # [n, in / group, group]
             low, high = wide.amin(-1), wide.amax(-1)
             scale[rows] = ((high - low) / 15).clamp_min_(1e-30)
             zero[rows] = low + 8 * scale[rows].float()
-            wide = wide.sub_(zero[rows].float()[..., None]).div_(scale[rows].float()[..., None])
-            values[rows] = wide.add_(8).round_().clamp_(0, 15).flatten(1).to(torch.int32)
+            rounded = _rounded(wide, scale[rows], zero[rows])
+            if share is not None:
+                for _ in range(REFITS):
+                    scale[rows], zero[rows] = _fitted(wide, rounded, share)
+                    rounded = _rounded(wide, scale[rows], zero[rows])
+            values[rows] = rounded.add_(8).flatten(1).to(torch.int32)
         return cls(values, scale, zero, group)
 
     def dequantised(self) -> Tensor:
@@ -93,6 +106,24 @@ class Int4Weight:
 
 
 Quantised = Int8Weight | Int4Weight
+
+
+def _rounded(wide: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Values from -8 to 7 of weights [n, groups, group]; scales and zeros [n, groups]."""
+    return (wide - zero.float()[..., None]).div_(scale.float()[..., None]).round_().clamp_(-8, 7)
+
+
+def _fitted(wide: Tensor, rounded: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and zeros [n, groups] with the least squared error: the regression of weights on rounded values, both
+    [n, groups, group], in which a weight counts as its ``share`` [groups, group] of the group's input."""
+    counted = share * rounded
+    centre = counted.sum(-1)
+    variance = counted.mul_(rounded).sum(-1).sub_(centre.square())
+    counted = torch.mul(share, wide, out=counted)
+    mean = counted.sum(-1)
+    covariance = counted.mul_(rounded).sum(-1).sub_(mean * centre)
+    scale = torch.where(variance > FLAT, covariance / variance, 0.0).clamp_min_(1e-30).bfloat16()
+    return scale, mean - centre * scale.float()
 
 
 def slabs(out: int, width: int, at_once: int = AT_ONCE) -> Iterator[slice]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.network import Network
+from foretoken.models.linear.input_power import input_powers
 from foretoken.models.linear.packing import PackedLinear, Packing, dtype_of, is_plain, joined_bias, joined_weight
 from foretoken.models.linear.product import Product, QuantisedLinear, is_stored
 from foretoken.models.linear.quantised import (
@@ -95,17 +96,19 @@ class QuantisedWeights:
         self.all_products: list[QuantisedProduct] = []
         self.fast: LeanForward | None = None
         head = owner.model.get_output_embeddings()
+        powers = {} if scheme.bits == "8" else input_powers(owner.model, linears(owner.model), owner.text)
         if owner.fast is not None:
             shadow = copy.copy(owner)
             base = owner.packing
-            shadow.packing = _QuantisedPacking(base.layout, base.blocks, None, scheme, head, self.all_products)
+            shadow.packing = _QuantisedPacking(base.layout, base.blocks, None, scheme, head, powers, self.all_products)
             self.fast = owner.fast.again(shadow)
         else:
             for linear in linears(owner.model):
                 choose = scheme.head_product if linear is head else scheme.product
                 product = choose((linear.out_features, linear.in_features))
                 if product is not None:
-                    quantised = make_product(product, joined_weight([linear]), linear.bias, scheme.group)
+                    weight, power = joined_weight([linear]), powers.get(linear)
+                    quantised = make_product(product, weight, linear.bias, scheme.group, power)
                     self.products[linear] = quantised
                     self.all_products.append(quantised)
 
@@ -128,11 +131,13 @@ class _QuantisedPacking(Packing):
     """Quantised projections; those that cannot be quantised use the model's own layout, since both read its cache.
 
     Attributes:
+        powers: [in] mean squares of a layer's inputs.
         products: all products created so far.
     """
 
     scheme: Scheme = Scheme()
     head: Any = None
+    powers: dict[nn.Module, Tensor] = field(default_factory=dict)
     products: list[QuantisedProduct] = field(default_factory=list)
 
     def projection(self, *linears: Any) -> Product:
@@ -144,7 +149,8 @@ class _QuantisedPacking(Packing):
             projections: set[Product | None] = {getattr(linear, "projection", None) for linear in linears}
             shared = projections.pop() if len(projections) == 1 else None
             return super().projection(*linears) if shared is None else shared
-        quantised = make_product(product, joined_weight(linears), joined_bias(linears), self.scheme.group)
+        power = self.powers.get(linears[0])  # the inputs of all
+        quantised = make_product(product, joined_weight(linears), joined_bias(linears), self.scheme.group, power)
         self.products.append(quantised)
         return quantised
 

@@ -15,15 +15,20 @@ class FleetMetrics:
         retried: requests that were passed to another replica.
         broken: streams that ended with an error because their replica was lost.
         failures: the gateway's own error answers, by reason.
+        rejections: requests that the gateway itself refused at admission, by reason.
     """
 
     def __init__(self, model: str, compat: str) -> None:
         self._model, self._compat = model, compat
         self.retried = self.broken = 0
         self.failures: Counter[str] = Counter()
+        self.rejections: Counter[str] = Counter()
 
     def failed(self, reason: str) -> None:
         self.failures[reason] += 1
+
+    def rejected(self, reason: str) -> None:
+        self.rejections[reason] += 1
 
     def text(self, replicas: Mapping[str, str], ready: int, open_: int) -> str:
         """Exposition for Prometheus, from the replicas' expositions by name; ``ready`` replicas can serve."""
@@ -38,15 +43,19 @@ class FleetMetrics:
             full = f"foretoken:{name}"
             lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}"]
             lines.append(f'{full}{{model_name="{_escaped(self._model)}"}} {value}')
-        text = "\n".join([*lines, *labelled({"gateway": self._failures(), **replicas})]) + "\n"
+        text = "\n".join([*lines, *labelled({"gateway": self._errors(), **replicas})]) + "\n"
         return under_names(text, self._compat)
 
-    def _failures(self) -> str:
+    def _errors(self) -> str:
         """The gateway's error answers in the format of replicas."""
-        full = "foretoken:request_failure_total"
-        lines = [f"# HELP {full} Requests that were answered with an error.", f"# TYPE {full} counter"]
-        for reason, count in self.failures.items():
-            lines.append(f'{full}{{model_name="{_escaped(self._model)}",reason="{_escaped(reason)}"}} {count}')
+        lines: list[str] = []
+        for full, help_text, counts in (
+            ("foretoken:request_failure_total", "Requests that were answered with an error.", self.failures),
+            ("foretoken:admission_rejections_total", "Requests refused at admission.", self.rejections),
+        ):
+            lines += [f"# HELP {full} {help_text}", f"# TYPE {full} counter"]
+            for reason, count in counts.items():
+                lines.append(f'{full}{{model_name="{_escaped(self._model)}",reason="{_escaped(reason)}"}} {count}')
         return "\n".join(lines)
 
 

@@ -8,8 +8,8 @@ has received anything, the request goes to another one.  An interrupted stream e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -158,6 +158,16 @@ class Fleet:
         if max(self.num_admitted, self.num_undecided) >= self.capacity:
             raise ApiError(503, "all replicas are busy; try again", code="queue_full", headers={"Retry-After": "1"})
 
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Count refusals inside the block."""
+        try:
+            yield
+        except ApiError as error:
+            self.metrics.rejected(error.reason)
+            error.counted = True
+            raise
+
 
 class Admission:
     """A request's part in the counts of a fleet: undecided, then with its admitted choices; nothing once refused.
@@ -240,10 +250,11 @@ class Gateway:
         if path in routes and scope["method"] in ("GET", "HEAD"):
             await (await routes[path]())(scope, receive, send)
             return
-        self.fleet.check()
         writes = scope["method"] == "POST" and path.endswith(WRITERS)
-        if writes:
-            self.fleet.check_room()
+        with self.fleet.refusals() if writes else nullcontext():
+            self.fleet.check()
+            if writes:
+                self.fleet.check_room()
         self.fleet.num_open += 1
         try:
             await self._forward({**scope, "path": path}, receive, send, writes)
@@ -278,7 +289,8 @@ class Gateway:
         body = await _body(receive)
         slot, fields = slot_of(scope), asked_of(body)
         if writes:
-            slot.take(choices_of(scope["path"], fields))
+            with self.fleet.refusals():
+                slot.take(choices_of(scope["path"], fields))
         inner_scope = {**{name: scope[name] for name in CARRIED if name in scope}, "root_path": ""}
         request_id = scope.get("state", {}).get("request_id", "")
         dropped = (b"authorization", b"x-api-key", b"x-request-id")  # the gateway checks keys and sets ids

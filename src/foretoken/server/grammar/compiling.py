@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -61,7 +61,7 @@ def compile_constraint(
         ends: the model's end-of-text ids (``llm.target.eos_token_ids``), which may be more than the tokenizer's own.
     """
     grammar = checked_grammar(kind, spec, patience_s)
-    every_end = frozenset(end_ids(tokenizer)) | {end for end in ends if 0 <= end < vocab_size}
+    every_end = known_ends(tokenizer, vocab_size, ends)
     view = tokenizer_view(tokenizer, vocab_size, every_end)
     matcher = LLMatcher(view, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     _check(kind, matcher.get_error())
@@ -94,23 +94,23 @@ def _grammar(kind: str, spec: Any) -> str:
         if kind == "json_schema":
             return LLMatcher.grammar_from_json_schema(json.dumps(_schema(spec)), overrides=SPACING)
         if kind == "choice":
-            kind, spec = "regex", _any_of(spec)
+            spec = "|".join(re.escape(text) for text in checked_texts(spec))
         if not isinstance(spec, str) or not spec:
             raise ValueError(f"a {kind} must be non-empty text")
         if len(spec) > LONGEST:
             raise ValueError(f"the {kind} has {len(spec)} characters, more than the limit of {LONGEST}")
-        return LLMatcher.grammar_from_regex(spec) if kind == "regex" else LLMatcher.grammar_from_lark(spec)
+        return LLMatcher.grammar_from_lark(spec) if kind == "grammar" else LLMatcher.grammar_from_regex(spec)
     except (TypeError, RecursionError, OverflowError, UnicodeError) as error:
         raise ValueError(f"the {kind} cannot be compiled: {one_line(error, 300)}") from None
 
 
-def _any_of(texts: Any) -> str:
-    """Expression that matches any of the texts."""
+def checked_texts(texts: Any) -> Sequence[str]:
+    """The texts of a choice.  Raises ``ValueError`` for other values, and without any text that is not empty."""
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError("a choice must be a list of strings")
     if not any(texts):
         raise ValueError("a choice needs at least one non-empty string")
-    return "|".join(re.escape(text) for text in texts)
+    return texts
 
 
 def _schema(spec: Any) -> Any:
@@ -201,3 +201,8 @@ def end_ids(tokenizer: Any) -> list[int]:
     """The tokenizer's end-of-text ids."""
     end = getattr(tokenizer, "eos_token_id", None)
     return [] if end is None else [int(end)]
+
+
+def known_ends(tokenizer: Any, vocab_size: int, ends: Iterable[int]) -> frozenset[int]:
+    """The tokenizer's end-of-text ids, and those of ``ends`` that have a logit."""
+    return frozenset(end_ids(tokenizer)) | {end for end in ends if 0 <= end < vocab_size}

@@ -30,6 +30,11 @@ class GrammarConstraint:
         """The constraint itself."""
         return self
 
+    def fresh(self) -> GrammarConstraint:
+        """The same grammar at its beginning for another request, without compiling it again; for a constraint that no
+        request has used yet."""
+        return GrammarConstraint(self._matcher.deep_copy(), self._vocab_size, self.ends)
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [1, V] in which tokens that may not follow the output [1, n] are impossible.
 

@@ -1,30 +1,46 @@
 """Enumeration of all strings that match a schema, a regular expression or a grammar, if they are few.
 
-llguidance's automaton is walked byte by byte, so whatever it reads can be a finite language.
+llguidance's automaton is walked byte by byte, so whatever it reads can be a finite language.  A choice is such a list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from time import thread_time
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from foretoken.core.constraints import FiniteLanguage
-from foretoken.server.grammar.compiling import LIMITS, TOKEN, checked_grammar, end_ids, tokenizer_view
+from foretoken.core.values import one_line
+from foretoken.server.grammar.compiling import (
+    LIMITS,
+    LONGEST,
+    TOKEN,
+    checked_grammar,
+    checked_texts,
+    known_ends,
+    tokenizer_view,
+)
 from foretoken.server.grammar.constraint import reason_of
 
 MOST_STRINGS = 2048
 """Maximum number of strings of a language."""
 MOST_BYTES = 4096
 """Maximum length of a string in bytes."""
+MOST_STEPS = 65_536
+"""Maximum number of bytes of all strings, common beginnings counted once."""
 WALK_S = 1.0
 """Seconds of processor time for listing the strings."""
 
 
 def compile_language(
-    kind: str, spec: Any, tokenizer: Any, vocab_size: int, patience_s: float | None = None
+    kind: str,
+    spec: Any,
+    tokenizer: Any,
+    vocab_size: int,
+    patience_s: float | None = None,
+    ends: Iterable[int] = (),
 ) -> FiniteLanguage:
     """All matching strings, each in the tokenizer's spelling.
 
@@ -35,11 +51,10 @@ def compile_language(
     that no string matches, that the strings are too many or too long (or endless), or that the tokenizer cannot spell
     one.
     """
-    grammar = checked_grammar(kind, spec, patience_s)
-    if TOKEN.search(grammar):
-        raise ValueError(f"the {kind} names tokens by their ids, and conditional sampling supports strings only")
-    view = tokenizer_view(tokenizer, vocab_size)
-    return FiniteLanguage.of([_spelled(text, view) for text in _strings(kind, grammar)], end_ids(tokenizer))
+    strings = _listed(spec) if kind == "choice" else _walked(kind, checked_grammar(kind, spec, patience_s))
+    every_end = known_ends(tokenizer, vocab_size, ends)
+    view = tokenizer_view(tokenizer, vocab_size, every_end)
+    return FiniteLanguage.of([_spelled(text, view) for text in strings], every_end)
 
 
 def _spelled(text: bytes, view: LLTokenizer) -> list[int]:
@@ -52,7 +67,30 @@ def _spelled(text: bytes, view: LLTokenizer) -> list[int]:
     return tokens
 
 
-def _strings(kind: str, grammar: str) -> list[bytes]:
+def _listed(spec: Any) -> list[bytes]:
+    """The texts of a choice."""
+    texts = set(checked_texts(spec))
+    try:
+        strings = sorted(text.encode() for text in texts)
+    except UnicodeError as error:
+        raise ValueError(f"the choice is not text: {one_line(error, 200)}") from None
+    for count, most, unit in (
+        (len(strings), MOST_STRINGS, "strings"),
+        (max(map(len, strings)), MOST_BYTES, "bytes in one string"),
+        (sum(map(len, texts)), LONGEST, "characters"),
+    ):
+        if count > most:
+            raise ValueError(
+                f"the choice has {count} {unit}, and conditional sampling takes {most}; leave conditional sampling out "
+                "to mask by the choice token by token"
+            )
+    return strings
+
+
+def _walked(kind: str, grammar: str) -> list[bytes]:
+    """All strings that the grammar matches."""
+    if TOKEN.search(grammar):
+        raise ValueError(f"the {kind} names tokens by their ids, and conditional sampling supports strings only")
     tokenizer = LLTokenizer("byte")
     ends = sum(1 << int(end) for end in tokenizer.eos_tokens)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
@@ -83,14 +121,19 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
                 matcher.rollback(1)
             continue
         steps += 1
-        # Limit on the bytes of all strings, common prefixes counted once
-        if steps > 65_536 or len(text) >= MOST_BYTES or thread_time() > until:
-            raise _too_large(kind)
+        if steps > MOST_STEPS:
+            raise _too_large(
+                kind, f"it has more than {MOST_STEPS} bytes in all strings, common beginnings counted once"
+            )
+        if len(text) >= MOST_BYTES:
+            raise _too_large(kind, f"it has a string of more than {MOST_BYTES} bytes")
+        if thread_time() > until:
+            raise _too_large(kind, f"listing its strings takes more than {WALK_S:g} s")
         matcher.consume_token(byte)
         text.append(byte)
         open_bytes.append(following())
         if len(strings) > MOST_STRINGS:
-            raise _too_large(kind)
+            raise _too_large(kind, f"it has more than {MOST_STRINGS} strings")
     if not strings:
         raise ValueError(f"no string matches the {kind}: the language is empty")
     return strings
@@ -101,8 +144,8 @@ def _check(kind: str, matcher: LLMatcher) -> None:
         raise ValueError(f"the strings of the {kind} cannot be listed: {reason_of(matcher)}")
 
 
-def _too_large(kind: str) -> ValueError:
+def _too_large(kind: str, what: str) -> ValueError:
     return ValueError(
-        f"the {kind} is not finite, or too large: conditional sampling takes up to {MOST_STRINGS} strings of up to "
-        f"{MOST_BYTES} bytes; leave conditional sampling out to mask by the {kind} token by token"
+        f"the {kind} is not finite, or too large for conditional sampling: {what}; leave conditional sampling "
+        f"out to mask by the {kind} token by token"
     )
