@@ -110,6 +110,17 @@ def test_a_message_beyond_the_context_is_refused_and_the_chat_goes_on(
     assert len(session.messages) == 2
 
 
+def test_a_message_beyond_the_context_erases_nothing(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in ("one", "two"):
+        session.handle(line)
+    before = list(session.messages)
+    capsys.readouterr()
+    session.handle("x" * 2000)
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "forgot" not in err
+    assert session.messages == before and len(before) == 4
+
+
 def test_ctrl_c_ends_the_answer_and_not_the_chat(
     session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,31 +176,31 @@ class Session:
 
         A full context loses its oldest turns, for an answer of at most half the context: a larger ``--max-new-tokens``
         would leave no turns.  Raises ``ValueError`` if the last message alone fills the context or the template refuses
-        it.
+        it; nothing is forgotten then.
         """
         context, limit = self.llm.target.context_length, int(self.options["max_new_tokens"])
         prompt = self._prompt()
         whole, dropped = len(prompt), 0
-        while len(prompt) + min(limit, context // 2) > context and len(self.messages) > 2:
-            del self.messages[:2]
+        while len(prompt) + min(limit, context // 2) > context and len(self.messages) - dropped > 2:
             dropped += 2
-            prompt = self._prompt()
-        if dropped:
-            say = f"the context of {context} tokens is full: forgot the oldest {dropped} messages"
-            print(f"({say}, {whole - len(prompt)} tokens)", file=sys.stderr)
+            prompt = self._prompt(dropped)
         room = context - len(prompt)
         if room < 1:
             raise ValueError(f"the message has {len(prompt)} tokens and the model's context is {context}: shorten it")
+        if dropped:
+            del self.messages[:dropped]
+            say = f"the context of {context} tokens is full: forgot the oldest {dropped} messages"
+            print(f"({say}, {whole - len(prompt)} tokens)", file=sys.stderr)
         return prompt, min(limit, room)
 
-    def _all(self) -> list[dict[str, str]]:
-        return (
-            [{"role": "system", "content": self.system}, *self.messages] if self.system is not None else self.messages
-        )
+    def _all(self, start: int = 0) -> list[dict[str, str]]:
+        """The messages from ``start`` on, after the system message."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.messages[start:]]
 
-    def _prompt(self) -> list[int]:
+    def _prompt(self, start: int = 0) -> list[int]:
         if self._has_template:
-            return render(self._all(), self.llm.tokenizer)
+            return render(self._all(start), self.llm.tokenizer)
         names = {"user": "User", "assistant": "Assistant"}
-        lines = [f"{names[m['role']]}: {m['content']}\n" for m in self.messages]
+        lines = [f"{names[m['role']]}: {m['content']}\n" for m in self.messages[start:]]
         return self.llm.encode("".join(lines) + "Assistant:")
