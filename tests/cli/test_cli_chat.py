@@ -143,6 +143,33 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(
     assert not session.llm.engine.busy
 
 
+@pytest.mark.parametrize("place", ["_fitting_prompt", "_count"])
+def test_ctrl_c_around_an_answer_does_not_end_the_chat_of_a_terminal(
+    run: Any, target: str, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    original, calls = getattr(Session, place), []
+
+    def interrupted(session: Session, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(session, *args)
+
+    monkeypatch.setattr(Session, place, interrupted)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    lines = iter(["one", "two", "three", "/history"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, "/quit"))
+    result = run("chat", "--target", target, "--max-new-tokens", "4")
+    assert result.code == 0
+    asked = [line[6:] for line in result.out.splitlines() if line.startswith("user: ")]
+    assert asked == (["one", "two", "three"] if place == "_count" else ["one", "three"])
+    assert result.out.count("assistant: ") == len(asked)
+
+
 def test_ctrl_c_at_the_prompt_of_a_terminal_shows_how_to_leave(
     run: Any, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

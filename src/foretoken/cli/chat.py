@@ -47,7 +47,12 @@ def chat_command(system: System = None, *, common: Common) -> None:
     while (line := _read(interactive)) is not None:
         if line == "/quit":
             break
-        session.handle(line)
+        try:
+            session.handle(line)
+        except KeyboardInterrupt:  # before or after the answer's tokens, or a second one
+            if not interactive:
+                raise
+            print(f"\n({HELP})")
 
 
 def _read(interactive: bool) -> str | None:
@@ -112,13 +117,18 @@ class Session:
         self.messages.append({"role": "user", "content": line})
         try:
             prompt, room = self._fitting_prompt()
-            answer = self._say(prompt, {**self._options, "max_new_tokens": room})
-        except ValueError as error:  # nothing was generated: the user can try another line
+            answer, last = self._say(prompt, {**self._options, "max_new_tokens": room})
+        except BaseException as error:
             self.messages.pop()
+            if not isinstance(error, ValueError):  # Ctrl-C
+                raise
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            return
+            return  # nothing was generated: the user can try another line
         self.num_answers += 1
         self.messages.append({"role": "assistant", "content": answer})
+        if last is not None and last.stats is not None:
+            tell_empty(self.llm, last.note)
+            self._count(last.stats, last.finish_reason == "length")
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -128,8 +138,8 @@ class Session:
         seed = self.options.get("seed")
         return self.options if seed is None else {**self.options, "seed": (seed + self.num_answers) % SEEDS}
 
-    def _say(self, prompt: list[int], options: dict[str, Any]) -> str:
-        """Stream one answer; Ctrl-C ends it and keeps the text so far.
+    def _say(self, prompt: list[int], options: dict[str, Any]) -> tuple[str, Piece | None]:
+        """Stream one answer, and return it with its last piece; Ctrl-C ends it and keeps the text so far.
 
         A chat model's answer is kept unchanged, so that the next turn begins with the same tokens and only new ones are
         prefilled.
@@ -150,10 +160,7 @@ class Session:
             pieces.close()  # type: ignore[attr-defined]
         sys.stdout.write("\n")
         sys.stdout.flush()
-        if last is not None and last.stats is not None:
-            tell_empty(self.llm, last.note)
-            self._count(last.stats, last.finish_reason == "length")
-        return answer if self._has_template else answer.strip()
+        return (answer if self._has_template else answer.strip()), last
 
     def _count(self, stats: SpecStats, cut: bool) -> None:
         if self.shows_stats:
