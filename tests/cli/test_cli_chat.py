@@ -110,6 +110,17 @@ def test_a_message_beyond_the_context_is_refused_and_the_chat_goes_on(
     assert len(session.messages) == 2
 
 
+def test_a_message_beyond_the_context_erases_nothing(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in ("one", "two"):
+        session.handle(line)
+    before = list(session.messages)
+    capsys.readouterr()
+    session.handle("x" * 2000)
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "forgot" not in err
+    assert session.messages == before and len(before) == 4
+
+
 def test_ctrl_c_ends_the_answer_and_not_the_chat(
     session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +141,33 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(
     whole = session.messages[1]["content"]
     assert whole.startswith(partial) and len(whole) > len(partial)
     assert not session.llm.engine.busy
+
+
+@pytest.mark.parametrize("place", ["_fitting_prompt", "_count"])
+def test_ctrl_c_around_an_answer_does_not_end_the_chat_of_a_terminal(
+    run: Any, target: str, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    original, calls = getattr(Session, place), []
+
+    def interrupted(session: Session, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(session, *args)
+
+    monkeypatch.setattr(Session, place, interrupted)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    lines = iter(["one", "two", "three", "/history"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, "/quit"))
+    result = run("chat", "--target", target, "--max-new-tokens", "4")
+    assert result.code == 0
+    asked = [line[6:] for line in result.out.splitlines() if line.startswith("user: ")]
+    assert asked == (["one", "two", "three"] if place == "_count" else ["one", "three"])
+    assert result.out.count("assistant: ") == len(asked)
 
 
 def test_ctrl_c_at_the_prompt_of_a_terminal_shows_how_to_leave(

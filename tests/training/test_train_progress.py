@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -188,6 +189,23 @@ def test_a_signal_waits_for_the_end_of_a_step_and_a_second_one_does_not(
         with pytest.raises((KeyboardInterrupt, typer.Exit)):  # nothing is done in steps here
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, typer.Exit), (signal.SIGINT, KeyboardInterrupt)])
+def test_code_that_goes_on_after_an_error_does_not_swallow_a_signal(
+    number: signal.Signals, ending: type[BaseException], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As imports do that try a package: SIGTERM was lost there, and the training ran to its end."""
+    with pytest.raises(ending) as caught, stop_on_signals():
+        with contextlib.suppress(Exception):
+            os.kill(os.getpid(), number)
+        pytest.fail("the signal is lost")
+    if isinstance(caught.value, typer.Exit):
+        assert caught.value.exit_code == 143 and capsys.readouterr().err == "terminated\n"
+    with stop_on_signals() as stop, stop.in_steps(print, tmp_path):
+        with contextlib.suppress(BaseException):  # as a callback of C code does
+            os.kill(os.getpid(), number)
+        assert stop.requested()
 
 
 @pytest.mark.parametrize("block", [stop_on_signals, terminable])

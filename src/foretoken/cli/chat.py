@@ -47,7 +47,12 @@ def chat_command(system: System = None, *, common: Common) -> None:
     while (line := _read(interactive)) is not None:
         if line == "/quit":
             break
-        session.handle(line)
+        try:
+            session.handle(line)
+        except KeyboardInterrupt:  # before or after the answer's tokens, or a second one
+            if not interactive:
+                raise
+            print(f"\n({HELP})")
 
 
 def _read(interactive: bool) -> str | None:
@@ -112,13 +117,18 @@ class Session:
         self.messages.append({"role": "user", "content": line})
         try:
             prompt, room = self._fitting_prompt()
-            answer = self._say(prompt, {**self._options, "max_new_tokens": room})
-        except ValueError as error:  # nothing was generated: the user can try another line
+            answer, last = self._say(prompt, {**self._options, "max_new_tokens": room})
+        except BaseException as error:
             self.messages.pop()
+            if not isinstance(error, ValueError):  # Ctrl-C
+                raise
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            return
+            return  # nothing was generated: the user can try another line
         self.num_answers += 1
         self.messages.append({"role": "assistant", "content": answer})
+        if last is not None and last.stats is not None:
+            tell_empty(self.llm, last.note)
+            self._count(last.stats, last.finish_reason == "length")
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -128,8 +138,8 @@ class Session:
         seed = self.options.get("seed")
         return self.options if seed is None else {**self.options, "seed": (seed + self.num_answers) % SEEDS}
 
-    def _say(self, prompt: list[int], options: dict[str, Any]) -> str:
-        """Stream one answer; Ctrl-C ends it and keeps the text so far.
+    def _say(self, prompt: list[int], options: dict[str, Any]) -> tuple[str, Piece | None]:
+        """Stream one answer, and return it with its last piece; Ctrl-C ends it and keeps the text so far.
 
         A chat model's answer is kept unchanged, so that the next turn begins with the same tokens and only new ones are
         prefilled.
@@ -150,10 +160,7 @@ class Session:
             pieces.close()  # type: ignore[attr-defined]
         sys.stdout.write("\n")
         sys.stdout.flush()
-        if last is not None and last.stats is not None:
-            tell_empty(self.llm, last.note)
-            self._count(last.stats, last.finish_reason == "length")
-        return answer if self._has_template else answer.strip()
+        return (answer if self._has_template else answer.strip()), last
 
     def _count(self, stats: SpecStats, cut: bool) -> None:
         if self.shows_stats:
@@ -176,31 +183,31 @@ class Session:
 
         A full context loses its oldest turns, for an answer of at most half the context: a larger ``--max-new-tokens``
         would leave no turns.  Raises ``ValueError`` if the last message alone fills the context or the template refuses
-        it.
+        it; nothing is forgotten then.
         """
         context, limit = self.llm.target.context_length, int(self.options["max_new_tokens"])
         prompt = self._prompt()
         whole, dropped = len(prompt), 0
-        while len(prompt) + min(limit, context // 2) > context and len(self.messages) > 2:
-            del self.messages[:2]
+        while len(prompt) + min(limit, context // 2) > context and len(self.messages) - dropped > 2:
             dropped += 2
-            prompt = self._prompt()
-        if dropped:
-            say = f"the context of {context} tokens is full: forgot the oldest {dropped} messages"
-            print(f"({say}, {whole - len(prompt)} tokens)", file=sys.stderr)
+            prompt = self._prompt(dropped)
         room = context - len(prompt)
         if room < 1:
             raise ValueError(f"the message has {len(prompt)} tokens and the model's context is {context}: shorten it")
+        if dropped:
+            del self.messages[:dropped]
+            say = f"the context of {context} tokens is full: forgot the oldest {dropped} messages"
+            print(f"({say}, {whole - len(prompt)} tokens)", file=sys.stderr)
         return prompt, min(limit, room)
 
-    def _all(self) -> list[dict[str, str]]:
-        return (
-            [{"role": "system", "content": self.system}, *self.messages] if self.system is not None else self.messages
-        )
+    def _all(self, start: int = 0) -> list[dict[str, str]]:
+        """The messages from ``start`` on, after the system message."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.messages[start:]]
 
-    def _prompt(self) -> list[int]:
+    def _prompt(self, start: int = 0) -> list[int]:
         if self._has_template:
-            return render(self._all(), self.llm.tokenizer)
+            return render(self._all(start), self.llm.tokenizer)
         names = {"user": "User", "assistant": "Assistant"}
-        lines = [f"{names[m['role']]}: {m['content']}\n" for m in self.messages]
+        lines = [f"{names[m['role']]}: {m['content']}\n" for m in self.messages[start:]]
         return self.llm.encode("".join(lines) + "Assistant:")

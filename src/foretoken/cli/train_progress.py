@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -179,13 +180,10 @@ class Stop:
             self._in_steps = self._waits = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._waits and not self.number:
-            self.number = number
-            self._say("stopping when the current work is finished; a second signal stops at once")
-            return
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise typer.Exit(TERMINATED)
+        waits, self.number = self._waits and not self.number, number
+        if not waits:
+            raise KeyboardInterrupt  # no Exception: imports and other code catch these and go on
+        self._say("stopping when the current work is finished; a second signal stops at once")
 
 
 @contextmanager
@@ -210,6 +208,11 @@ def stop_on_signals() -> Iterator[Stop]:
     before = {number: signal.signal(number, stop._take) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
+    except KeyboardInterrupt:
+        if stop.number != signal.SIGTERM:
+            raise
+        print("terminated", file=sys.stderr)
+        raise typer.Exit(TERMINATED) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -7,20 +7,50 @@ Hooks of taps and replaced sublayers are set on the network itself.  Other threa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Lock, RLock, get_ident, local
 from typing import Any
 from weakref import WeakKeyDictionary
 
-_LOCKS: dict[str, WeakKeyDictionary[Any, Any]] = {}
+
+class ThreadLock:
+    """A reentrant lock of threads, for ``with``.
+
+    Entering raises ``RuntimeError`` in a process that was forked while another thread had the lock.  That thread does
+    not exist there: it would never give the lock back, nor finish what it was changing.
+
+    Args:
+        refusal: the error's text.
+    """
+
+    def __init__(self, refusal: str) -> None:
+        self._lock, self._refusal, self._lost = RLock(), refusal, False
+
+    def __enter__(self) -> None:
+        if self._lost:
+            raise RuntimeError(self._refusal)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def after_fork(self) -> None:
+        """Find out, in a forked process that has one thread so far, whether the lock is lost."""
+        self._lost = self._lost or not self._lock.acquire(blocking=False)
+        if not self._lost:
+            self._lock.release()
+
+
+_LOCKS: dict[str, WeakKeyDictionary[Any, ThreadLock]] = {}
 _GUARD = Lock()
-BUILDING = RLock()
+BUILDING = ThreadLock("the process was forked while another thread loaded a model: fork before or after that")
 """Held while a network is built, which changes the default dtype (Transformers) or the number of threads (GGUF) of the
 whole process.  Two threads that restored these in another order would leave wrong values forever."""
 
 
-def lock_of(owner: Any, purpose: str = "forward") -> Any:
+def lock_of(owner: Any, purpose: str = "forward") -> ThreadLock:
     """The reentrant lock of an object for a purpose; the same one throughout the object's life.
 
     ``"forward"`` is held for at most one forward and never waits for another lock; ``"call"`` is held for a whole round
@@ -30,8 +60,20 @@ def lock_of(owner: Any, purpose: str = "forward") -> Any:
         locks = _LOCKS.setdefault(purpose, WeakKeyDictionary())
         lock = locks.get(owner)
         if lock is None:
-            lock = locks[owner] = RLock()
+            refusal = "the process was forked while another thread used this model: load it in each process"
+            lock = locks[owner] = ThreadLock(refusal)
         return lock
+
+
+def _after_fork() -> None:
+    """Mark, in a forked process, the locks that other threads of its parent had."""
+    _GUARD.release()
+    for lock in [BUILDING, *(lock for locks in _LOCKS.values() for lock in locks.values())]:
+        lock.after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
+    os.register_at_fork(before=_GUARD.acquire, after_in_parent=_GUARD.release, after_in_child=_after_fork)
 
 
 @contextmanager
