@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,16 @@ def test_half_a_surrogate_pair_can_be_written(tmp_path: Path) -> None:
     with open_locked(tmp_path / "rows.jsonl") as file:
         append(file, {"n": 1, "text": "\ud800"})
     assert rows_of(tmp_path / "rows.jsonl", json.dumps, "wrong") == ['{"n": 1, "text": "?"}']
+
+
+def test_a_full_disk_names_the_file_once_and_leaves_whole_lines(tmp_path: Path) -> None:
+    path, limits = tmp_path / "rows.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(OSError, match="goes on after them") as caught, open_locked(path) as file:
+        append(file, {"n": 1})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+        try:
+            append(file, {"n": 2, "text": "x" * 40})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.filename == str(path)
+    assert path.stat().st_size == 20 and rows_of(path, number, "wrong") == [1]

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 def open_locked(path: Path) -> IO[bytes]:
     """Open a file for :func:`append`.  Raises ``ValueError`` if another run has it open: their lines would mix."""
-    file = path.open("ab")
+    file = path.open("ab", buffering=0)  # what a full disk refused must not be written again when the file is closed
     try:
         lock(file.fileno(), path)
     except BaseException:
@@ -25,10 +25,15 @@ def open_locked(path: Path) -> IO[bytes]:
 
 
 def append(file: IO[bytes], row: Mapping[str, Any]) -> None:
-    """Write one line and sync it to disk."""
-    file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
-    file.flush()
-    os.fsync(file.fileno())
+    """Write one line and sync it to disk.  Raises ``OSError``, with the file's name, if there is no room for it."""
+    line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    try:
+        while line:
+            line = line[file.write(line) :]
+        os.fsync(file.fileno())
+    except OSError as error:
+        say = f"{error.strerror} (whole lines are kept, and a resumed run goes on after them)"
+        raise OSError(error.errno, say, file.name) from None
 
 
 def rows_of(path: Path, parse: Callable[[Any], T], wrong: str, cut: bool = True) -> list[T]:
