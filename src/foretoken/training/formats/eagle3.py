@@ -235,7 +235,8 @@ def vocabulary(tensors: Mapping[str, Tensor], num_draft_ids: int, target: Target
     in_draft_vocab = torch.zeros(vocab, dtype=torch.bool)
     in_draft_vocab[tokens] = True
     stated = tensors.get("t2d")
-    if stated is not None and stated.shape == (vocab,) and not torch.equal(stated.bool(), in_draft_vocab):
+    is_filled = stated is not None and stated.shape == (vocab,) and bool(stated.any())  # some are saved as zeros
+    if stated is not None and is_filled and not torch.equal(stated.bool(), in_draft_vocab):
         raise ValueError("d2t and t2d name other tokens: d2t holds offsets, id = i + d2t[i]")
     return {"d2t": offsets, "t2d": in_draft_vocab}
 
