@@ -188,8 +188,8 @@ def test_rules_that_ask_for_more_are_served_on_the_host(rule: BlockVerifier | Le
     texts = []
     for place in ("cpu", "cuda"):
         with fake_cuda.fake_cuda() as device, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
             target, draft = (HuggingFaceModel(copy.deepcopy(llama(noise=noise)).to(place)) for noise in (0.0, 0.3))
+            torch.manual_seed(0)  # the networks are made once, and draw from this generator
             runner = engine(target, ModelDrafter(draft, k=LEVELS), rule, allow_lossy=True, max_batch=4)
             ids = [runner.add(Request([3 + i, 4], SamplingParams(temperature=i % 2), 12)) for i in range(4)]
             runs = {run.id: run for run in runner.requests.waiting}
