@@ -1,8 +1,8 @@
 """Mean squares of the inputs of linear layers on a short text, by which rounding to 4 bits weights its errors.
 
-The error of an output is the sum of the errors of its weights, each times its input: inputs of real networks differ in
-size by orders of magnitude, so that an error of a few weights is most of it.  GPTQ
-(https://arxiv.org/abs/2210.17323) uses all second moments; their diagonal takes a vector for a layer, and 48 tokens.
+The error of an output is the sum of the errors of its weights, each times its input.  The inputs of real networks differ
+in size by orders of magnitude, so a few weights make most of the error.  GPTQ (https://arxiv.org/abs/2210.17323) weights
+errors by all second moments of the inputs; their diagonal, one vector for a layer, needs 48 tokens only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foretoken.models.network.alone import alone
 from foretoken.models.network.layers import replace_forward
 
 FLOOR = 0.01
-"""Least mean square, in units of the layer's mean: on other texts, silent inputs speak."""
+"""Least mean square, in units of the layer's mean: inputs that are zero on this text are not zero on others."""
 
 
 @torch.no_grad()
