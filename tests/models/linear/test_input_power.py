@@ -67,6 +67,13 @@ def test_an_expert_without_tokens_has_none() -> None:
     assert list(input_powers(model, [model.used, model.unused], TEXT)) == [model.used]
 
 
+def test_inputs_that_are_not_finite_have_none() -> None:
+    network = new_model("llama").float()
+    network.model.layers[1].input_layernorm.weight.data[0] = torch.inf
+    layers = [layer.self_attn.q_proj for layer in network.model.layers]
+    assert list(input_powers(network, layers, TEXT)) == layers[:1]
+
+
 def error(weight: torch.Tensor, stored: torch.Tensor, power: torch.Tensor) -> float:
     return float(((stored - weight.detach()).square() * power).sum())
 

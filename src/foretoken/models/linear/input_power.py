@@ -1,14 +1,15 @@
 """Mean squares of the inputs of linear layers on a short text, by which rounding to 4 bits weights its errors.
 
-The error of an output is the sum of the errors of its weights, each times its input.  The inputs of real networks differ
-in size by orders of magnitude, so a few weights make most of the error.  GPTQ (https://arxiv.org/abs/2210.17323) weights
-errors by all second moments of the inputs; their diagonal, one vector for a layer, needs 48 tokens only.
+The error of an output is the sum of the errors of its weights, each times its input.  The inputs of real networks
+differ in size by orders of magnitude, so a few weights make most of the error.  GPTQ (https://arxiv.org/abs/2210.17323)
+weights errors by all second moments of the inputs; their diagonal, one vector for a layer, needs 48 tokens only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from math import inf
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ FLOOR = 0.01
 
 @torch.no_grad()
 def input_powers(model: Any, layers: Iterable[nn.Module], ids: Sequence[int]) -> dict[nn.Module, Tensor]:
-    """[in] float32 for each of the ``layers`` that a forward over ``ids`` runs (not for an expert without tokens)."""
+    """[in] float32 for each of the ``layers`` that a forward over ``ids`` runs; none for an expert without tokens, nor for
+    inputs that are not finite, as where a model made for bfloat16 runs in float16."""
     sums: dict[nn.Module, Tensor] = {}
     tokens = torch.tensor([list(ids)], device=model.device) % model.config.get_text_config().vocab_size
     inputs = {"input_ids": tokens}
@@ -33,7 +35,8 @@ def input_powers(model: Any, layers: Iterable[nn.Module], ids: Sequence[int]) ->
         for layer in layers:
             watched.callback(replace_forward(layer, _watching(layer, layer.forward, sums)))
         model(**inputs, use_cache=False)
-    return {layer: power.add_(FLOOR * power.mean()) for layer, power in sums.items() if power.any()}
+    usable = {layer: power for layer, power in sums.items() if 0 < float(power.sum()) < inf}
+    return {layer: power.add_(FLOOR * power.mean()) for layer, power in usable.items()}
 
 
 def _watching(layer: nn.Module, forward: Callable[..., Any], sums: dict[nn.Module, Tensor]) -> Callable[..., Any]:
