@@ -24,8 +24,8 @@ FLOOR = 0.01
 
 @torch.no_grad()
 def input_powers(model: Any, layers: Iterable[nn.Module], ids: Sequence[int]) -> dict[nn.Module, Tensor]:
-    """[in] float32 for each of the ``layers`` that a forward over ``ids`` runs; none for an expert without tokens, nor for
-    inputs that are not finite, as where a model made for bfloat16 runs in float16."""
+    """[in] float32 for each of the ``layers`` that a forward over ``ids`` runs; none for an expert without tokens, nor
+    for inputs that are not finite, as where a model made for bfloat16 runs in float16."""
     sums: dict[nn.Module, Tensor] = {}
     tokens = torch.tensor([list(ids)], device=model.device) % model.config.get_text_config().vocab_size
     inputs = {"input_ids": tokens}
