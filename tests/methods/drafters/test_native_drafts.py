@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,9 +36,15 @@ SHARED = 0.8
 """Of the drafts of the library and of the network, at least; they are .86 to 1."""
 
 
+def ours(dtype: torch.dtype, shapes: Any, names: Sequence[str]) -> str:
+    """The library's layout, which on a busy machine is not always the one that is timed as fastest."""
+    return "native" if "native" in names else names[-1]
+
+
 @cache
 def target() -> LanguageModel:
-    return load_model("builtin")
+    with patch("foretoken.models.linear.packing.fastest_layout", ours):
+        return load_model("builtin")
 
 
 @cache
